@@ -1,9 +1,9 @@
-"""`python benchmarks/gpu.py` checks and measures everything on a GPU; see gpu/suite.py."""
+"""Runs all checks and measurements on a GPU: `python benchmarks/gpu.py`; see gpu/suite.py."""
 
 import sys
 from pathlib import Path
 
-# In place of this folder, so that `benchmarks` and `recserve` import from a bare checkout.
+# The repository's root replaces this folder, so that both packages import from a checkout.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.gpu.suite import main  # noqa: E402

@@ -1,9 +1,10 @@
-"""Put measured figures into a page: the tables between its markers are made from JSON.
+"""Fills the tables of a documentation page from the JSON files of benchmarks.
 
     python -m benchmarks.tables docs/results/performance.md recommend=A.json rank=C.json
 
-A block starts with `<!-- figures: recommend -->` and ends with `<!-- end -->`; what lies between
-is replaced. Several files of one name follow each other.
+A block starts with `<!-- figures: recommend -->` and ends with `<!-- end -->`; the text between is
+replaced. Several files of one name are shown one after another. It writes the page and prints only
+errors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GROUPS = {
 
 
 def number(run: dict[str, Any] | None) -> str:
-    """Median in milliseconds, or why there is none."""
+    """Returns the median in milliseconds, or the reason why there is none."""
     if run is None:
         return ""
     if run["median_ms"] is None:
@@ -35,7 +36,7 @@ def number(run: dict[str, Any] | None) -> str:
 
 
 def tail(run: dict[str, Any]) -> str:
-    """Of a benchmark that counts its runs: the 99th percentile of a hundred, or the slowest."""
+    """Returns the 99th percentile of at least a hundred runs, or the slowest run."""
     if run.get("runs", 0) < 2:
         return ""
     if run["p99_ms"] is not None:
@@ -48,7 +49,7 @@ def row(words: list[str]) -> str:
 
 
 def table(cells: list[dict[str, Any]], across: str, heading: str) -> list[str]:
-    """Methods down, widths or candidates across; then the engine's stages."""
+    """Returns methods as rows, widths or candidates as columns; then the engine's stages."""
     counted = any("runs" in run for cell in cells for run in cell["runs"].values())
     measured = "ms, median / p99" if counted else "ms, median"
     methods = list(dict.fromkeys(name for cell in cells for name in cell["runs"]))
@@ -72,7 +73,7 @@ def table(cells: list[dict[str, Any]], across: str, heading: str) -> list[str]:
 
 
 def figures(kind: str, contents: list[dict[str, Any]]) -> str:
-    """All tables of one kind, each under the machine that measured it."""
+    """Returns all tables of one kind, each under the machine that measured it."""
     keys, across, heading = GROUPS[kind]
     lines: list[str] = []
     for content in contents:

@@ -1,4 +1,7 @@
-"""Is every kernel right on this device? Against the torch twins, over drawn shapes."""
+"""Correctness of every kernel on a device, against its torch reference over random shapes.
+
+`python benchmarks/gpu.py` runs these checks and prints one line for each.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,22 @@ from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import merge
 
-# Largest ||got - expected|| / ||expected||; expected in float32 from the same inputs.
+# Largest allowed ||got - expected|| / ||expected||. The reference computes `expected` in float32
+# from the same inputs.
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was compared, how far off it was, and why it failed where it did."""
+    """Result of one comparison.
+
+    Attributes:
+        name: What was compared.
+        ok: True if the error is within the limit.
+        error: Measured error.
+        seconds: Duration.
+        note: Reason of a failure.
+    """
 
     name: str
     ok: bool
@@ -36,14 +48,20 @@ class Check:
 
 @dataclass(frozen=True)
 class Task:
-    """A comparison to be made: what it returns may be at most the limit."""
+    """A comparison that has not run yet.
+
+    Attributes:
+        name: What is compared.
+        compare: Returns the error.
+        limit: Largest allowed error.
+    """
 
     name: str
     compare: Callable[[], float]
     limit: float
 
     def checked(self) -> Check:
-        """Made; an exception is a failed check, and the next one still runs."""
+        """Runs the comparison. An exception becomes a failed check, so the next task still runs."""
         began = time.perf_counter()
         try:
             error, note = self.compare(), ""
@@ -54,15 +72,17 @@ class Task:
 
 @torch.inference_mode()
 def spoil(runner: Any) -> None:
-    """Numbers all over a pool that nothing is written to yet: no answer may depend on them. Finite
-    ones: what fills a recorded batch up reads them and is not read.
+    """Fills an unused pool with finite random numbers, on which no result may depend.
+
+    The numbers are finite because the padding of a captured batch reads them, although its results
+    are discarded.
     """
     for pool in (runner.pool.keys, runner.pool.values):
         pool.fill_(1e4)
 
 
 def kernel_checks(device: str, smoke: bool = False) -> Iterator[Task]:
-    """All kernels, one after another."""
+    """Yields the checks of all kernels."""
     forms = [(torch.float32, 4, 4, 32)] if smoke else FORMS
     for number, (dtype, heads, kv_heads, dim) in enumerate(forms):
         for limits, shared, silu in ((False, False, False), (True, True, True)):
@@ -98,8 +118,10 @@ FORMS = [
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Trees of several shapes over roots of several lengths, slots scattered, half of the nodes
-    scored before. fp8: keys and values in 8 bits, expected from what they decode to.
+    """Tree attention over trees of several shapes and prefixes of several lengths.
+
+    Slots are scattered, and half of the nodes are cached already. With `fp8`, keys and values have
+    8 bits, and the expected result uses their decoded values.
     """
 
     dtype: torch.dtype
@@ -113,7 +135,7 @@ class AttentionCase:
     fp8: bool = False
 
     def error(self, device: str, smoke: bool) -> float:
-        """Relative error against the twin."""
+        """Returns the relative error against the reference."""
         g = torch.Generator().manual_seed(self.seed)
         sizes = [("tree", 13), ("branches", 5)] if smoke else [
             ("tree", 63), ("branches", 781), ("tree", 1), ("tree", 257),
@@ -151,7 +173,7 @@ class AttentionCase:
 
 
 def many_nodes(device: str, nodes: int = 8192, root: int = 2000) -> float:
-    """So many nodes of one tree over a root."""
+    """Checks one tree of `nodes` nodes over a prefix of `root` tokens."""
     tree = draw_tree("tree", nodes, torch.Generator().manual_seed(1)).to(device)
     slots = torch.arange(nodes + root, device=device)
     batch = TreeBatch(tree, None, slots[root:], (slots[:root],))
@@ -162,7 +184,7 @@ def many_nodes(device: str, nodes: int = 8192, root: int = 2000) -> float:
 
 
 def long_root(device: str, tokens: int = 131_072, fp8: bool = False) -> float:
-    """A tree over so long a root, in as many parts as there are."""
+    """Checks a tree over a prefix of `tokens` tokens, which the kernel splits into parts."""
     problem = draw(Shape("tree", 1, tokens, 64, 8, 2, 128), torch.bfloat16, device)
     stored = problem.keys, problem.values
     got = (ours_fp8 if fp8 else ours)(problem)()
@@ -172,7 +194,10 @@ def long_root(device: str, tokens: int = 131_072, fp8: bool = False) -> float:
 
 
 def far_slots(device: str, elements: int = 2**31) -> float:
-    """The last slots of a pool that 32-bit offsets cannot reach hold the same tree as the first."""
+    """Compares a tree in the last slots of a large pool with the same tree in the first slots.
+
+    The last slots are out of reach of 32-bit offsets.
+    """
     slots = elements // (8 * 128) + 600
     keys, values = (torch.empty(slots, 8, 128, dtype=torch.bfloat16, device=device) for _ in "kv")
     tree = draw_tree("tree", 64, torch.Generator().manual_seed(1)).to(device)
@@ -192,7 +217,7 @@ def far_slots(device: str, elements: int = 2**31) -> float:
 
 
 def noise_error(device: str, smoke: bool) -> float:
-    """Tokens drawn at 200 nodes of a vocabulary of 32,000: here, and by the twin on the CPU."""
+    """Compares tokens sampled at 200 nodes over 32,000 tokens with the reference on the CPU."""
     g = torch.Generator().manual_seed(5)
     nodes, vocabulary = (3, 300) if smoke else (50, 32_000)
     tree = merge([draw_tree("tree", nodes, g) for _ in range(4)])

@@ -1,4 +1,8 @@
-"""The engine on a device: the same answers as on the CPU from every strategy, and its times."""
+"""Checks and times of the engine on a device, for every strategy, drafter and acceptance rule.
+
+The checks compare results with those of the CPU. `python benchmarks/gpu.py` runs this module and
+prints one line for each check and each measurement.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +44,14 @@ from tests.support.device_worlds import ranking, recommending, text_engine, text
 
 
 def small_catalogue(items: int = 150) -> Catalogue:
-    """A few items, no data read."""
+    """Returns a catalogue of a few random items, which needs no data."""
     g = torch.Generator().manual_seed(1)
     codes = torch.unique(torch.randint(0, 6, (items, 4), generator=g), dim=0)
     return Catalogue("small", codes, build_trie(codes, (6,) * 4))
 
 
 def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
-    """With heads started from the target, so that every strategy is there that needs no index."""
+    """Returns an engine with untrained heads, so that it has every strategy that needs no index."""
     weight = model.tokens.weight
     config = SelfDraftConfig(model.config.decoder.hidden_size, model.config.codebook_sizes)
     heads = []
@@ -68,8 +72,10 @@ def recorded(
     room: int,
     record: Any = None,
 ) -> SearchGraphs:
-    """Let an engine replay searches of these shapes. record: None: as CUDA graphs, on a CPU anew
-    each time. As many as can be; `missing` tells which are not.
+    """Makes an engine replay searches of these shapes; `missing` lists those without a capture.
+
+    `room` is the capacity. `record` replaces the capture; None captures CUDA graphs, or on a CPU
+    runs the search again each time.
     """
     lane: Any = engine.schedulers["recommender"]
     nezha: Any = engine._strategies["nezha"]
@@ -83,7 +89,7 @@ def recorded(
 
 
 def recommend_root(model: Recommender, events: int, seed: int) -> Root:
-    """BOS and a drawn history, on the model's device."""
+    """Returns a BOS token and a random history, on the model's device."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
     device = model.tokens.weight.device
@@ -92,7 +98,7 @@ def recommend_root(model: Recommender, events: int, seed: int) -> Root:
 
 
 def candidates(ranker: Ranker, count: int, seed: int) -> NodeInputs:
-    """Drawn candidates on the CPU."""
+    """Returns random candidates on the CPU."""
     g = torch.Generator().manual_seed(seed)
     c = ranker.config
     return NodeInputs(
@@ -105,7 +111,7 @@ def candidates(ranker: Ranker, count: int, seed: int) -> NodeInputs:
 
 
 def on_device(inputs: NodeInputs, device: str) -> NodeInputs:
-    """The same rows elsewhere."""
+    """Returns the same rows on another device."""
     return replace(
         inputs, **{k: v.to(device) for k, v in vars(inputs).items() if isinstance(v, torch.Tensor)}
     )
@@ -118,12 +124,12 @@ HOW = {
 }
 DRAFTERS = ("ngram", "suffix", "lookahead", "draft_model", "specinfer", "medusa", "merged")
 RULES = [("draft_model", "rejection"), ("draft_model", "block"), ("specinfer", "multi_step")]
-CLOSE = 2e-3  # scores of two devices, which add up in another order
+CLOSE = 2e-3  # tolerance between two devices, which add in a different order
 
 
 def engine_checks(device: str, smoke: bool = False) -> Iterator[Task]:
-    """Every strategy in every way of asking, every drafter and rule, cold and with the root in the
-    prefix cache: the CPU's answers on the device, in float32.
+    """Yields comparisons of all strategies, drafters and rules with the CPU, cold and warm, in
+    float32.
     """
     made = once(recommending)
     for form, ways in HOW.items():
@@ -156,9 +162,7 @@ def engine_checks(device: str, smoke: bool = False) -> Iterator[Task]:
 
 
 def difference(one: Engine, two: Engine, asked_one: list[Any], asked_two: list[Any]) -> float:
-    """Largest difference of scores place by place; infinite where answers are about other items,
-    but for one in ten, since scores may tie.
-    """
+    """Returns the largest difference of scores; infinite if more than one item in ten differs."""
     worst = 0.0
     for a, b in zip(one.run_many(asked_one), two.run_many(asked_two), strict=True):
         if hasattr(a, "rows"):
@@ -171,25 +175,25 @@ def difference(one: Engine, two: Engine, asked_one: list[Any], asked_two: list[A
 
 
 def level_likelihoods(device: str) -> float:
-    """Of a model that has level heads alone."""
+    """Compares likelihood scores of a model that has only level heads."""
     here, there = (recommending(d, autoregressive=False) for d in ("cpu", device))
     return difference(here.engine, there.engine, here.ask("likelihood"), there.ask("likelihood"))
 
 
 def rankings(device: str) -> float:
-    """Cold, then warm."""
+    """Compares rankings with a cold and with a cached prefix."""
     here, there = ranking("cpu"), ranking(device)
     return max(difference(here.engine, there.engine, here.ask(), there.ask()) for _ in range(2))
 
 
 def label_scores(device: str) -> float:
-    """Two equal requests in one step."""
+    """Compares label scores of two equal requests in one step."""
     engines = text_engine("cpu"), text_engine(device)
     return difference(*engines, [text_scores("cpu")] * 2, [text_scores(device)] * 2)
 
 
 def text_difference(device: str, drafter: str, rule: str, parameters: str) -> float:
-    """0, or infinite where a token differs."""
+    """Returns 0, or infinity if a token differs."""
     names = () if drafter == "none" else (drafter,)
     here, there = text_engine("cpu", names), text_engine(device, names)
     asked = texts(drafter, rule, parameters)
@@ -201,7 +205,7 @@ def text_difference(device: str, drafter: str, rule: str, parameters: str) -> fl
 
 
 def larger(device: str) -> float:
-    """Beams of 50 in a catalogue of real size."""
+    """Compares slates of beam width 50 in a catalogue of realistic size."""
     catalogue, worst = drawn_catalogue(12_101), 0.0
     models = [
         drawn_recommender(catalogue, 256, 4, "children", torch.float32).to(d)
@@ -225,7 +229,7 @@ def larger(device: str) -> float:
 def requests_of(
     model: Recommender, trie: TrieView, strategy: Any, cell: tuple[int, int], events: int, seed: int
 ) -> list[SlateQuery]:
-    """As many as the cell says, with so many beams, each user with so many drawn events."""
+    """Returns random requests; `cell` is their number and the beam width."""
     batch, width = cell
     roots = [recommend_root(model, events, 1000 * seed + i) for i in range(batch)]
     return [SlateQuery(root, trie, 10, width, strategy) for root in roots]
@@ -234,8 +238,9 @@ def requests_of(
 def cold_and_warm(
     engine: Engine, requests: Callable[[int], list[Any]], seeds: range, again: int
 ) -> tuple[dict[str, float], list[Any]]:
-    """Medians of milliseconds but for the first run: of users never seen, one seed each, and of the
-    last seed's asked so often again; and the last answers.
+    """Returns median milliseconds of cold and of warm requests, and the last results.
+
+    Cold requests come from new users, one seed each; warm ones repeat the last seed `again` times.
     """
     times, answers = {}, list[Any]()
     for state, asked in (("cold", seeds), ("warm", [seeds[-1]] * again)):
@@ -252,7 +257,7 @@ def cold_and_warm(
 
 
 def timed(engine: Engine, asked: Callable[[int], list[Any]]) -> dict[str, Any]:
-    """Milliseconds, the forwards of the last search, and how many of the searches were replayed."""
+    """Returns milliseconds, forward passes of the last search, and the number of replays."""
     searches = engine.searches
     before = searches.counts["replayed"] if searches is not None else 0
     times, answers = cold_and_warm(engine, asked, range(1, 6), 10)
@@ -263,9 +268,7 @@ def timed(engine: Engine, asked: Callable[[int], list[Any]]) -> dict[str, Any]:
 
 
 def engine_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[str, Any]]:
-    """Milliseconds of whole requests: rankings; then slates, cold and warm, strategies and batches,
-    of each model launched and recorded.
-    """
+    """Yields milliseconds of rankings, then of slates per model, strategy and batch."""
     for count in (40,) if smoke else (500, 4000):
         if deadline.passed():
             return
@@ -282,7 +285,7 @@ def engine_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[s
 
 
 def ranked(device: str, smoke: bool, count: int, name: str) -> dict[str, Any]:
-    """Milliseconds of so many candidates behind a root that is in the prefix cache."""
+    """Returns the milliseconds to rank `count` candidates with a cached prefix."""
     ranker = drawn_ranker(500 if smoke else 12_101, 64 if smoke else 512, 1 if smoke else 3)
     ranker = ranker.to(device)
     ranker.freeze_items()
@@ -303,7 +306,7 @@ def ranked(device: str, smoke: bool, count: int, name: str) -> dict[str, Any]:
 def slates(
     device: str, smoke: bool, deadline: Deadline, catalogue: Catalogue, size: tuple[int, int]
 ) -> Iterator[dict[str, Any]]:
-    """Of one model."""
+    """Yields the times of slates of one model."""
     hidden, layers = size
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = drawn_recommender(catalogue, hidden, layers, "children", dtype, level_heads=True)
@@ -335,7 +338,7 @@ def lost(
     shapes: tuple[SearchShape, ...],
     room: int,
 ) -> Iterator[dict[str, Any]]:
-    """Records searches; a row of what could not be, which is launched where it is asked for."""
+    """Captures searches; yields a row for each that failed and therefore runs eagerly."""
     with complaints() as heard:
         row = attempted(f"searches of {name}: recorded", lambda: {
             "lost": recorded(engine, model, trie, shapes, room).missing

@@ -1,12 +1,11 @@
-"""Microseconds that the host needs for a recorded text step, or for an answer from a recorded
-search: everything but the replay.
+"""Host time of a text step or a search that is a CUDA graph, without the replay itself.
 
     OMP_NUM_THREADS=1 python -m benchmarks.gpu.host_step [--json host.json] [--only steps|searches]
 
-The replay is left out: what it would find lies there already, a path of the draft's first nodes of
-each level, or the beams of the first search. So this runs anywhere; on a GPU the host would launch
-one graph instead, and wait. CPU time of one thread, median of a warm loop; of a search from the
-request to its slate, all users with cached roots.
+The replay is replaced by a stored result: a path of the draft's first nodes, or the beams of the
+first search. So the benchmark runs without a GPU. On a GPU the host would also launch one graph and
+wait for it. Prints one row per case with microseconds of CPU time of one thread, the median of a
+warm loop. A search is timed from the request to its slate, with all prefixes cached.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from tests.support.walking_model import drawn_language_model
 
 VOCABULARY = 1500
 GOAL_US = 50.0
-NODES = 6  # of a draft
-ACCEPTED = 2  # drafted tokens of every step
+NODES = 6  # nodes of a draft
+ACCEPTED = 2  # accepted draft tokens per step
 PARAMETERS = {
     "temperature": SamplingParams(temperature=0.8),
     "every parameter": SamplingParams(
@@ -57,7 +56,7 @@ PARAMETERS = {
 
 
 class NoReplay:
-    """Records what the step would find once, and gives that back."""
+    """Stands in for a captured step: it runs the step once and returns that result from then on."""
 
     def __init__(self) -> None:
         self.accept = 0
@@ -69,7 +68,7 @@ class NoReplay:
 
 
 def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
-    """The same but for what was accepted: so many tokens of every text, and a bonus token."""
+    """Returns the outputs with `accepted` tokens and a bonus token for every text."""
     columns, at = outputs.found.clone(), outputs.columns
     accepted = min(accepted, at.depth)
     columns[:, at.nodes] = -1
@@ -80,7 +79,7 @@ def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
 
 
 def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """One row for texts and drafter."""
+    """Yields one row per kind of sampling, drafter and number of texts."""
     model = drawn_language_model(64, 1, VOCABULARY, torch.float32)
     model.config = replace(model.config, decoder=replace(model.config.decoder, max_positions=4096))
     drafters: dict[str, Drafter] = {
@@ -105,7 +104,7 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """One row for a strategy, a number of requests and what they leave out."""
+    """Yields one row per strategy and number of requests, with and without excluded items."""
     catalogue = drawn_catalogue(12_101)
     model = drawn_recommender(catalogue, 64, 1, "children", torch.float32)
     engine = recommender_engine(model, 2**27)
@@ -131,7 +130,7 @@ def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def once(search: Callable[[], SearchLeaves]) -> Callable[[], SearchLeaves]:
-    """Gives back what the search found when it was recorded."""
+    """Returns a replay that gives the result of the capture again."""
     found = search()
     return lambda: found
 
@@ -140,8 +139,9 @@ def once(search: Callable[[], SearchLeaves]) -> Callable[[], SearchLeaves]:
 def measured(
     engine: Engine, graphs: StepGraphs, name: str, drafter: str, texts: int, steps: int
 ) -> dict[str, Any]:
-    """Texts that run side by side for so many replayed steps, in the mode that the engine's thread
-    enters once and not at every step.
+    """Measures texts that run concurrently for `steps` replayed steps.
+
+    It runs under inference mode, which the engine's thread enters once and not at every step.
     """
     rng = np.random.default_rng(0)
     rule = RULES.get(drafter, ("sample",))[0]
@@ -169,9 +169,9 @@ def measured(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="few steps of few texts")
+    parser.add_argument("--smoke", action="store_true", help="run few steps with few texts")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", choices=["steps", "searches"], help="not both")
+    parser.add_argument("--only", choices=["steps", "searches"], help="run only this part")
     chosen = parser.parse_args(arguments)
     rows = []
     steps = host_rows(chosen.smoke) if chosen.only != "searches" else ()

@@ -1,11 +1,12 @@
-"""How many kernels a GPU would be asked for in one warm request for items; no GPU is needed.
+"""Counts the kernel launches of one warm item request on a GPU; needs no GPU.
 
     python -m benchmarks.gpu.launches [--layers 28] [--width 256] [--json launches.json]
 
-A small model of the layers and levels of a large one is asked on the CPU, in torch, and its
-operators are counted: each that computes is a launch, views and allocations are none, and what one
-of our kernels does in its place counts as that kernel (KERNELS). A count, no time: an estimate of
-how the host's part compares between searches that are launched and such that are one CUDA graph.
+A small model with the layers and levels of a large one runs on the CPU, and its torch operators are
+counted. Each operator that computes is one launch; views and allocations are none. An operation
+that one of our kernels replaces counts as that kernel (KERNELS). Prints a table for `beam` and
+`nezha`, eager and as a CUDA graph. Counts are not times: they estimate how the host's work compares
+between both modes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from recserve.engine.runtime.runner import Runner
 from recserve.kernels import dispatch
 from recserve.models.config import DecoderConfig
 
-# Views, allocations, and what a tensor is asked or brought to the host for.
+# Operators without a launch: views, allocations, metadata and copies to the host.
 FREE = frozenset(
     ["view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "slice", "select", "unsqueeze"]
     + ["squeeze", "permute", "t", "numpy_T", "transpose", "split", "split_with_sizes", "chunk"]
@@ -41,14 +42,14 @@ FREE = frozenset(
     + ["empty_like", "empty_strided", "new_empty", "resize_", "lift_fresh", "to", "item"]
     + ["resolve_conj", "resolve_neg", "is_nonzero", "_local_scalar_dense"]
 )
-# Launches of ours: the trie step with the unpacking of its top-k, RoPE with write, the gate.
+# Launches of this project's kernels: the trie step with its top-k, RoPE with write, SiLU gate.
 KERNELS = {"best_children": 8, "rope_write": 1, "silu_mul": 2}
-LAID_OUT, ATTENDED = 12, 2  # tree attention: once for a batch, and in each layer
+LAID_OUT, ATTENDED = 12, 2  # launches of tree attention: per batch, and per layer
 FORWARDS, REST = "in forwards", "beside them"
 
 
 class Launches(TorchDispatchMode):
-    """Counts by where they happen."""
+    """Counts launches, separately for forward passes and the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class Launches(TorchDispatchMode):
             self.counts[self.where] += count
 
     def as_kernel(self, function: Callable[..., Any], launches: int) -> Callable[..., Any]:
-        """The function, whose operators count as so many launches together."""
+        """Wraps a function so that its operators count as `launches` launches together."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._add(launches)
@@ -78,7 +79,7 @@ class Launches(TorchDispatchMode):
         return counted
 
     def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose launches are those of forwards."""
+        """Wraps a function so that its launches count as those of a forward pass."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             before, self.where = self.where, FORWARDS
@@ -92,7 +93,7 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def counting(engine: Any) -> Iterator[Launches]:
-    """Counts what the engine launches meanwhile."""
+    """Counts the launches of an engine inside the context."""
     launches = Launches()
     lay_out = launches.as_kernel(dispatch.tree_attention, LAID_OUT)
     runner = engine.schedulers["recommender"].runner
@@ -119,7 +120,7 @@ def counting(engine: Any) -> Iterator[Launches]:
 
 @mock.patch.object(dispatch, "KERNELS", "torch")
 def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
-    """Of `beam` and `nezha`, launched and recorded."""
+    """Returns the counts of `beam` and `nezha`, eager and captured."""
     catalogue = wide_catalogue(items, 1024)
     shape = DecoderConfig(64, layers, 2, 1, 32, 64, qk_norm=True)
     model = drawn_there(catalogue, shape, torch.float32, "cpu")
@@ -128,7 +129,7 @@ def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
     rows = []
     for replayed in (False, True):
         if replayed:
-            # What a record's function found once is what its replays find.
+            # Replays return the result of the capture.
             searches = (SearchShape(1, width),)
             recorded(engine, model, catalogue.trie, searches, 1024, lambda step: once(step()))
         for strategy in ("beam", "nezha"):
@@ -149,17 +150,21 @@ def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
 
 
 def once(found: Any) -> Callable[[], Any]:
-    """A replay that launches nothing."""
+    """Returns a replay that launches nothing."""
     return lambda: found
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Show the counts."""
+    """Prints the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=28, help="28: those of Qwen3-1.7B")
-    parser.add_argument("--width", type=int, default=256, help="beams")
-    parser.add_argument("--items", type=int, default=100_000, help="of three levels")
-    parser.add_argument("--json", type=Path, help="write the counts here")
+    parser.add_argument(
+        "--layers", type=int, default=28, help="layers of the model; Qwen3-1.7B has 28"
+    )
+    parser.add_argument("--width", type=int, default=256, help="beam width")
+    parser.add_argument(
+        "--items", type=int, default=100_000, help="items in the catalogue, with three levels"
+    )
+    parser.add_argument("--json", type=Path, help="write the counts to this file")
     options = parser.parse_args(arguments)
     rows = counts_of(options.layers, options.width, options.items)
     table = Table(

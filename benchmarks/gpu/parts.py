@@ -1,9 +1,9 @@
-"""Parts of a benchmark in processes of their own: what one loses, the others keep.
+"""Benchmark parts in separate processes, so that a crash of one part does not affect the others.
 
-A kernel that reads where it must not ends every later call of its process with the same error, and
-one that never ends would end nothing. So each part runs in a child, which writes a line for each
-row it is about to find and one for the row; rows that came are kept, whatever becomes of the child.
-Several children may run side by side: what takes long is mostly one core's, compiling a kernel.
+A kernel that reads out of bounds breaks every later CUDA call of its process, and a kernel that
+never ends blocks it. So each part runs in a child process. The child prints one line before each
+row it starts and one line with the finished row. The parent keeps finished rows whatever happens to
+the child. Several children may run concurrently, because compiling a kernel mostly uses one core.
 """
 
 from __future__ import annotations
@@ -19,29 +19,36 @@ from threading import Thread
 from typing import IO, Any
 
 BEGUN, FOUND = "BEGUN ", "FOUND "
-DEAD = 3  # how a child ends whose device answers nothing any more, behind the row that tells so
-DEATHS = 4  # after which a part is given up
-GRACE_S = 15.0  # behind its seconds, for a row that began in time
-TAIL = 600  # characters of what a child wrote to its stderr
-QUIET_S = 0.5  # after which a child that has ended has nothing more to say
+DEAD = 3  # exit code of a child whose device fails; its last row reports the failure
+DEATHS = 4  # crashes after which a part is abandoned
+GRACE_S = 15.0  # additional time for a row that started before the deadline
+TAIL = 600  # characters of a child's stderr that are reported
+QUIET_S = 0.5  # time to read the remaining output of a child that has ended
 
 
 def begun(name: str) -> None:
-    """In the child: the next row has this name."""
+    """Announces in the child that the row with this name starts."""
     print(BEGUN + name, flush=True)
 
 
 def found(row: dict[str, Any]) -> None:
-    """In the child: a row."""
+    """Prints a finished row in the child."""
     print(FOUND + json.dumps(row), flush=True)
 
 
 def rows_of(command: list[str], name: str, seconds: float, again: bool) -> Iterator[dict[str, Any]]:
-    """Rows that a child found, and one that is not `ok` for each time it died. It ends after the
-    seconds and GRACE_S, whatever becomes of it; a measurement that did not is `cut`.
+    """Yields the rows of a child, and one row that is not `ok` for each crash.
 
-    command: what starts the child; the rows to leave out and its seconds are added. again: where it
-    dies in a row that it had begun, another goes on behind that row; else what is left is lost.
+    The child ends after `seconds` and GRACE_S at the latest. A measurement that is unfinished then
+    is marked `cut`.
+
+    Args:
+        command: Command that starts the child. The number of rows to skip and the seconds are
+            appended.
+        name: Name of the part.
+        seconds: Time limit.
+        again: True starts another child after the row in which one crashed; False gives up the
+            rest.
     """
     until = time.monotonic() + seconds
     rows, deaths = 0, 0
@@ -80,8 +87,9 @@ def rows_of(command: list[str], name: str, seconds: float, again: bool) -> Itera
 
 
 def _lines(child: subprocess.Popen[str], until: float) -> Iterator[str]:
-    """What a child writes before it ends or the time is up; what it has started may hold its end of
-    the pipe for longer.
+    """Yields the lines of a child until it ends or the time is up.
+
+    A process that the child started may hold its end of the pipe for longer.
     """
     lines: SimpleQueue[str | None] = SimpleQueue()
 
@@ -101,7 +109,7 @@ def _lines(child: subprocess.Popen[str], until: float) -> Iterator[str]:
                 return
             continue
         if line is None:
-            # The pipe is closed a moment before the child is gone.
+            # The pipe closes shortly before the child has exited.
             while child.poll() is None and time.monotonic() < until:
                 time.sleep(0.01)
             return
@@ -109,7 +117,10 @@ def _lines(child: subprocess.Popen[str], until: float) -> Iterator[str]:
 
 
 def side_by_side(jobs: list[Callable[[], Iterator[Any]]], workers: int) -> Iterator[Any]:
-    """What jobs find, as it comes, so many of them at a time; in the end what one has raised."""
+    """Runs jobs concurrently and yields their results as they arrive.
+
+    At most `workers` jobs run at a time. An exception of a job is raised at the end.
+    """
     found: SimpleQueue[Any] = SimpleQueue()
     done = object()
 

@@ -1,6 +1,9 @@
-"""Recorded searches on a device: the same slates as launched ones and as a CPU's, and their times.
+"""Checks and times of item searches as CUDA graphs on a device.
 
-On CUDA the record is a CUDA graph; on a CPU the same function runs anew each time, padded as there.
+The checks compare slates of captured searches (`recorded`) with eager ones (`launched`) and with
+the CPU's. On a CPU the same function runs again each time instead of a graph, with the same
+padding. `python benchmarks/gpu.py` runs this module and prints one line for each check and
+measurement.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ SMALL = tuple(
     for requests in (1, 3)
 )
 QWEN3_1_7B = DecoderConfig(2048, 28, 16, 8, 128, 6144, rope_theta=1e6, qk_norm=True)
-# Of NVIDIA's SID-GR inference on an H100: 17.6 ms, 7.0 of prefill and 10.0 of three decode steps.
+# NVIDIA's SID-GR inference on an H100 takes 17.6 ms: 7.0 for prefill, 10.0 for three decode steps.
 # `speculative` is to decode in 5 ms, by a draft or by what is recorded for `beam`.
 GOALS_MS = {
     "beam": {"cold_ms": 17.6, "warm_ms": 10.0},
@@ -48,7 +51,7 @@ GOALS_MS = {
 
 
 def search_checks(device: str, smoke: bool = False) -> Iterator[Task]:
-    """Slates of recorded searches against launched ones, here and on the CPU, in float32."""
+    """Yields comparisons of captured searches with eager ones and with the CPU's, in float32."""
     reasons: list[str] = []
 
     @once
@@ -87,21 +90,21 @@ def search_checks(device: str, smoke: bool = False) -> Iterator[Task]:
 
 
 def wide_catalogue(items: int, codes: int, levels: int = 3) -> Catalogue:
-    """Drawn ids."""
+    """Returns a catalogue of random semantic ids."""
     g = torch.Generator().manual_seed(0)
     drawn = torch.unique(torch.randint(0, codes, (items, levels), generator=g), dim=0)
     return Catalogue(f"{items:,} items", drawn, build_trie(drawn, (codes,) * levels))
 
 
 def search_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[str, Any]]:
-    """Milliseconds of whole requests at the shape of the goals, recorded and launched."""
+    """Yields milliseconds of whole requests at the shape of the goals, captured and eager."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     catalogue = small_catalogue() if smoke else wide_catalogue(1_000_000, 8192)
     shape = DecoderConfig(64, 2, 2, 1, 32, 128, qk_norm=True) if smoke else QWEN3_1_7B
     model = drawn_there(catalogue, shape, dtype, device)
     trie = catalogue.trie.to(device)
     width, batches = (10, (1,)) if smoke else (256, (1, 8))
-    events = 8 if smoke else 333  # of three codes: a context of 1,000
+    events = 8 if smoke else 333  # three codes each: a context of 1,000 tokens
     shapes = tuple(SearchShape(batch, width, 64) for batch in batches)
     for how in ("recorded", "launched"):
         if deadline.passed():
@@ -109,7 +112,7 @@ def search_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[s
         engine = recommender_engine(model, 2**24 if smoke else 2**33)
         if how == "recorded":
             yield from lost("the goal shape", engine, model, trie, shapes, 64 if smoke else 4096)
-        # Where nothing is drafted, `speculative` replays what `beam` does.
+        # Without a draft, `speculative` replays the search of `beam`.
         strategies = ("beam", "nezha") + (("speculative",) if how == "launched" else ())
         for batch, strategy in product(batches, strategies):
             if deadline.passed():

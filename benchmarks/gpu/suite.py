@@ -1,14 +1,14 @@
-"""One command for a GPU: is every kernel and strategy right, and how fast is all of it.
+"""Checks every kernel and strategy on a GPU and measures them, with one command.
 
     python benchmarks/gpu.py --json gpu.json                        # within 9 minutes
     python benchmarks/gpu.py --device cpu --smoke --json smoke.json # its logic, tiny, anywhere
     python benchmarks/gpu.py --part "kernel checks"                 # one part, in this process
 
-It needs torch, numpy, safetensors and triton, nothing else, and runs from a checkout that is not
-installed. It exits with 2 without a CUDA device, and with 1 if a check failed. Every part runs in
-its own process and within its share of the time, so a part that dies does not lose the others. The
-summary and the JSON list what was cut; the JSON is written after every row. While the checks run,
-torch fills new tensors with NaN.
+It needs only torch, numpy, safetensors and triton, and runs from a checkout that is not installed.
+It prints one line per row and a summary. It exits with 2 without a CUDA device, and with 1 if a
+check failed. Every part runs in its own process and within its share of the time, so a crash of one
+part does not lose the others. The summary and the JSON list what was cut; the JSON is written after
+every row. While the checks run, torch fills new tensors with NaN.
 
 A kernel takes seconds to compile, and there are about a hundred variants. So the checks run in
 parallel. Then everything that will be measured runs once in parallel, to be compiled; these figures
@@ -55,9 +55,12 @@ EVERYTHING = slice(0, None, 1)
 
 @dataclass(frozen=True)
 class Part:
-    """What one process does. rows: of (device, smoke, deadline, share). stage: where they belong in
-    the report. Where it dies, checks go on behind the death. shares: processes for it where several
-    run side by side.
+    """Work of one process.
+
+    Attributes:
+        stage: Section of the report. Only a part of the checks continues after a crash.
+        rows: Yields rows for (device, smoke, deadline, share).
+        shares: Number of processes that split the part if several run concurrently.
     """
 
     stage: str
@@ -66,7 +69,7 @@ class Part:
 
     @property
     def measures(self) -> bool:
-        """Whether it is to run alone, with its kernels compiled before."""
+        """True if the part runs alone, after its kernels have been compiled."""
         return self.stage not in ("machine", "checks")
 
 
@@ -74,7 +77,7 @@ def checked(
     tasks: Callable[[str, bool], Iterator[Task]],
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Callable[..., Rows]:
-    """The rows of checks, begun one by one, within `around`."""
+    """Returns a function that yields the rows of checks, within the context `around`."""
 
     def rows(device: str, smoke: bool, deadline: Deadline, share: slice = EVERYTHING) -> Rows:
         with around():
@@ -91,7 +94,7 @@ def checked(
 def measured_attention(
     device: str, smoke: bool, deadline: Deadline, share: slice = EVERYTHING
 ) -> Rows:
-    """Tree attention and its dense_candidates, the most telling shapes first."""
+    """Yields times of tree attention and its alternatives, the most informative shapes first."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = list(enumerate(cuda_shapes(smoke)))[share]
     first = [(number, shape) for number, shape in shapes if number < FIRST_SHAPES]
@@ -102,7 +105,7 @@ def measured_attention(
 
 
 def measured_kernels(device: str, smoke: bool, deadline: Deadline, _: slice = EVERYTHING) -> Rows:
-    """The other kernels."""
+    """Yields times of the other kernels."""
     rows = small_kernels(device, smoke)
     while not deadline.passed() and (row := next(rows, None)) is not None:
         yield row
@@ -110,8 +113,10 @@ def measured_kernels(device: str, smoke: bool, deadline: Deadline, _: slice = EV
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Everything that torch.empty returns is NaN, or the largest integer. Not where anything is
-    recorded: deterministic operators are others than serving records, and some ask the device.
+    """Fills every new tensor of torch.empty with NaN, or with the largest integer.
+
+    It is not used where graphs are captured, since deterministic operators differ and may
+    synchronise.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -121,13 +126,12 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-# Of one command, in all.
+# Time limit of the whole command.
 LIMIT_S = 540.0
-# Seconds of each stage in the order in which they run, starts and last rows of its processes
-# included: first what must be right, then what the goals speak of. What one leaves is for those
-# behind it. A CPU, where the logic is tried, takes what it takes.
+# Seconds of each stage in running order, with the start and last row of its processes. Unused time
+# goes to later stages. On a CPU, which only tests the logic, there is no limit.
 SHARES_S = {
-    "start": 10,  # of this process, before its clock
+    "start": 10,  # start of this process, before its clock runs
     "machine": 25,
     "checks": 125,
     "compiling": 75,
@@ -154,21 +158,23 @@ PARTS = {
 
 
 def end_s(stage: str) -> float:
-    """Seconds behind the begin of the run at which a stage has ended."""
+    """Returns the time, in seconds after the start of the run, at which a stage must end."""
     stages = list(SHARES_S)
     return float(sum(SHARES_S[name] for name in stages[1 : stages.index(stage) + 1]))
 
 
 def facts(device: str, smoke: bool) -> dict[str, Any]:
-    """What the figures depend on, and what the device can do at most."""
+    """Returns the machine, the versions and the measured peak rates of the device."""
     return {"machine": machine(device), "ceilings": ceilings(device, smoke)}
 
 
 def run_part(
     name: str, device: str, smoke: bool, skip: int, seconds: float, share: slice = EVERYTHING
 ) -> int:
-    """The rows of a part, or of a share of it, but for the first `skip`, as lines for the process
-    above, and a last one where it was cut; DEAD where the device answers nothing any more.
+    """Prints the rows of a part, but for the first `skip`, as lines for the parent process.
+
+    After `seconds`, a last row says that the part was cut. Returns the exit code, which is DEAD if
+    the device no longer responds.
     """
     deadline = Deadline(seconds)
     rows = PARTS[name].rows(device, smoke, deadline, share)
@@ -192,14 +198,14 @@ def run_part(
 
 
 class Report:
-    """What has been found so far, on disk after every row."""
+    """Rows of a run, written to disk after each row."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.content: dict[str, Any] = {"shares_s": SHARES_S, "checks": [], "cut": []}
 
     def add(self, stage: str, row: dict[str, Any]) -> None:
-        """One line on the terminal, one entry in the file. A row that is not `ok` is a check."""
+        """Prints one line and adds one entry to the file; a row with `ok` is a check."""
         if stage == "machine" and "ok" not in row:
             self.content |= row
             print(json.dumps(row), flush=True)
@@ -212,7 +218,7 @@ class Report:
         self.save()
 
     def save(self) -> None:
-        """Infinite and missing numbers as null."""
+        """Writes the file, with infinite and missing numbers as null."""
         if self.path is not None:
             text = json.dumps(self.content, indent=1)
             for word in ("-Infinity", "Infinity", "NaN"):
@@ -221,7 +227,7 @@ class Report:
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A row for the terminal."""
+    """Returns a row as a line for the terminal."""
     if "cut" in row:
         return f"CUT    {row['cut']}: {row['note']}"
     if "ok" not in row:
@@ -233,7 +239,14 @@ def shown(row: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """All parts on one device. workers: processes that run side by side at most."""
+    """All parts on one device.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        smoke: True uses tiny shapes.
+        workers: Maximum number of concurrent processes.
+        began: Start of the run.
+    """
 
     device: str
     smoke: bool
@@ -241,7 +254,7 @@ class Run:
     began: float
 
     def rows(self, name: str, stage: str, share: str = "0/1") -> Rows:
-        """What a part finds before its stage has to end."""
+        """Yields the rows of a part that finish before its stage ends."""
         how = ["--part", name, "--share", share, "--device", self.device]
         command = [sys.executable, str(SCRIPT), *how, *(["--smoke"] if self.smoke else [])]
         left = self.began + end_s(stage) - GRACE_S - time.monotonic()
@@ -249,13 +262,15 @@ class Run:
         yield from rows_of(command, name, seconds, stage == "checks")
 
     def checks(self) -> Rows:
-        """Of all parts that check, side by side."""
+        """Yields the rows of all checks, whose parts run concurrently."""
         names = [name for name, part in PARTS.items() if part.stage == "checks"]
         yield from side_by_side(self.jobs(names, "checks"), self.workers)
 
     def compiled(self) -> Rows:
-        """What is measured has run once; alone on one worker it compiles as it is measured. What
-        failed is told here, and fails again where it is measured. Rows of what was cut.
+        """Runs everything that is measured once, to compile it; yields rows for what was cut.
+
+        With one worker nothing runs, and kernels compile when they are measured. Failures are
+        printed.
         """
         if self.workers > 1:
             names = [name for name, part in PARTS.items() if part.measures]
@@ -266,7 +281,7 @@ class Run:
                     print(f"while compiling: {shown(row)}", file=sys.stderr, flush=True)
 
     def jobs(self, names: list[str], stage: str) -> list[Callable[[], Rows]]:
-        """One for each share of each part."""
+        """Returns one job for each share of each part."""
         found = []
         for name in names:
             shares = PARTS[name].shares if self.workers > 1 else 1
@@ -277,7 +292,7 @@ class Run:
 
 
 def run(device: str, smoke: bool, path: Path | None, workers: int) -> bool:
-    """All parts; true if every check passed."""
+    """Runs all parts; returns True if every check passed."""
     start, report = time.monotonic(), Report(path)
     everything = Run(device, smoke, workers, start)
     for row in everything.rows("machine", "machine"):
@@ -305,13 +320,21 @@ def run(device: str, smoke: bool, path: Path | None, workers: int) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes")
+    parser.add_argument("--smoke", action="store_true", help="use tiny shapes")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--part", choices=PARTS, help="this one alone, its rows as lines")
+    parser.add_argument(
+        "--part", choices=PARTS, help="run only this part and print its rows as JSON lines"
+    )
     cores = os.cpu_count() or 1
-    parser.add_argument("--workers", type=int, help="processes side by side; cores, or 1 on a CPU")
-    parser.add_argument("--share", default="0/1", help="of a part: every n-th row from this one on")
-    parser.add_argument("--skip", type=int, default=0, help="rows of the part to leave out")
+    parser.add_argument(
+        "--workers", type=int, help="concurrent processes; default: the cores, or 1 on a CPU"
+    )
+    parser.add_argument(
+        "--share", default="0/1", help="i/n: of a part, every n-th row from row i on"
+    )
+    parser.add_argument(
+        "--skip", type=int, default=0, help="number of the part's first rows to leave out"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"))
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():

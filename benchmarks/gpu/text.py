@@ -1,6 +1,8 @@
-"""Text steps on a device: recorded and launched one by one give the same text, and what each costs.
+"""Checks and times of text steps as CUDA graphs on a device.
 
-On CUDA the record is a CUDA graph; on a CPU the same function runs anew each time, padded as there.
+The checks compare texts of captured steps (`recorded`) with eager ones (`launched`) and with the
+CPU's. On a CPU the same function runs again each time instead of a graph, with the same padding.
+`python benchmarks/gpu.py` runs this module and prints one line for each check and measurement.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ PARAMETERS = {
 
 
 class WalkDrafter(Drafter):
-    """Drafts that fork: the drawn model's next tokens, below and beside a wrong one."""
+    """Drafts trees with the model's known next tokens, each with a wrong sibling."""
 
     def __init__(self, vocabulary: int, depth: int) -> None:
         self.vocabulary, self.depth = vocabulary, depth
@@ -63,7 +65,7 @@ class WalkDrafter(Drafter):
     def propose(
         self, contexts: Sequence[TextContext], budgets: Sequence[Budget]
     ) -> list[TextDraft]:
-        """Per level a wrong leaf first, so that the right path has to be moved."""
+        """Puts a wrong leaf first on each level, so that the accepted path has to be moved."""
         drafts = []
         for context, budget in zip(contexts, budgets, strict=True):
             levels = min(self.depth, budget.depth, budget.num_nodes // 2)
@@ -78,14 +80,14 @@ class WalkDrafter(Drafter):
         return drafts
 
     def commit(self, outcomes: Sequence[TextOutcome]) -> None:
-        """Nothing is learned."""
+        """Does nothing."""
 
     def forget(self, context_id: int) -> None:
-        """Nothing is kept."""
+        """Does nothing."""
 
 
 class DrawnDrafter(Drafter):
-    """Chains of the walk, every token drawn: three times in four the right one, else the next."""
+    """Drafts chains of sampled tokens; three in four follow the model, the others do not."""
 
     draws = True
 
@@ -95,7 +97,7 @@ class DrawnDrafter(Drafter):
     def propose(
         self, contexts: Sequence[TextContext], budgets: Sequence[Budget]
     ) -> list[TextDraft]:
-        """Tokens that another machine draws too, with probs on the device."""
+        """Draws tokens that do not depend on the machine, with probabilities on the device."""
         drafts = []
         for context, budget in zip(contexts, budgets, strict=True):
             right, tokens, token = list[int](), list[int](), context.tokens[-1]
@@ -111,18 +113,18 @@ class DrawnDrafter(Drafter):
         return drafts
 
     def commit(self, outcomes: Sequence[TextOutcome]) -> None:
-        """Nothing is learned."""
+        """Does nothing."""
 
     def forget(self, context_id: int) -> None:
-        """Nothing is kept."""
+        """Does nothing."""
 
 
-# Of drafters whose drafts are not judged by `sample`, in turns.
+# Acceptance rules of drafters that do not use `sample`; texts take them in turns.
 RULES = {"drawn": ("rejection",), "all rules": ("rejection", "block", "typical", "sample")}
 
 
 def drawn_heads(model: LanguageModel) -> MedusaDrafter:
-    """Heads that guess the next token again and again, with noise of their own."""
+    """Returns Medusa heads that guess the next token repeatedly, each with its own noise."""
     torch.manual_seed(0)
     size, vocabulary = model.config.decoder.hidden_size, model.config.vocab_size
     weight = model.tokens.weight
@@ -136,11 +138,11 @@ def drawn_heads(model: LanguageModel) -> MedusaDrafter:
 
 
 def shapes_of(*buckets: tuple[int, int]) -> tuple[StepShape, ...]:
-    """Those that serving records, of these nodes and texts."""
+    """Returns the step shapes that serving captures for these numbers of nodes and texts."""
     return tuple(shape for shape in SHAPES if (shape.nodes, shape.sequences) in buckets)
 
 
-# What the texts here need; each takes seconds to record where its kernels are to be compiled.
+# Shapes that these texts need. Each takes seconds to capture if its kernels must be compiled.
 CHECKED = shapes_of((2, 1), (16, 1), (16, 8), (40, 32), (72, 8))
 MEASURED = CHECKED + shapes_of((264, 32))
 
@@ -151,8 +153,13 @@ def text_engine(
     kv_bytes: int,
     more: bool = False,
 ) -> Engine:
-    """With steps of these shapes recorded, as many as can be; None: with none. more: with a drafter
-    whose heads are recorded too, and one whose drafts are judged by rejection.
+    """Returns an engine with captured steps.
+
+    Args:
+        model: The language model.
+        shapes: Shapes to capture, as far as possible; None captures none.
+        kv_bytes: Size of the KV cache.
+        more: True adds a drafter with captured heads, and one that is verified by rejection.
     """
     cuda, vocabulary = model.tokens.weight.is_cuda, model.config.vocab_size
     limits = GraphLimits(shapes or (), seconds=float("inf"), bytes=2**35)
@@ -172,7 +179,7 @@ def text_engine(
 
 
 def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
-    """Texts of recorded steps against those of launched ones, here and on the CPU."""
+    """Yields comparisons of captured steps with eager ones and with the CPU's."""
     reasons: list[str] = []
 
     @once
@@ -230,8 +237,9 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
 
 
 def text_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a decode step, recorded and launched; what of a recorded one is not the
-    device's: the host's share.
+    """Yields milliseconds of a decode step, captured and eager.
+
+    For a captured step it also gives the host's share, which is the time outside the device.
     """
     hidden, layers, vocabulary = (64, 1, VOCABULARY) if smoke else (1024, 16, 32_000)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -264,8 +272,9 @@ def text_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[str
 def _decode(
     engine: Engine, name: str, drafter: str, texts: int, vocabulary: int
 ) -> dict[str, float]:
-    """Median milliseconds of a step; where steps are replayed, the share of them that was, and
-    microseconds that are not the replay's own.
+    """Returns the median milliseconds of a step.
+
+    For captured steps it adds the share of replayed steps and the microseconds outside the replay.
     """
     lane: Any = engine.schedulers["text"]
     rng = np.random.default_rng(0)
@@ -290,6 +299,6 @@ def _decode(
         return {"step_ms": step_ms, "replayed": 0.0}
     with torch.inference_mode():
         device = str(lane.runner.pool.keys.device.type)
-        # As between steps, the caches hold what the last replay left there.
+        # The caches keep the data of the last replay, as between steps of serving.
         own_ms = back_to_back_milliseconds(replays[len(replays) // 2], device)
     return {"step_ms": step_ms, "replayed": share, "host_us": (step_ms - own_ms) * 1e3}

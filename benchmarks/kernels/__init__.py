@@ -1,1 +1,1 @@
-"""How fast single kernels are beside their alternatives, and what 8-bit values cost in quality."""
+"""Times of single kernels against their alternatives, and the quality cost of 8-bit values."""

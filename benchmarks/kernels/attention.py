@@ -1,4 +1,4 @@
-"""Tree attention and its rivals on the same trees, as calls that can be timed and compared."""
+"""Tree attention and its alternatives on the same trees, as functions to time and compare."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from recserve.kernels.tree import TokenTree, chain, from_parents, merge, root_br
 
 @dataclass(frozen=True)
 class Shape:
-    """B equal trees of N nodes over roots of R tokens. kind: `tree` (a drawn draft of depth 8 at
-    most), `branches` (isolated nodes, one per candidate) or `chain` (a prefill).
+    """B equal trees of N nodes over prefixes of R tokens.
+
+    `kind` is `tree` (a random draft of depth 8 at most), `branches` (isolated nodes, one per
+    candidate) or `chain` (a prefill).
     """
 
     kind: str
@@ -38,8 +40,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's inputs. Keys and values of root and tree lie side by side in the pool: the rivals
-    need not gather them.
+    """Inputs of one layer.
+
+    Keys and values of a prefix and its tree are adjacent in the pool, so that the alternatives need
+    not gather them.
     """
 
     shape: Shape
@@ -49,20 +53,20 @@ class Problem:
     values: Tensor
 
     def bytes(self) -> int:
-        """Fewest that must move: every key and value once, queries in, results out."""
+        """Returns the fewest bytes to move: every key and value once, queries in, results out."""
         s, size = self.shape, self.query.element_size()
         tokens = 2 * s.batch * (s.root + s.nodes) * s.kv_heads
         return (tokens + 2 * s.batch * s.nodes * s.heads) * s.dim * size
 
     def operations(self) -> int:
-        """Two products over the keys that each node sees."""
+        """Returns the operations of two products over the keys that each node sees."""
         s, tree = self.shape, self.batch.tree
         seen = s.root * s.batch * s.nodes + int((tree.depths + 1).sum())
         return 4 * seen * s.heads * s.dim
 
 
 def draw_tree(kind: str, nodes: int, generator: torch.Generator) -> TokenTree:
-    """One tree; a draft's nodes hang at depth 8 at most."""
+    """Returns one random tree; the nodes of a draft have depth 8 at most."""
     tokens = torch.zeros(nodes, dtype=torch.int64)
     if kind == "branches":
         return root_branch(tokens, torch.arange(nodes + 1))
@@ -79,7 +83,10 @@ def draw_tree(kind: str, nodes: int, generator: torch.Generator) -> TokenTree:
 
 
 def draw(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Problem:
-    """Random inputs; every tree's root and nodes in slots of its own, the pool a little larger."""
+    """Returns random inputs.
+
+    Every prefix and tree has its own slots, in a pool that is slightly larger.
+    """
     g = torch.Generator().manual_seed(seed)
     tree = merge([draw_tree(shape.kind, shape.nodes, g) for _ in range(shape.batch)]).to(device)
     size = shape.root + shape.nodes
@@ -101,7 +108,7 @@ def draw(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
 
 
 def ours(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Tensor]:
-    """This project's attention, planned once as in a forward of many layers."""
+    """Returns this project's attention, planned once, as for the many layers of a forward pass."""
     attention = dispatch.tree_attention(problem.batch, activation)
     slots = problem.batch.slots
     key, value = problem.keys[slots], problem.values[slots]
@@ -109,7 +116,7 @@ def ours(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Ten
 
 
 def ours_fp8(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Tensor]:
-    """The same over keys and values in 8 bits."""
+    """Returns the same attention with 8-bit keys and values."""
     keys, values = Fp8.of(problem.keys), Fp8.of(problem.values)
     attend = attention_to(keys, dispatch.tree_attention)(problem.batch, activation)
     query = problem.query
@@ -128,7 +135,7 @@ def _side_by_side(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dense_mask(problem: Problem) -> Tensor:
-    """[B, 1, N, R + N] bool."""
+    """Returns the [B, 1, N, R + N] bool mask."""
     s, tree = problem.shape, problem.batch.tree
     index = torch.arange(s.nodes, device=problem.query.device)
     ends = tree.ends.view(s.batch, s.nodes) - tree.offsets[:-1, None]
@@ -138,7 +145,7 @@ def dense_mask(problem: Problem) -> Tensor:
 
 
 def sdpa(problem: Problem) -> Callable[[], Tensor]:
-    """torch's scaled_dot_product_attention under a dense mask that is there already."""
+    """Returns torch's scaled_dot_product_attention with a precomputed dense mask."""
     query, key, value = _side_by_side(problem)
     mask = dense_mask(problem)
     bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
@@ -153,7 +160,7 @@ def sdpa(problem: Problem) -> Callable[[], Tensor]:
 
 
 def flex(problem: Problem) -> Callable[[], Tensor]:
-    """torch's FlexAttention, compiled, its block mask there already."""
+    """Returns torch's compiled FlexAttention with a precomputed block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     query, key, value = _side_by_side(problem)
@@ -167,7 +174,7 @@ def flex(problem: Problem) -> Callable[[], Tensor]:
         return (j < root) | inside
 
     device = str(problem.query.device)
-    torch._dynamo.reset()  # a shape of its own, not the ninth variant of one function
+    torch._dynamo.reset()  # compile for this shape, past the limit on variants of a function
     mask = create_block_mask(sees, s.batch, None, s.nodes, s.root + s.nodes, device)
     compiled = torch.compile(flex_attention)
     grouped = s.heads != s.kv_heads
@@ -180,8 +187,10 @@ def flex(problem: Problem) -> Callable[[], Tensor]:
 
 
 def flash(problem: Problem) -> Callable[[], Tensor]:
-    """flash-attn where it imports. It has no tree mask: every node sees the whole root and the
-    nodes before it, the same bytes for another answer, so only its time means something.
+    """Returns flash-attn, if it is installed.
+
+    It has no tree mask, so every node sees the whole prefix and the nodes before it. It moves the
+    same bytes but computes another result, so only its time is meaningful.
     """
     from flash_attn import flash_attn_func
 

@@ -1,4 +1,7 @@
-"""Tree attention against its dense_candidates, one row per shape, and how a row reads."""
+"""Measurements of tree attention against its alternatives, one row per shape.
+
+`benchmarks.kernels.times` and `python benchmarks/gpu.py` print these rows.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ from benchmarks.support.timing import (
 )
 
 TEXT, ITEMS = (32, 8, 128), (4, 4, 64)
-FIRST_SHAPES = 2  # of which a goal speaks
-FLEX_SHAPES = 9  # FlexAttention compiles for each, so only the first have it
+FIRST_SHAPES = 2  # number of shapes that a goal names
+FLEX_SHAPES = 9  # FlexAttention compiles for each shape, so it runs only on the first ones
 FP8_SHAPES = 14
 
 CPU_SHAPES = [
@@ -40,7 +43,7 @@ CPU_SHAPES = [
 
 
 def cpu_grid() -> list[Shape]:
-    """Every cell the CPU path is to be no slower in, batches and heads inmost."""
+    """Returns all shapes in which the CPU path must not be slower; the batch varies fastest."""
     sizes = product((32, 64, 128), (200, 1000, 2000, 8000), (1, 16, 64, 256))
     heads = ((8, 8), (8, 2), (16, 4))
     return [
@@ -51,7 +54,11 @@ def cpu_grid() -> list[Shape]:
 
 
 def cuda_shapes(smoke: bool = False) -> list[Shape]:
-    """Roots 200 to 32k, trees of 1 to 2,000 nodes, batches 1 to 64, most telling first."""
+    """Returns shapes with prefixes of 200 to 32k tokens, trees of 1 to 2,000 nodes and batches of 1
+    to 64.
+
+    The most informative shapes come first.
+    """
     if smoke:
         shapes = [Shape("tree", 2, 40, 9, 4, 2, 32), Shape("branches", 1, 20, 33, 2, 2, 16)]
         return [*shapes, Shape("chain", 1, 0, 21, 4, 2, 16)]
@@ -69,7 +76,7 @@ def cuda_shapes(smoke: bool = False) -> list[Shape]:
 
 
 def dense_candidates(device: str, number: int) -> dict[str, Callable[..., Any]]:
-    """Who is measured at the shape of this number; FlexAttention is in `flex_rows`."""
+    """Returns the methods to measure at shape `number`; FlexAttention is in `flex_rows`."""
     found: dict[str, Callable[..., Any]] = {"ours": attention.ours, "sdpa": attention.sdpa}
     if number < FP8_SHAPES:
         found["fp8"] = attention.ours_fp8
@@ -85,8 +92,14 @@ def attention_rows(
     deadline: Deadline,
     cpu_s: float = 4.0,
 ) -> Iterator[dict[str, Any]]:
-    """One row per shape, numbered; those behind the deadline are left out. cpu_s:
-    seconds for one shape on a CPU.
+    """Yields one numbered row per shape, until the deadline.
+
+    Args:
+        shapes: Numbered shapes.
+        dtype: Type of queries, keys and values.
+        device: `cuda` or `cpu`.
+        deadline: No shape starts after it.
+        cpu_s: Seconds for one shape on a CPU.
     """
     for number, shape in shapes:
         if deadline.passed():
@@ -97,7 +110,7 @@ def attention_rows(
 
 
 def on_cpu(shape: Shape, dtype: torch.dtype, number: int, seconds: float) -> dict[str, Any]:
-    """Ours and its dense_candidates in turns, as the engine runs."""
+    """Times this project's attention and its alternatives in turns, as the engine runs."""
     problem = attention.draw(shape, dtype, "cpu")
     with torch.inference_mode():
         calls = {name: build(problem) for name, build in dense_candidates("cpu", number).items()}
@@ -107,7 +120,7 @@ def on_cpu(shape: Shape, dtype: torch.dtype, number: int, seconds: float) -> dic
 
 
 def on_cuda(shape: Shape, dtype: torch.dtype, number: int, _: float) -> dict[str, Any]:
-    """One after another; ours in a graph and on the host as well."""
+    """Times the methods one after another; ours also inside a CUDA graph and on the host."""
     problem = attention.draw(shape, dtype, "cuda")
     call = attention.ours(problem)
     times: dict[str, Any] = {"ours_us": 1e3 * milliseconds(call, "cuda")}
@@ -118,7 +131,7 @@ def on_cuda(shape: Shape, dtype: torch.dtype, number: int, _: float) -> dict[str
 
 
 def flex_row(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """FlexAttention beside ours: it compiles for each shape, which takes long."""
+    """Times FlexAttention and ours; FlexAttention compiles for each shape, which takes long."""
     problem = attention.draw(shape, dtype, "cuda")
     times = {"ours_us": 1e3 * milliseconds(attention.ours(problem), "cuda")}
     row = named(shape, dtype) | times | timed("flex", attention.flex, problem)
@@ -128,7 +141,7 @@ def flex_row(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
 def flex_rows(
     shapes: Iterable[tuple[int, Shape]], dtype: torch.dtype, deadline: Deadline
 ) -> Iterator[dict[str, Any]]:
-    """One row for each of the first shapes; those behind the deadline are left out."""
+    """Yields one row for each of the first shapes, until the deadline."""
     for number, shape in shapes:
         if number >= FLEX_SHAPES:
             continue
@@ -138,18 +151,18 @@ def flex_rows(
 
 
 def named(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """How a row begins."""
+    """Returns the columns that identify a row."""
     return {"shape": shape.name(), "dtype": str(dtype).removeprefix("torch.")}
 
 
 def rates(problem: attention.Problem, times: dict[str, Any]) -> dict[str, float]:
-    """Of ours: bytes that must move, and operations, per second."""
+    """Returns the bytes and operations per second of this project's attention."""
     taken = times["ours_us"]
     return {"gb_s": problem.bytes() / taken / 1e3, "tflop_s": problem.operations() / taken / 1e6}
 
 
 def timed(name: str, build: Callable[..., Any], problem: attention.Problem) -> dict[str, Any]:
-    """Microseconds of a dense candidate. One that cannot run this is a finding, not a failure."""
+    """Returns microseconds of one method; a note instead, if it cannot run this shape."""
     try:
         return {f"{name}_us": 1e3 * milliseconds(build(problem), "cuda")}
     except Exception as error:
@@ -157,7 +170,7 @@ def timed(name: str, build: Callable[..., Any], problem: attention.Problem) -> d
 
 
 def in_graph(call: Callable[[], Any]) -> float | None:
-    """Microseconds inside a CUDA graph, caches warm; None where it cannot be captured."""
+    """Returns microseconds inside a CUDA graph with warm caches; None if it cannot be captured."""
     try:
         return 1e3 * graph_milliseconds(call)
     except Exception:
@@ -165,7 +178,7 @@ def in_graph(call: Callable[[], Any]) -> float | None:
 
 
 def with_share(row: dict[str, Any], ceiling: dict[str, float]) -> dict[str, Any]:
-    """Adds the share of the nearer ceiling; a failed row stays as it is."""
+    """Adds the share of the nearer ceiling; a failed row stays unchanged."""
     if "ok" in row:
         return row
     copied = row.get("gb_s", 0.0) / ceiling["copy_gb_s"]
@@ -174,7 +187,7 @@ def with_share(row: dict[str, Any], ceiling: dict[str, float]) -> dict[str, Any]
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row for a terminal: times first."""
+    """Returns one row for a terminal, times first."""
     if "ok" in row:
         return f"FAILED {row['name']}: {row['note']}"
     name = row.get("shape") or row["kernel"]

@@ -1,11 +1,12 @@
-"""What keys and values in 8 bits cost in quality.
+"""Measures the quality cost of 8-bit keys and values.
 
     python -m benchmarks.kernels.fp8_quality --llm ../shared/data/stories260k
     python -m benchmarks.kernels.fp8_quality --bundle B --users 3000
 
-A language model writes texts as it computes, at temperature 1; how many nats per token it gives
-them over either pool is measured by prefill. The difference is the divergence of the two. A
-bundle's recommender answers test users with beam search, seen items filtered, over either pool.
+With `--llm`, a language model writes texts at temperature 1 with its usual cache. Prefill then
+measures the nats per token of these texts with either cache. The difference is the divergence of
+the two. With `--bundle`, a recommender answers test users by beam search with seen items filtered,
+with either cache. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ BATCH = 256
 
 
 def written(model: LanguageModel, count: int, length: int, start: int) -> list[torch.Tensor]:
-    """Texts of the model's own, their first token included."""
+    """Returns texts that the model writes, with their first token."""
     requests = [
         TextQuery(np.array([start]), SamplingParams(seed=n, max_tokens=length))
         for n in range(count)
@@ -57,7 +58,9 @@ def written(model: LanguageModel, count: int, length: int, start: int) -> list[t
 
 @torch.inference_mode()
 def predictions(model: LanguageModel, text: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[n - 1, V] log-probabilities of the tokens after the first, over a pool of this type."""
+    """Returns [n - 1, V] log-probabilities of the tokens after the first, with a cache of this
+    dtype.
+    """
     trunk = DecoderTrunk(model)
     inputs, slots = text[:-1], torch.arange(len(text) - 1)
     runner = Runner(trunk, KVPool(trunk.kv_shape, len(slots), 1, dtype))
@@ -66,6 +69,7 @@ def predictions(model: LanguageModel, text: torch.Tensor, dtype: torch.dtype) ->
 
 
 def of_texts(folder: Path, count: int, length: int, start: int) -> dict[str, Any]:
+    """Returns nats per token of the model's own texts with either cache."""
     model = load_language_model(folder).eval()
     nats: dict[str, list[float]] = {"model": [], "fp8": []}
     same = total = 0
@@ -88,6 +92,7 @@ def of_texts(folder: Path, count: int, length: int, start: int) -> dict[str, Any
 
 
 def of_slates(folder: Path, users: int, width: int) -> dict[str, Any]:
+    """Returns quality and agreement of the slates of test users with either cache."""
     bundle = Bundle.open(folder)
     answers = BundleSlates.open(bundle)
     model = answers.slates.model
@@ -115,8 +120,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--llm", type=Path, help="folder of a language model")
     parser.add_argument("--texts", type=int, default=64)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a text")
-    parser.add_argument("--start", type=int, default=1, help="the token that begins a text")
+    parser.add_argument("--length", type=int, default=256, help="tokens in a text")
+    parser.add_argument("--start", type=int, default=1, help="id of the token that starts a text")
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--users", type=int, default=3000)
     parser.add_argument("--width", type=int, default=50)

@@ -1,5 +1,7 @@
-"""Acceptance, path move, RoPE with write, heads' top-k and the trie step: calls to
-time, with the bytes that they must move, beside the torch twin on the same device.
+"""Times of the small kernels: acceptance, path move, RoPE with write, heads' top-k, trie step.
+
+Each is compared with its torch reference on the same device, and its row has the bytes that it must
+move. `benchmarks.kernels.times` and `python benchmarks/gpu.py` print the rows.
 """
 
 from __future__ import annotations
@@ -27,8 +29,13 @@ from recserve.kernels.trie.trie_view import TrieView
 
 @dataclass(frozen=True)
 class Calls:
-    """One kernel and its twin over the same numbers. call, twin: return what is compared, a tuple
-    of tensors. bytes: the fewest that must move.
+    """One kernel and its reference on the same inputs.
+
+    Attributes:
+        call: Runs the kernel; returns the tensors to compare.
+        twin: Runs the reference; returns the tensors to compare.
+        bytes: Fewest bytes that must move.
+        operations: Number of operations.
     """
 
     call: Callable[[], Any]
@@ -39,8 +46,12 @@ class Calls:
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one size. make: draws the numbers, when they are wanted. equal: results are
-    compared bit by bit, else by their relative error.
+    """One kernel at one size.
+
+    Attributes:
+        name: Name of the row.
+        make: Creates the inputs when they are needed.
+        equal: True compares results bit by bit; False by their relative error.
     """
 
     name: str
@@ -48,13 +59,13 @@ class Case:
     equal: bool = False
 
     def error(self) -> float:
-        """Of the kernel against its twin."""
+        """Returns the error of the kernel against its reference."""
         calls = self.make()
         return worst_error(calls.call(), calls.twin())
 
 
 class Drawn:
-    """Numbers on a device, from one seed; smoke: tiny sizes."""
+    """Random numbers on a device from one seed; `smoke` uses tiny sizes."""
 
     def __init__(self, device: str, smoke: bool) -> None:
         self.device, self.smoke = device, smoke
@@ -63,7 +74,7 @@ class Drawn:
         self.pool_sizes = (2, 40, 2, 16) if smoke else (36, 4096, 8, 128)
 
     def pools(self, layers: int | None = None) -> list[torch.Tensor]:
-        """Keys and values [layers, slots, K, D], and copies of them for the twin."""
+        """Returns keys and values [layers, slots, K, D], and copies of them for the reference."""
         most, *rest = self.pool_sizes
         keys, values = (self.normal(layers or most, *rest) for _ in "kv")
         return [keys, values, keys.clone(), values.clone()]
@@ -74,7 +85,7 @@ class Drawn:
 
 
 def cases(device: str, smoke: bool = False) -> Iterator[Case]:
-    """Every kernel; smoke: tiny. Nothing is drawn before it is asked for."""
+    """Yields every kernel at its sizes; inputs are created only when a case runs."""
 
     def case(name: str, make: Callable[..., Calls], *how: Any, equal: bool = False) -> Case:
         return Case(name, lambda: make(Drawn(device, smoke), *how), equal)
@@ -157,7 +168,7 @@ def _head_topk(drawn: Drawn, rows: int, heads: int, size: int, vocabulary: int) 
 def _drafted(
     drawn: Drawn, trees: int, nodes: int, vocabulary: int
 ) -> tuple[torch.Tensor, TokenTree, Keys]:
-    """Logits, trees and keys; drafts that are often right, so that walks are long."""
+    """Returns logits, trees and keys; drafts are often right, so that accepted paths are long."""
     host = torch.Generator().manual_seed(nodes)
     tree = merge([draw_tree("tree", nodes, host) for _ in range(trees)])
     tree.tokens.copy_(torch.randint(0, vocabulary, tree.tokens.shape, generator=host))
@@ -223,7 +234,9 @@ def _trie(drawn: Drawn, form: str, items: int, codes: int, beams: int, requests:
 
 
 def worst_error(got: Any, expected: Any) -> float:
-    """Largest ||got - expected|| / ||expected|| over the tensors; inf where one is not finite."""
+    """Returns the largest ||got - expected|| / ||expected|| of the tensors; inf if one is not
+    finite.
+    """
     worst = 0.0
     for one, two in zip(got, expected, strict=True):
         if not bool(torch.isfinite(one.double()).all()):
@@ -234,13 +247,13 @@ def worst_error(got: Any, expected: Any) -> float:
 
 
 def small_kernels(device: str, smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """One row per case."""
+    """Yields one row per case."""
     for case in cases(device, smoke):
         yield attempted(case.name, partial(timed, case, device))
 
 
 def timed(case: Case, device: str) -> dict[str, Any]:
-    """Microseconds of a kernel and of its twin."""
+    """Returns microseconds of a kernel and of its reference."""
     calls = case.make()
     row: dict[str, Any] = {"kernel": case.name}
     row["ours_us"] = 1e3 * milliseconds(calls.call, device)

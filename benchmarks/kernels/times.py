@@ -1,12 +1,13 @@
-"""Time of every kernel, beside what moves and computes as much.
+"""Measures every kernel against alternatives that move and compute as much.
 
     python -m benchmarks.kernels.times                 # on CUDA: all kernels, all shapes
     python -m benchmarks.kernels.times --cpu           # the CPU path of tree attention against SDPA
     python -m benchmarks.kernels.times --cpu --grid    # the same over 288 shapes, five minutes
 
-Rivals of tree attention: torch SDPA under a dense mask, FlexAttention (compiled), flash-attn where
-it imports (another mask, the same bytes). `share` is of the ceiling that is nearer: a large copy's
-GB/s or a large matrix product's TFLOP/s, both measured first.
+The alternatives to tree attention are torch SDPA under a dense mask, compiled FlexAttention and, if
+it is installed, flash-attn (another mask, the same bytes). Prints the machine, its peak rates and
+one line per shape. `share` is the share of the nearer ceiling: the GB/s of a large copy or the
+TFLOP/s of a large matrix product. Both are measured first.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from benchmarks.support.timing import Deadline, ceilings, machine
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="measure the CPU path")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU path")
-    parser.add_argument("--grid", action="store_true", help="with --cpu: every cell")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the CPU path")
-    parser.add_argument("--budget-s", type=float, default=480.0, help="no shape is begun after it")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the CPU path")
+    parser.add_argument("--grid", action="store_true", help="with --cpu: measure all shapes")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of the CPU path")
+    parser.add_argument(
+        "--budget-s", type=float, default=480.0, help="time after which no further shape starts"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():

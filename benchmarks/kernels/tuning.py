@@ -1,4 +1,7 @@
-"""Block sizes, warps and stages of tree attention, tried one after another on a few shapes."""
+"""Times of tree attention with different block sizes, warps and stages, on a few shapes.
+
+`python benchmarks/gpu.py` prints one row per shape and variant.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ SHAPES = [
     Shape("branches", 1, 200, 2000, 4, 4, 64),
 ]
 NAMES = ("BLOCK_ROWS", "BLOCK_KEYS", "WARP_BYTES", "STAGES", "PROGRAM_KEYS")
-# The first are the defaults. Stages count by twos: an even number keeps as much in flight as the
-# odd one below it. What PROGRAM_KEYS is above or below the default, roots are split less or more.
+# The first variant is the default. Stages count by twos: an even number has as much in flight as
+# the odd one below it. A larger PROGRAM_KEYS splits prefixes into fewer parts, a smaller one into
+# more.
 VARIANTS = [
     (128, 64, 2**12, 5, 256),
     (128, 64, 2**12, 3, 256),
@@ -43,7 +47,7 @@ VARIANTS = [
 
 @contextmanager
 def constants(variant: tuple[int, ...]) -> Iterator[None]:
-    """The launches' module with these numbers, and its own afterwards."""
+    """Sets the constants of the launch module inside the context and restores them afterwards."""
     from recserve.kernels.triton import attention_launch as module
 
     kept = {
@@ -52,7 +56,7 @@ def constants(variant: tuple[int, ...]) -> Iterator[None]:
     try:
         for name, value in zip(NAMES, variant, strict=True):
             setattr(module, name, value)
-        module.KEY_BLOCK_BYTES = module.QUERY_BLOCK_BYTES = 2**16  # the variant decides
+        module.KEY_BLOCK_BYTES = module.QUERY_BLOCK_BYTES = 2**16  # leave the choice to the variant
         yield
     finally:
         for name, value in kept.items():
@@ -62,8 +66,9 @@ def constants(variant: tuple[int, ...]) -> Iterator[None]:
 def tuning_rows(
     device: str, smoke: bool, deadline: Deadline, share: slice = slice(None)
 ) -> Iterator[dict[str, Any]]:
-    """Microseconds of each variant, or of a share of them, at each shape; nothing on a CPU, which
-    has no such kernel.
+    """Yields microseconds of each variant, or of a share of them, at each shape.
+
+    A CPU has no such kernel and yields nothing.
     """
     if device != "cuda":
         return
@@ -78,6 +83,6 @@ def tuning_rows(
                 try:
                     ms = milliseconds(attention.ours(problem), device)
                     row[problem.shape.name()] = round(1e3 * ms, 1)
-                except Exception as error:  # too much shared memory is an answer
+                except Exception as error:  # a variant may exceed shared memory; its row says so
                     row[problem.shape.name()] = f"{type(error).__name__}: {error}"[:120]
         yield row

@@ -1,1 +1,1 @@
-"""How fast and how good the ranking of given candidates is."""
+"""Speed and quality of ranking given candidates."""

@@ -1,13 +1,16 @@
-"""Rank: candidates in one tree beside one forward each, and beside one forward with a dense mask.
+"""Measures ranking: candidates in one tree, one forward pass each, or one dense mask.
 
     python -m benchmarks.rank.candidates        # quick: 100 and 500 candidates
-    python -m benchmarks.rank.candidates --all  # 100, 500, 4,000 candidates, roots 200 and 2,000
+    python -m benchmarks.rank.candidates --all  # 100, 500, 4,000 candidates, prefixes 200 and 2,000
 
-likelihood: a recommender scores the semantic ids of the candidates, 4 tokens each, softmax over the
-valid children. ranker: one token per candidate under MTGR's mask. Scores of all methods are
-compared; the run fails where they differ. Scoring one by one takes a time proportional to the
-candidates: where all of them would pass --budget-s, as many as fit are timed and the rest is
-extrapolated, marked with "~". "cold": a user never seen; "warm": the user's root is cached.
+Two scorers run. `likelihood`: a recommender scores the semantic ids of the candidates, 4 tokens
+each, with a softmax over the valid children. `ranker`: one token per candidate under MTGR's mask.
+
+Prints a table per scorer and prefix with median milliseconds by method and number of candidates,
+then the engine's stages. The scores of all methods are compared, and the run fails if they differ.
+Scoring one by one takes a time proportional to the candidates. If all of them would exceed
+`--budget-s`, as many as fit are timed and the rest is extrapolated, marked with "~". `cold` is a
+new user; for `warm`, the user's prefix is cached.
 """
 
 from __future__ import annotations
@@ -63,10 +66,16 @@ METHODS = ("pointwise", "pointwise, cached", "dense mask", "cold", "warm")
 
 @dataclass(frozen=True)
 class Task:
-    """One cell: the engine's request per root, and the baselines as functions of a count.
+    """One cell of the benchmark.
 
-    linear: baselines that take the first `count` candidates; whole: the one that takes all of them.
-    whole_gflop, mask_gb: operations and mask of the dense forward.
+    Attributes:
+        engine: The engine.
+        request: Builds the engine's request for a prefix.
+        roots: Prefixes of the users.
+        linear: Baselines that score the first `count` candidates.
+        whole: Baseline that scores all candidates in one dense forward pass.
+        whole_gflop: Operations of that dense pass.
+        mask_gb: Memory of its mask.
     """
 
     engine: Engine
@@ -80,7 +89,7 @@ class Task:
 
 @dataclass
 class Measured:
-    """Figures of a cell; scores [M, tasks] of each method."""
+    """Figures of one cell; the scores of each method are [M, tasks]."""
 
     runs: dict[str, Runs] = field(default_factory=dict)
     scores: dict[str, np.ndarray] = field(default_factory=dict)
@@ -88,7 +97,7 @@ class Measured:
 
 
 class Likelihood:
-    """The recommender of hidden x layers, `codes` input, over 12,101 drawn items."""
+    """A recommender with `codes` input over 12,101 random items."""
 
     name = "likelihood"
 
@@ -126,7 +135,7 @@ class Likelihood:
 
 
 class Ranking:
-    """The ranker of hidden x layers over 12,101 drawn items: 2 tasks, 24 dense columns."""
+    """A ranker over 12,101 random items, with 2 tasks and 24 dense columns."""
 
     name = "ranker"
 
@@ -155,17 +164,17 @@ class Ranking:
             },
             lambda: ranker_dense(self.model, first, shared, branches),
             1e-9 * (2 * self.trunk * total + 4 * self.width * total * total),
-            # Scores of all heads of one layer exist at once, twice.
+            # The attention scores of all heads of a layer exist at once, in two copies.
             8e-9 * total * total * self.model.config.num_heads + 5e-9 * total * total,
         )
 
 
 def run_task(task: Task, candidates: int, options: argparse.Namespace, gflops: float) -> Measured:
-    """Time every method."""
+    """Times every method."""
     out = Measured()
     budget, clock = options.budget_s, options.clock
     for name, score in task.linear.items():
-        # A chunk tells how many candidates fit.
+        # The time of one chunk gives the number of candidates that fit into the budget.
         trial = measure(partial(_first_chunk, score), 1, budget, clock)
         fit = int(budget / 2 / (trial.median_ms / 1e3 / CHUNK)) // CHUNK * CHUNK
         count = min(candidates, max(CHUNK, fit))
@@ -214,7 +223,7 @@ def _first_chunk(score: Callable[[int], torch.Tensor], _: int) -> None:
 
 
 def agreement(scores: dict[str, np.ndarray]) -> tuple[str, bool]:
-    """Largest difference of each method's scores from the engine's."""
+    """Returns each method's largest difference from the engine's scores, and True if all agree."""
     ours = scores["warm"]
     apart = {
         name: float(np.abs(theirs - ours[: len(theirs)]).max())
@@ -229,7 +238,7 @@ def agreement(scores: dict[str, np.ndarray]) -> tuple[str, bool]:
 
 
 def print_table(console: Console, title: str, columns: dict[int, Measured]) -> None:
-    """Methods down, candidates across."""
+    """Prints methods as rows and numbers of candidates as columns."""
     table = Table(title=title, title_justify="left")
     table.add_column("ms, median")
     for candidates in columns:

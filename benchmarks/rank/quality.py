@@ -1,10 +1,11 @@
-"""Quality of the ranker on real events: AUC and GAUC beside simple baselines, and ablations.
+"""Measures the ranker's quality on real events: AUC and GAUC against baselines, and ablations.
 
     python -m benchmarks.rank.quality --data ../shared/data/amazon-beauty --variants default
 
-Leave-one-out: the last event of each user against 99 sampled items that the user never had, once
-uniform, once by popularity to the power 0.75 (where popularity alone says little). Item vectors as
-`recserve build` makes them: text joined with collaborative ones of the training events.
+Leave-one-out: the last event of each user is ranked against 99 sampled items that the user never
+had. The items are sampled uniformly, and again by popularity to the power 0.75, where popularity
+alone predicts little. Item vectors are those of `recserve build`: text joined with collaborative
+vectors of the training events. Prints training time, AUC and GAUC for each variant.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def read(folder: Path) -> tuple[ItemTable, EventLog]:
-    """Items and events; a column `rating` is taken as the value."""
+    """Returns items and events; a column `rating` becomes the event's value."""
     items, _ = read_items(folder / "items.parquet")
     table = pq.read_table(folder / "events.parquet")
     names = ["value" if name == "rating" else name for name in table.column_names]
@@ -64,7 +65,7 @@ def read(folder: Path) -> tuple[ItemTable, EventLog]:
 def measure(
     name: str, items: ItemTable, log: EventLog, options: TrainOptions, max_users: int
 ) -> dict[str, Any]:
-    """Train one variant and rank the test events."""
+    """Trains one variant and ranks the test events."""
     vectors = text_vectors(items, 128, options.seed)
     fold_vectors: list[np.ndarray] = []
     if name != "text vectors":
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["default"], choices=list(VARIANTS))
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--users", type=int, default=1_000_000, help="test at most so many users")
+    parser.add_argument("--users", type=int, default=1_000_000, help="maximum number of test users")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -1,1 +1,1 @@
-"""How fast and how good recommendations are: strategies, catalogues, quantisers."""
+"""Speed and quality of recommendations: strategies, catalogues, quantisers."""

@@ -1,14 +1,16 @@
-"""Recommend: this engine beside what one would write without it, same weights, one process.
+"""Measures beam search of this engine against implementations without it, on the same weights.
 
     python -m benchmarks.recommend.beam                      # quick: 12,101 items, 256 x 4, batch 1
     python -m benchmarks.recommend.beam --all --json F.json  # every cell, long
     python -m benchmarks.recommend.beam --items 1000000 --models 1024x12 --beams 50 --batches 8
 
-Every method answers the same drawn histories over the same trie with the same score (softmax over
-the valid children), and the slates of all methods that share the weights are compared: the run
-fails where one differs in fp32. The T5 has weights of its own and is only timed. A method that by
-its operations would pass --budget-s, or whose copies of the cache would pass --memory-gb, is
-skipped, and the table says so. "cold": a user never seen; "warm": the user's root is cached.
+Every method answers the same random histories over the same trie with the same score, a softmax
+over the valid children. Methods that share the weights must return the same slates: the run fails
+if one differs in fp32. The T5 has its own weights and is only timed.
+
+Prints a table per model and batch with milliseconds per batch by method and beam width, then the
+engine's stages. A method is skipped, with a note, if its operations would exceed `--budget-s` or
+its cache copies `--memory-gb`. `cold` is a new user; for `warm`, the user's prefix is cached.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ ALL: dict[str, list[Any]] = {
 
 
 def agreement(found: dict[str, Any], cell: Cell) -> tuple[str, bool]:
-    """The engine's slates against those of the methods that share its weights."""
+    """Compares the engine's slates with those of the methods that share its weights."""
     ours = found["warm"]
     rows = np.stack([slate.rows for slate in ours])
     scores = np.stack([slate.scores for slate in ours])
@@ -67,7 +69,7 @@ def agreement(found: dict[str, Any], cell: Cell) -> tuple[str, bool]:
         equal = float((theirs.rows.numpy() == rows).mean())
         apart = float(np.abs(theirs.scores.numpy() - scores).max())
         words.append(f"{name}: ids {equal:.1%} equal, scores within {apart:.1e}")
-        # Two items within rounding of each other may change places; their scores then agree.
+        # Two items within a rounding error may swap places; their scores then agree.
         same &= apart < 1e-3 and equal > 0.9
     return "; ".join(words), same or cell.dtype != "float32"
 
@@ -75,7 +77,9 @@ def agreement(found: dict[str, Any], cell: Cell) -> tuple[str, bool]:
 def run_cell(
     model: Model, cell: Cell, options: argparse.Namespace, gflops: float
 ) -> tuple[dict[str, Runs], dict[str, Timing], str, bool]:
-    """Time all methods of a cell; the engine's stages; agreement in words and as a verdict."""
+    """Times all methods of a cell; returns times, the engine's stages, and agreement as text and
+    bool.
+    """
     runs: dict[str, Runs] = {}
     stages: dict[str, Timing] = {}
     found: dict[str, Any] = {}
@@ -104,7 +108,7 @@ def run_cell(
 
 
 def median_timing(timings: list[Timing]) -> Timing:
-    """Each field's median."""
+    """Returns the median of each field."""
     names = list(asdict(timings[0]))
     middle: dict[str, Any] = {
         name: float(np.median([getattr(t, name) for t in timings])) for name in names
@@ -119,7 +123,7 @@ def catalogue(name: str) -> Catalogue:
 
 
 def print_cells(console: Console, title: str, rows: dict[int, dict[str, Runs]]) -> None:
-    """Methods down, beam widths across, milliseconds per batch."""
+    """Prints methods as rows and beam widths as columns, in milliseconds per batch."""
     table = Table(title=title, title_justify="left")
     table.add_column("ms per batch, median")
     for beams in rows:
@@ -134,7 +138,7 @@ def print_cells(console: Console, title: str, rows: dict[int, dict[str, Runs]]) 
 def print_stages(
     console: Console, stages: dict[str, Timing], work: Work, beams: int, gflops: float
 ) -> None:
-    """Where the engine's time goes, and how near the prefill is to a plain matrix product."""
+    """Prints the engine's time per stage, and the prefill rate relative to a matrix product."""
     for name, t in stages.items():
         console.print(
             f"  beam {beams} {name}: queue {t.queue_ms:.2f} prefill {t.prefill_ms:.2f} draft "
@@ -153,7 +157,7 @@ def print_stages(
 def arguments() -> argparse.Namespace:
     parser = options_of(__doc__, budget_s=8.0, repeats=20)
     parser.add_argument("--items", nargs="+", choices=[*map(str, NODES), "published"])
-    parser.add_argument("--models", nargs="+", help="hidden x layers, such as 256x4")
+    parser.add_argument("--models", nargs="+", help="hidden size x layers, such as 256x4")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--beams", nargs="+", type=int)
@@ -171,7 +175,7 @@ def arguments() -> argparse.Namespace:
 
 
 def models(options: argparse.Namespace) -> Iterator[tuple[Model, Cell]]:
-    """Each model that is asked for, and its cell but for batch and beams."""
+    """Yields each selected model, and its cell without batch and beam width."""
     for items in options.items:
         drawn = catalogue(items)
         for shape in options.models:

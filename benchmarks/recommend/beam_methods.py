@@ -1,4 +1,4 @@
-"""Who answers in recommend.py: this engine and the baselines, the same weights and catalogue."""
+"""Methods that beam.py compares: this engine and the baselines, on the same weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS = ("generate", "generate-function", "t5", "kv-copy", "bare-tree", "cold"
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table."""
+    """One cell of the benchmark: catalogue, model, dtype, batch and beam width."""
 
     items: str
     model: str
@@ -39,8 +39,11 @@ class Cell:
 class Work:
     """Operations and bytes of a cell, counted from its shapes.
 
-    trunk: weights that every token passes. prefill_gflop: roots of the batch, once.
-    weight_mbytes: read once per forward. kv_mbytes: one user's root.
+    Attributes:
+        trunk: Number of weights that every token passes.
+        prefill_gflop: Operations of the batch's prefixes.
+        weight_mbytes: Weights that each forward pass reads.
+        kv_mbytes: Keys and values of one user's prefix.
     """
 
     trunk: int
@@ -49,12 +52,12 @@ class Work:
     kv_mbytes: float
 
     def node_gflop(self, nodes: int) -> float:
-        """Operations of `nodes` tree nodes, attention over the root included."""
+        """Returns the operations of `nodes` tree nodes, including attention over the prefix."""
         return nodes * self.prefill_gflop / (HISTORY_TOKENS + 1)
 
 
 class Model:
-    """One set of weights on one catalogue, and everything that answers with it."""
+    """One set of weights on one catalogue, with every method that uses it."""
 
     def __init__(self, catalogue: Catalogue, shape: str, dtype: str, invariant: bool) -> None:
         hidden, layers = (int(part) for part in shape.split("x"))
@@ -63,14 +66,14 @@ class Model:
         self.ours = drawn_recommender(catalogue, hidden, layers, "children", self.dtype)
         self.theirs = to_llama(self.ours)
         self.bare = copy.deepcopy(self.ours)
-        self.ours.pack()  # as the server does when it loads a bundle
+        self.ours.pack()  # the server packs its weights when it loads a bundle
         self.t5 = tiger_t5(self.ours.config.num_code_tokens).to(self.dtype)
         slot = 2 * layers * hidden * self.dtype.itemsize
         sizes = EngineConfig(kv_bytes=slot * 16_384, invariant=invariant)
         self.engine = build_engine(EngineModels(self.ours), sizes)
 
     def roots(self, count: int, seed: int) -> list[Root]:
-        """Histories of 200 tokens, as many items as fit."""
+        """Returns histories of 200 tokens, with as many items as fit."""
         items = HISTORY_TOKENS // self.ours.config.num_levels
         return drawn_roots(self.ours, items, count, seed)
 
@@ -87,7 +90,7 @@ class Model:
 def answers(
     model: Model, cell: Cell, repeats: int
 ) -> Iterator[tuple[str, Callable[[int], list[Slate] | Slates]]]:
-    """Each method as a function of the run's number."""
+    """Yields each method as a function of the run's number."""
     trie, width = model.catalogue.trie, cell.beams
     search = BeamSearch(trie, model.ours.config.level_offsets, width, normalise=True)
     same = model.roots(cell.batch, 0)
@@ -118,7 +121,10 @@ def answers(
 
 
 def forecast(name: str, model: Model, cell: Cell, gflops: float) -> tuple[float, float]:
-    """Seconds by operations, and GB of caches and activations, of the methods that repeat users."""
+    """Estimates seconds and GB of a method that treats each beam as a sequence.
+
+    The seconds follow from the operations, the GB from caches and activations.
+    """
     work = model.work(cell.batch)
     c = model.ours.config.decoder
     copies = cell.batch * cell.beams

@@ -1,13 +1,15 @@
-"""Items that training never saw: how often are they found when they are what comes next?
+"""Measures how often new items, which training never saw, are recommended when they come next.
 
     python -m benchmarks.recommend.cold_items --data DIR [--epochs 3] [--users 1000]
 
-A share of the items is taken out of the items and the events, a bundle is built and trained on the
-rest, and the items are put into the running service with their words alone. Then the users whose
-last event is one of them ask for slates, as many whose last event is not, and as many of all: with
-beam search, which hardly keeps a prefix that it never saw, and with `specgr`, where a retriever
-proposes items and the recommender verifies them. Two ways to fill the collaborative part of a new
-item's vector are compared: zero, and what similar items have.
+A share of the items is removed from items and events, and a bundle is built and trained on the
+rest. The removed items are then inserted into the running service with only their texts. Slates are
+requested for three groups: users whose last event is a removed item, equally many whose last event
+is not, and equally many of all users. Beam search rarely keeps a prefix that training never saw.
+With `specgr`, a retriever proposes items and the recommender verifies them. Two ways to fill the
+collaborative part of a new item's vector are compared: zeros, and the values of similar items.
+
+Prints one JSON object with recall and NDCG by group and strategy.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ BEAM = 200
 
 @dataclass(frozen=True)
 class Way:
-    """A strategy, and how much the recommender's dense head counts in it."""
+    """A strategy, and the weight of the recommender's dense head in it."""
 
     strategy: str
     dense_weight: float
@@ -49,7 +51,9 @@ class Way:
 
 
 def split(data: Path, folder: Path, share: float) -> tuple[set[str], dict[str, list[str]]]:
-    """Write the warm part of the data; the cold items, and every user's items in order."""
+    """Writes the remaining part of the data; returns the removed items and all users' items in
+    order.
+    """
     items = pq.read_table(data / "items.parquet")
     events = pq.read_table(data / "events.parquet").sort_by(
         [("user_id", "ascending"), ("position", "ascending")]
@@ -69,7 +73,7 @@ def split(data: Path, folder: Path, share: float) -> tuple[set[str], dict[str, l
 
 
 def put(service: Service, rows: list[dict[str, Any]]) -> float:
-    """Insert items; seconds."""
+    """Inserts items; returns the seconds."""
     began = time.perf_counter()
     for first in range(0, len(rows), 500):
         answer = service.put_items(ItemsRequest(items=rows[first : first + 500]))
@@ -78,7 +82,9 @@ def put(service: Service, rows: list[dict[str, Any]]) -> float:
 
 
 def found(service: Service, cases: list[list[str]], cold: set[str], way: Way) -> dict[str, float]:
-    """Recall and NDCG of the last item of each case; the share of cold items in the slates."""
+    """Returns recall and NDCG of each case's last item, and the share of removed items in the
+    slates.
+    """
     bodies = [
         RecommendRequest(
             history=case[:-1],
@@ -106,9 +112,7 @@ def found(service: Service, cases: list[list[str]], cold: set[str], way: Way) ->
 
 
 def trained_bundle(folder: Path, epochs: int) -> Bundle:
-    """Built and trained on the warm part of the data in the folder; taken as it is where it is
-    there already.
-    """
+    """Builds and trains a bundle in the folder, or opens it if it exists."""
     out = folder / "bundle"
     if not out.exists():
         build_bundle(BuildOptions(folder / "items.parquet", folder / "events.parquet", out))
@@ -121,10 +125,12 @@ def trained_bundle(folder: Path, epochs: int) -> Bundle:
 
 
 def main() -> None:
-    """Split, build, train, insert, ask; one JSON object."""
+    """Splits the data, builds, trains, inserts and measures; prints one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--work", type=Path, help="kept, with the bundle; default: a temporary one")
+    parser.add_argument(
+        "--work", type=Path, help="folder for data and bundle; default: a temporary one"
+    )
     parser.add_argument("--share", type=float, default=0.05)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--users", type=int, default=1000)
@@ -171,7 +177,7 @@ def main() -> None:
 def figures(
     service: Service, asked: dict[str, list[list[str]]], cold: set[str], ways: list[Way]
 ) -> dict[str, Any]:
-    """By kind of user and way to answer."""
+    """Returns the figures by group of users and strategy."""
     return {
         kind: {str(way): found(service, cases, cold, way) for way in ways}
         for kind, cases in asked.items()

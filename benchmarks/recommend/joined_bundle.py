@@ -1,15 +1,15 @@
-"""A bundle whose users have long histories: users of a built one joined to customers of about 200
-events, and a recommender of hidden 256 x 4 layers that reads them.
+"""Makes a bundle with long histories, by joining users, and trains a recommender on it.
 
     recserve build --items items.parquet --events events.parquet --out shop.bundle
     python -m benchmarks.recommend.joined_bundle --bundle shop.bundle --out joined.bundle
     recserve train drafter --bundle joined.bundle
     python -m benchmarks.recommend.speculative --bundle joined.bundle
 
-Amazon Beauty has nine events a user. Two thirds of the users stay as they are, the others are
-joined by 22: what they like is nobody's taste, but the shapes, the trie and the trained weights are
-those of a real catalogue, and the model's own draft head has learned to follow it. Training takes
-about a quarter of an hour on two cores, the head ten minutes.
+Amazon Beauty has nine events per user. Two thirds of the users stay unchanged, and the others are
+joined in groups of 22, with about 200 events each. The joined tastes are artificial. The shapes,
+the trie and the trained weights (256 x 4) are those of a real catalogue, and the draft head is
+trained on this model. Training takes about a quarter of an hour on two cores, the head ten minutes.
+The script writes a bundle and prints the progress of the training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECIPE = replace(
 
 
 def joined(events: EventLog, size: int = JOINED) -> EventLog:
-    """The last third of the users joined by `size`, the others as they are; events in order."""
+    """Joins the last third of the users in groups of `size`, with their events in order."""
     users = events.num_users
     alone = 2 * users // 3
     edges = np.unique(np.concatenate([events.offsets[: alone + 1], events.offsets[alone::size]]))
@@ -60,7 +60,7 @@ def joined(events: EventLog, size: int = JOINED) -> EventLog:
 
 
 def rewrite(bundle: Bundle) -> None:
-    """Put joined events in the place of the bundle's own."""
+    """Replaces the bundle's events by joined ones."""
     events = joined(bundle.events())
     table = events.to_arrow(bundle.catalog().items.ids)
     pq.write_table(table, bundle.path(EVENTS), compression="zstd")
@@ -69,9 +69,13 @@ def rewrite(bundle: Bundle) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--bundle", type=Path, required=True, help="built, nothing trained")
+    parser.add_argument(
+        "--bundle", type=Path, required=True, help="a built bundle without trained models"
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--max-minutes", type=float, help="of the recommender's training")
+    parser.add_argument(
+        "--max-minutes", type=float, help="time limit of the recommender's training"
+    )
     options = parser.parse_args()
     source = Bundle.open(options.bundle)
     if trained := sorted(set(source.manifest.sections) - {"build"}):

@@ -1,16 +1,18 @@
-"""A catalogue that changes under load: what a change set costs, and what reads notice of it.
+"""Measures a catalogue that changes under load: the cost of change sets, and their effect on reads.
 
     python -m benchmarks.recommend.live_catalogue [--items 1000000] [--rate 1000] [--seconds 20]
     python -m benchmarks.recommend.live_catalogue --filtered
     python -m benchmarks.recommend.live_catalogue --retriever
 
-A bundle with drawn vectors, real quantiser, trie and recommender, opened as a service with its
-journal on disk. One thread changes items at the given rate in sets of a hundred (half new, a fifth
-moved, the rest reworded or hidden) while another asks for slates; before it and during it the
-reads are timed, with --filtered those of items in one of four ranges of prices. Every answer is
-checked: it failed, it was short, or it is counted good. With --retriever the recommender has a
-dense head, and slates are those of `dense` over the vectors of a drawn retriever, two outcomes by
+The bundle has random vectors and a real quantiser, trie and recommender. It runs as a service with
+its journal on disk. One thread changes items at the given rate in sets of a hundred: half are new,
+a fifth get a new vector, the rest new texts or a new visibility. Another thread requests slates and
+is timed before and during the changes. `--filtered` requests items in one of four price ranges.
+With `--retriever`, slates are those of `dense` with an untrained retriever of two outcomes and
 three time offsets.
+
+Prints one JSON object with read and write times. Every slate is checked; errors and short slates
+count as failed.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ FILTERS = [{"range": ["price", low / 4, low / 4 + 0.25]} for low in range(4)]
 
 @dataclass(frozen=True)
 class Reads:
-    """Milliseconds per slate, and what went wrong."""
+    """Milliseconds per slate, and the number of failed reads."""
 
     count: int
     median_ms: float
@@ -59,10 +61,21 @@ class Reads:
 
 @dataclass(frozen=True)
 class Changes:
-    """Milliseconds per change set; overlay, vectors behind the index and versions at the end.
+    """Milliseconds per change set, and the state of the catalogue at the end.
 
-    cpu_ms: what the writing thread itself computed of it, the median. folds: bases that were built
-    meanwhile.
+    Attributes:
+        sets: Number of change sets.
+        items: Number of changed items.
+        per_second: Changed items per second.
+        cpu_ms: Median CPU time of the writing thread.
+        median_ms: Median time of a set.
+        p99_ms: 99th percentile of the time of a set.
+        slowest_ms: Longest time of a set.
+        late_ms: Delay against the due times.
+        overlay_rows: Rows of the overlay at the end.
+        later_vectors: Vectors that the index does not hold yet.
+        folds: Number of base catalogues that were built meanwhile.
+        versions: Number of catalogue versions at the end.
     """
 
     sets: int
@@ -80,7 +93,7 @@ class Changes:
 
 
 def make_bundle(folder: Path, num_items: int, retriever: bool) -> Path:
-    """A bundle whose items have ids, prices and drawn vectors."""
+    """Builds a bundle whose items have ids, prices and random vectors."""
     draw = np.random.default_rng(0)
     centres = draw.standard_normal((2_000, WIDTH), dtype=np.float32)
     vectors = centres[draw.integers(0, len(centres), num_items)]
@@ -119,7 +132,7 @@ def make_bundle(folder: Path, num_items: int, retriever: bool) -> Path:
 
 
 def _drawn_retriever(recommender: Recommender) -> DenseRetriever:
-    """Weights that nobody trained, with vectors that differ by outcome and offset."""
+    """Returns an untrained retriever whose vectors differ by outcome and offset."""
     offsets = ("events", (1, 2, 4), (0.5, 0.25, 0.25))
     size = recommender.config.decoder.hidden_size
     retriever = DenseRetriever(RetrieverConfig(size, 128, ("click", "buy"), (0.7, 0.3), *offsets))
@@ -131,7 +144,7 @@ def _drawn_retriever(recommender: Recommender) -> DenseRetriever:
 def read_while(
     service: Service, go_on: Callable[[], bool], seed: int, num_items: int, filtered: bool
 ) -> Reads:
-    """Slates of ten for drawn histories, one after another."""
+    """Requests slates of ten items for random histories, one after another."""
     draw, times, failed = np.random.default_rng(seed), [], 0
     strategy = "auto" if service.runtime.snapshot.index is None else "dense"
     while go_on():
@@ -154,7 +167,7 @@ def read_while(
 def change(
     service: Service, rate: float, seconds: float, num_items: int, size: int = SET
 ) -> Changes:
-    """Change sets at their due times, until the time is over."""
+    """Applies change sets at their due times until the time is over."""
     draw, times, late = np.random.default_rng(1), [], 0.0
     began, number, changed = time.perf_counter(), 0, 0
     fresh: list[str] = []
@@ -186,7 +199,7 @@ def change(
 
 
 def _item(draw: np.random.Generator, number: int, place: int, num_items: int) -> dict[str, object]:
-    """Half of them new, a fifth with a new vector, the others with new words."""
+    """Returns a changed item: half are new, a fifth have a new vector, the others new texts."""
     known = f"item{(number * 7919 + place * 104_729) % num_items:08d}"
     if place % 10 >= 7:
         return {"item_id": known, "title": f"sold {number} times", "price": float(draw.random())}
@@ -201,13 +214,13 @@ def _figures(times: list[float]) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Make the bundle, measure, print one JSON object."""
+    """Builds the bundle, measures, and prints one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=1000, help="changed items per second")
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--retriever", action="store_true", help="slates of `dense`")
-    parser.add_argument("--filtered", action="store_true", help="ask with a filter")
+    parser.add_argument("--retriever", action="store_true", help="measure slates of `dense`")
+    parser.add_argument("--filtered", action="store_true", help="request slates with a filter")
     options = parser.parse_args()
     asked = options.items, options.filtered
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,11 @@
-"""Train and evaluate every model of docs/results/quality.md and write its table and its plot.
+"""Trains and evaluates every model of docs/results/quality.md, and writes its table and plot.
 
     OMP_NUM_THREADS=1 python -m benchmarks.recommend.quality --data DIR --work /tmp/quality
 
-`--data` holds items.parquet and events.parquet; `--work` keeps one bundle per model, so that a
-second call evaluates without training again. `--models` names some of them. The figures of all of
-them also land in `quality.json`, with machine, versions, seed and minutes.
+`--data` is a folder with items.parquet and events.parquet. `--work` receives one bundle per model,
+so that a second call evaluates without training again. `--models` selects some of the models.
+Prints the table in Markdown. Writes the figures to `quality.json`, with machine, versions, seed and
+minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from matplotlib.figure import Figure
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.kernels.cpu.processor import processor
-from recserve.training.evaluation.evaluation import evaluate_bundle
+from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender
 from recserve.training.recommender.sasrec import PLAIN, VECTORS, train_sasrec
@@ -43,7 +44,7 @@ Train = Callable[[Bundle, TrainOptions], TrainReport]
 
 @dataclass(frozen=True)
 class Entry:
-    """A model and how it is trained. dense: whether it has a dense head to rerank with."""
+    """A model and how it is trained; `dense` is True if it has a dense head to rerank with."""
 
     label: str
     section: str
@@ -83,40 +84,39 @@ ENTRIES = {
 def measure(
     entry: Entry, bundle: Bundle, options: TrainOptions, users: int | None
 ) -> dict[str, Any]:
-    """Train where that is not done, evaluate on the test split, and return what the table needs."""
+    """Trains a model unless it is trained, evaluates it on test, and returns its data."""
     if not bundle.has(entry.section):
         entry.train(bundle, options)
     trained = bundle.manifest.sections[entry.section]
     began = time.monotonic()
     if entry.section == "sasrec":
-        ways = {
-            "all items": evaluate_bundle(bundle, "test", "sasrec", CUTOFFS, users=users).columns
-        }
+        all_items = EvaluationOptions(strategy="sasrec", k=CUTOFFS, users=users)
+        ways = {"all items": evaluate_bundle(bundle, all_items).columns}
     else:
         ways = beam_ways(bundle, users)
         if entry.dense:
-            found = evaluate_bundle(bundle, "test", "dense_head", CUTOFFS, users=users)
-            ways["dense head, all items"] = found.columns
+            dense_head = EvaluationOptions(strategy="dense_head", k=CUTOFFS, users=users)
+            ways["dense head, all items"] = evaluate_bundle(bundle, dense_head).columns
     kept = {key: trained[key] for key in ("seed", "epochs", "best_epoch", "seconds", "validation")}
     evaluated_s = round(time.monotonic() - began, 1)
     return {"label": entry.label, "trained": kept, "evaluation_s": evaluated_s, "ways": ways}
 
 
 def beam_ways(bundle: Bundle, users: int | None) -> dict[str, Columns]:
-    """Beam 50 by itself, and with the dense head's best items and weight, by the engine."""
+    """Returns metrics of beam search, alone and reranked with the dense head."""
     weight = float(bundle.manifest.recommender["dense_weight"])
     ways: dict[str, Columns] = {}
     for name, used in ((f"beam {WIDTH}", 0.0), (f"beam {WIDTH} + {weight:g} dense", weight)):
         if used or not ways:
-            found = evaluate_bundle(
-                bundle, "test", "beam", CUTOFFS, width=WIDTH, dense_weight=used, users=users
+            options = EvaluationOptions(
+                strategy="beam", k=CUTOFFS, width=WIDTH, dense_weight=used, users=users
             )
-            ways[name] = found.columns
+            ways[name] = evaluate_bundle(bundle, options).columns
     return ways
 
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:
-    """The table of docs/results/quality.md: a row per model and way, both columns."""
+    """Returns the table of docs/results/quality.md, with a row per model and kind of slates."""
     heads = [f"{name.upper()} {column}" for column in ("kept", "filtered") for name in METRICS]
     lines = ["| model | slates | minutes | " + " | ".join(heads) + " |"]
     lines.append("|" + " --- |" * (3 + len(heads)))
@@ -131,7 +131,7 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Bars of NDCG@10 on test, both columns, with the published figures as lines."""
+    """Draws bars of NDCG@10 on test for both columns, with the published figures as lines."""
     rows = [
         (f"{result['label'].replace('`', '')}, {way}", found)
         for result in results.values()
@@ -153,7 +153,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the minutes were measured on."""
+    """Returns the machine on which the minutes were measured."""
     return {
         "processor": processor().name,
         "cores": os.cpu_count(),
@@ -170,9 +170,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--models", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, help="instead of the recipes' own")
-    parser.add_argument("--users", type=int, help="evaluate that many users instead of all")
-    parser.add_argument("--plot", type=Path, help="where the picture goes")
+    parser.add_argument("--epochs", type=int, help="epochs instead of each recipe's own")
+    parser.add_argument(
+        "--users", type=int, help="evaluate a sample of this size instead of all users"
+    )
+    parser.add_argument("--plot", type=Path, help="path of the plot")
     given = parser.parse_args()
     built = given.work / "built"
     if not built.exists():

@@ -1,9 +1,10 @@
-"""How long quantisers take, and the index of a million items.
+"""Measures how long quantisers take, and the size of the index of a million items.
 
     python -m benchmarks.recommend.quantizer [--items 12101 200000] [--dim 256] [--out F.json]
 
-Vectors are drawn from a mixture of Gaussians. Goals on two cores left alone: 12,101 x 256 in 15 s,
-200,000 x 256 in 120 s, index and trie of a million items in 5 s and 100 MB.
+Vectors are drawn from a mixture of Gaussians. Prints one JSON line per quantiser with wall and CPU
+seconds, then the index and the peak memory. Goals on two idle cores: 12,101 x 256 in 15 s, 200,000
+x 256 in 120 s, index and trie of a million items in 5 s and 100 MB.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ KINDS = (("residual", 4), ("product", 16), ("product", 32), ("product", 64))
 
 
 def drawn(items: int, dim: int, seed: int) -> np.ndarray:
-    """[items, dim] float32 of unit length around 500 centres."""
+    """Returns [items, dim] float32 vectors of unit length around 500 centres."""
     rng = np.random.default_rng(seed)
     centres = rng.normal(size=(500, dim)).astype(np.float32)
     noise = rng.normal(size=(items, dim)).astype(np.float32)
@@ -38,7 +39,7 @@ def drawn(items: int, dim: int, seed: int) -> np.ndarray:
 
 
 def quantise(items: int, dim: int, kind: str, levels: int) -> dict[str, Any]:
-    """Fit, encode and index; wall and processor seconds."""
+    """Fits, encodes and indexes; returns wall and CPU seconds."""
     vectors = drawn(items, dim, seed=0)
     wall, processor = time.perf_counter(), time.process_time()
     quantizer = fit_quantizer(kind, vectors, levels, 256, seed=0)
@@ -62,7 +63,7 @@ def quantise(items: int, dim: int, kind: str, levels: int) -> dict[str, Any]:
 
 
 def million() -> dict[str, Any]:
-    """Index and trie of a million items of five levels."""
+    """Measures index and trie of a million items with five levels."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 256, size=(1_000_000, 4)).astype(np.uint16)
     ids = [f"item{row:07d}" for row in range(len(codes))]

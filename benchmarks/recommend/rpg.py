@@ -1,11 +1,12 @@
-"""Strategy `rpg` on a trained bundle: what a walk of the item graph finds, and what it costs.
+"""Measures strategy `rpg` on a trained bundle: recall and cost of the walk over the item graph.
 
     OMP_NUM_THREADS=1 python -m benchmarks.recommend.rpg --bundle B [--beside B2] [--users 1000]
 
-Prints for several graphs and widths how many of the ten best items of all (exhaustive scoring) the
-walk finds and which share of the catalogue it scores, from entries and the user's latest items,
-from entries alone, and from random items as RPG starts; then milliseconds per request of warm users
-through the engine, beside beam search of the bundle named by --beside.
+The first table compares the walk with exhaustive scoring, for several graphs and widths. It prints
+how many of the ten best items the walk finds, and which share of the catalogue it scores. The walk
+starts from entries and the user's latest items, from entries alone, or from random items as in RPG.
+The second table prints milliseconds per request of warm users through the engine. Beam search of
+the bundle named by --beside is measured for comparison.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BATCH = 64
 
 
 class Served:
-    """A bundle's recommender and the requests of some of its test users."""
+    """A bundle's recommender with requests of some of its test users."""
 
     def __init__(self, folder: Path, users: int) -> None:
         bundle = Bundle.open(folder)
@@ -91,7 +92,7 @@ class Served:
 
 @torch.inference_mode()
 def states(served: Served) -> Iterator[tuple[list[SlateQuery], Tensor]]:
-    """Requests in batches, with log-probabilities [B, V] of each token at its level."""
+    """Yields batches of requests with log-probabilities [B, V] of each token at its level."""
     tables, requests = served.model.level_tables(), served.requests("rpg")
     for start in range(0, len(requests), BATCH):
         part = requests[start : start + BATCH]
@@ -104,7 +105,7 @@ def states(served: Served) -> Iterator[tuple[list[SlateQuery], Tensor]]:
 
 @torch.inference_mode()
 def walks(served: Served) -> Table:
-    """Recall of the exhaustive ten best against the share of items scored."""
+    """Returns the table of recall of the exhaustive ten best against the share of scored items."""
     table = Table("edges", "followed", "start", "recall", "items scored", title="walks")
     tokens, items = served.model.item_tokens, len(served.codes)
     batches = list(states(served))
@@ -143,7 +144,7 @@ def walks(served: Served) -> Table:
 
 
 def times(served: Served, beside: Served | None, clock: str) -> Table:
-    """Milliseconds of a batch of warm users."""
+    """Returns the table of milliseconds per batch of warm users."""
     table = Table("strategy", "1 request", "8 requests", title=f"ms, {clock} clock, warm users")
     graph = served.graph(EDGES)
     cells = {
@@ -163,7 +164,7 @@ def times(served: Served, beside: Served | None, clock: str) -> Table:
 
 
 def batches_of(engine: Engine, requests: list[Request], size: int) -> Callable[[int], None]:
-    """call(n): answers the n-th batch of so many requests, over and over."""
+    """Returns a function whose n-th call answers the n-th batch, cyclically."""
 
     def call(number: int) -> None:
         start = number * size % (len(requests) - size)

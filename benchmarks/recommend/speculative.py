@@ -1,16 +1,17 @@
-"""Drafts beside full beam search: the same users, one after the other, and what `auto` makes of it.
+"""Measures `speculative` against full beam search, on the same users in turns.
 
     python -m benchmarks.recommend.speculative --bundle B --dtype bfloat16         # every cell
     python -m benchmarks.recommend.speculative --bundle B --clock cpu              # on busy cores
     python -m benchmarks.recommend.speculative --bundle B --least-events 150       # long histories
 
-"beam": full beam search. "drafted": the draft with the least
-expected work, whether or not it pays. "auto": what the server does. The three take turns over the
-same users; a ratio is the median over those turns, so that what else the machine does meets all of
-them. All slates are compared: the run fails where one differs in float32.
-"again": a user who asked the same before. "first": one whose root alone is computed, as after
-events with `warm`. "cold": one never seen. benchmarks/recommend/joined_bundle.py makes a bundle
-with long histories.
+`beam` is full beam search. `drafted` always uses the draft with the least expected work. `auto` is
+what the server does. The three methods take turns over the same users. A ratio is the median over
+the turns, so that other load on the machine affects all methods alike. All slates are compared: the
+run fails if one differs in float32.
+
+Prints one row per cell with milliseconds, ratios and work. `again` is a user with the same earlier
+request. `first` is a user whose prefix is cached, as after events with `warm`. `cold` is a new
+user. benchmarks/recommend/joined_bundle.py makes a bundle with long histories.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE
 DRAFTED = "drafted"
 METHODS = (BEAM, DRAFTED, AUTO)
 VISITS = ("again", "first", "cold")
-WARM_UP = 4  # groups asked before the first turn
+WARM_UP = 4  # groups of requests before the first turn
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ class Cell:
 
 @dataclass
 class Measured:
-    """Milliseconds of each turn and work of each answer, by method. differing: slates that are not
-    beam search's.
+    """Milliseconds of each turn and work of each slate, by method.
+
+    `differing` counts the slates that differ from those of beam search.
     """
 
     times: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
@@ -69,21 +71,25 @@ class Measured:
     differing: int = 0
 
     def ratio(self, name: str) -> float:
-        """Beam search's time over the method's."""
+        """Returns beam search's time divided by the method's."""
         return float(np.median(np.array(self.times[BEAM]) / np.array(self.times[name])))
 
 
 class AlwaysDrafting(SpeculativeStrategy):
-    """Drafts whether or not it pays."""
+    """Drafts even if drafting does not pay."""
 
     def plan(self, request: SlateQuery) -> DraftPlan:
-        """The draft with the least work."""
+        """Returns the draft with the least expected work."""
         assert self.head.calibration is not None
         return cheapest_draft(self.head.calibration.scaled(request.width, request.k))
 
 
 def offer_drafts(subject: Subject) -> None:
-    """A strategy of the engine that always drafts. Raises ValueError for a bundle without head."""
+    """Adds a strategy that always drafts to the engine.
+
+    Raises:
+        ValueError: If the bundle has no draft head.
+    """
     strategy = subject.engine._strategies.get(SPECULATIVE)
     if not isinstance(strategy, SpeculativeStrategy) or strategy.head.calibration is None:
         raise ValueError("the bundle has no calibrated draft head; run `recserve train drafter`")
@@ -91,7 +97,7 @@ def offer_drafts(subject: Subject) -> None:
 
 
 def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measured:
-    """All methods in turn, until the repeats or the cell's budget are spent."""
+    """Runs all methods in turns until the repeats or the cell's budget are spent."""
     found, clock = Measured(), CLOCKS[options.clock]
     groups = len(subject.roots) // cell.batch
 
@@ -132,7 +138,7 @@ def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measu
 
 
 def row(cell: Cell, found: Measured) -> list[str]:
-    """As a line of the table."""
+    """Returns a cell as a row of the table."""
     words = [str(cell.k), str(cell.beam), str(cell.batch), cell.visit]
     words.append(f"{Runs(tuple(found.times[BEAM])).median_ms:.1f}")
     for name in METHODS[1:]:
@@ -141,7 +147,7 @@ def row(cell: Cell, found: Measured) -> list[str]:
 
 
 def as_json(cell: Cell, found: Measured) -> dict[str, Any]:
-    """One cell for the file."""
+    """Returns a cell for the JSON file."""
     return vars(cell) | {
         "turns": len(found.times[BEAM]),
         "differing": found.differing,
@@ -160,7 +166,9 @@ def main() -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--visits", nargs="+", choices=VISITS, default=list(VISITS))
     parser.add_argument("--users", type=int, default=32)
-    parser.add_argument("--least-events", type=int, default=1, help="of a user's history")
+    parser.add_argument(
+        "--least-events", type=int, default=1, help="minimum number of events in a user's history"
+    )
     options = parser.parse_args()
     report = Report(options)
     dtype: torch.dtype = getattr(torch, options.dtype)

@@ -1,15 +1,17 @@
-"""Every strategy beside `beam` and beside transformers: same weights, histories and trie.
+"""Measures every strategy against `beam` and transformers, on the same weights and histories.
 
     python -m benchmarks.recommend.strategies --json A.json           # beams 50, 256
     python -m benchmarks.recommend.strategies --threads 1 --clock cpu # on a busy machine
     python -m benchmarks.recommend.strategies --bundle B              # a bundle's own heads
     python -m benchmarks.tables docs/results/performance.md strategies=A.json
 
-Drawn heads say what `nezha`, `rpg` and `dense` cost; what their answers are worth, and how
-many rounds `speculative` and `specgr` save, only trained ones can say (`recserve evaluate
---strategy all`). "warm": the same user again. "event": the user with one new event. "cold": a user
-never seen; `generate` is transformers' beam search over the trie, which has no cache between calls.
-A cell takes its budget of seconds at most; what is skipped says why.
+Random heads are enough to time `nezha`, `rpg` and `dense`. Quality, and the rounds that
+`speculative` and `specgr` save, need trained heads (`recserve evaluate --strategy all`).
+
+Prints a table per beam width and batch with milliseconds per batch for three kinds of users. `warm`
+repeats a user, `event` adds one event to the history, and `cold` is a new user. `generate` is
+transformers' beam search over the trie, which has no cache between calls. A cell stops at its time
+budget; what is skipped has its reason.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ UNTRAINED = ("speculative", "specgr")
 def visits(
     subject: Subject, k: int, width: int, strategy: str, batch: int, seed: int
 ) -> dict[str, Callable[[int], None]]:
-    """Each kind of visit as a function of the run's number. seed: of the new events, which must
-    differ from those that another strategy has left in the cache.
+    """Returns each kind of visit as a function of the run's number.
+
+    `seed` selects the new events, which must differ from those that another strategy left in the
+    cache.
     """
     count = len(subject.roots) // batch
 
@@ -65,7 +69,7 @@ def visits(
 
 
 def transformers_cold(subject: Subject, width: int, batch: int) -> Callable[[int], None]:
-    """`generate` of the same weights in a Llama, softmax over the valid children as ours."""
+    """Returns `generate` on the same weights in a Llama, with a softmax over the valid children."""
     config = subject.model.config
     search = BeamSearch(subject.trie, config.level_offsets, width, normalise=True)
     prompts = torch.stack([root.inputs.tokens for root in subject.roots])
@@ -76,7 +80,10 @@ def transformers_cold(subject: Subject, width: int, batch: int) -> Callable[[int
 def generate_runs(
     subject: Subject, width: int, batch: int, options: argparse.Namespace, known: dict[int, float]
 ) -> Runs:
-    """Of `generate`, cold. known: milliseconds per call by batch times width, of smaller cells."""
+    """Times `generate` on cold users.
+
+    `known` holds milliseconds per call of smaller cells, by batch times width.
+    """
     if subject.llama is None:
         return Runs((), "reads items, which no Llama does")
     below = max((size for size in known if size <= batch * width), default=0)
@@ -92,7 +99,7 @@ def generate_runs(
 def measured_cell(
     subject: Subject, width: int, batch: int, options: argparse.Namespace, known: dict[int, float]
 ) -> dict[str, dict[str, Runs]]:
-    """Runs by strategy and visit."""
+    """Returns the runs by strategy and kind of visit."""
     runs: dict[str, dict[str, Runs]] = {}
     for seed, name in enumerate(options.strategies or subject.engine.strategies):
         if name in UNTRAINED and not options.bundle:
@@ -112,7 +119,7 @@ def measured_cell(
 
 
 def show(console: Console, title: str, runs: dict[str, dict[str, Runs]]) -> None:
-    """Strategies down; median, tail, and how often it fits into beam search's time."""
+    """Prints strategies as rows: median, tail, and the ratio to beam search's time."""
     table = Table(title=title, title_justify="left")
     table.add_column("ms per batch, median")
     for visit in VISITS:
@@ -130,7 +137,7 @@ def show(console: Console, title: str, runs: dict[str, dict[str, Runs]]) -> None
 def cells_of(
     runs: dict[str, dict[str, Runs]], width: int, batch: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """As tables.py reads them."""
+    """Returns the cells in the format that tables.py reads."""
     shape = "bundle" if options.bundle else options.model
     return [
         {
@@ -158,16 +165,23 @@ def cells_of(
 def main() -> None:
     parser = options_of(__doc__, budget_s=4.0, repeats=100, every_cell=False)
     parser.add_argument("--bundle", type=Path, help="a trained bundle; default: drawn weights")
-    parser.add_argument("--model", default="256x4", help="hidden x layers, where it is drawn")
+    parser.add_argument("--model", default="256x4", help="hidden size x layers of drawn weights")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--beams", nargs="+", type=int, default=[50, 256])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--k", type=int, default=50, help="items wanted, no more than beams")
+    parser.add_argument("--k", type=int, default=50, help="items per slate, at most the beam width")
     parser.add_argument("--strategies", nargs="+", help="default: all that the heads allow")
     parser.add_argument("--no-generate", dest="generate", action="store_false")
-    parser.add_argument("--longest-call-s", type=float, default=30.0, help="of `generate`")
+    parser.add_argument(
+        "--longest-call-s",
+        type=float,
+        default=30.0,
+        help="bound on the time of one call of `generate`",
+    )
     parser.add_argument("--users", type=int, default=128)
-    parser.add_argument("--least-events", type=int, default=1, help="of a bundle's users")
+    parser.add_argument(
+        "--least-events", type=int, default=1, help="minimum number of events of a bundle's users"
+    )
     options = parser.parse_args()
     report = Report(options)
     dtype: torch.dtype = getattr(torch, options.dtype)

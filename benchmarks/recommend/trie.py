@@ -1,14 +1,19 @@
-"""Memory of the trie, what a filter costs to prepare, and time of beam search over them.
+"""Measures the trie: memory, the cost of preparing a filter, and the time of beam search.
 
     python -m benchmarks.recommend.trie --items 1000000 20000000 --beams 50 256
 
-Semantic ids are drawn evenly from 256 codes a level, four levels and one that tells items of the
-same id apart; item rows are in no order. "torch": `best_children` over given logits, level by level
-over drawn beams, batch 1. "C": one call through all levels, as a CPU serves it, with a head of two
-dimensions, so that next to nothing of it is the head. A filter allows half of the items. What it
-costs a request before the search: the first with this filter, one that asks the same again, both
-with 200 items excluded beside it, and the first of a catalogue version in which CHANGED items came
-and as many say something else; beside them a count per leaf in int64, which each request made once.
+Semantic ids are drawn uniformly with 256 codes per level and four levels. A fifth level tells items
+with the same id apart. Item rows have a random order. `torch` is `best_children` over given logits,
+level by level over random beams, with batch 1. `C` is one call through all levels, as a CPU serves
+it, with a head of only two dimensions, so that the head costs almost nothing.
+
+A filter allows half of the items. Its cost before the search is measured for several requests:
+
+- the first request with this filter, and a repeated one, both with 200 excluded items
+- the first request of a catalogue version in which CHANGED items are new and equally many changed
+- for comparison, a count per leaf in int64, computed for each request
+
+Prints lines for each catalogue size, and published figures for comparison.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ PUBLISHED = (
 
 
 def draw_trie(items: int) -> Trie:
-    """Trie of drawn ids, made distinct by a last level."""
+    """Returns the trie of random ids, made distinct by a last level."""
     g = torch.Generator().manual_seed(0)
     packed, _ = torch.sort(torch.randint(0, CODES**4, (items,), generator=g))
     starts = torch.ones(items, dtype=torch.bool)
@@ -71,13 +76,13 @@ def draw_trie(items: int) -> Trie:
 
 
 def trie_bytes(trie: Trie) -> int:
-    """All arrays."""
+    """Returns the bytes of all arrays."""
     arrays = [getattr(trie, field.name) for field in fields(trie)]
     return sum(array.numel() * array.element_size() for array in arrays if hasattr(array, "numel"))
 
 
 def measure(items: int, widths: list[int]) -> list[str]:
-    """Lines of one catalogue size."""
+    """Returns the lines of one catalogue size."""
     began = time.perf_counter()
     trie = draw_trie(items)
     built = time.perf_counter() - began
@@ -106,7 +111,7 @@ def measure(items: int, widths: list[int]) -> list[str]:
 
 
 def preparation(trie: Trie, bitmap: np.ndarray, allowed: AllowedItems) -> list[str]:
-    """What requests with a filter pay before the search."""
+    """Measures what a request with a filter costs before the search."""
     draw, items = np.random.default_rng(1), len(bitmap)
     excluded = draw.integers(0, items, EXCLUDED)
     version = with_changes(trie, draw)
@@ -135,7 +140,7 @@ def preparation(trie: Trie, bitmap: np.ndarray, allowed: AllowedItems) -> list[s
 
 
 def with_changes(trie: Trie, draw: np.random.Generator) -> TrieOverlay:
-    """A version with so many items more, about."""
+    """Returns a catalogue version with about CHANGED additional items."""
     codes = np.unique(draw.integers(0, trie.codebook_sizes, (CHANGED, trie.num_levels)), axis=0)
     rows = torch.arange(trie.num_rows, trie.num_rows + len(codes))
     later = torch.from_numpy(codes)
@@ -145,7 +150,7 @@ def with_changes(trie: Trie, draw: np.random.Generator) -> TrieOverlay:
 def step_of(
     trie: Trie, level: int, width: int, allowed: Allowed | None
 ) -> Callable[[], BestChildren]:
-    """One level in torch."""
+    """Returns one level of the search in torch."""
     start, stop = trie.level_starts[level], trie.level_starts[level + 1]
     beams = min(width, stop - start)
     g = torch.Generator().manual_seed(level)
@@ -158,7 +163,7 @@ def step_of(
 
 
 def search_of(trie: Trie, width: int, allowed: LeafFilter | None) -> Callable[[], Levels]:
-    """All levels in C, by a recurrent head."""
+    """Returns the search through all levels in C, with a recurrent head."""
     g = torch.Generator().manual_seed(0)
     books = [torch.randn(codes, HEAD, generator=g) for codes in trie.codebook_sizes]
     mix = Panels.of(torch.randn(HEAD, HEAD, generator=g), None)

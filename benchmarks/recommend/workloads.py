@@ -1,4 +1,4 @@
-"""An engine with all heads, and histories to ask it about, drawn or of a bundle."""
+"""Engines with all heads, and histories for their requests, random or from a bundle."""
 
 from __future__ import annotations
 
@@ -39,8 +39,14 @@ RETRIEVER: dict[str, Any] = {
 
 @dataclass
 class Work:
-    """Of the answers of one method in one cell, per request. shares: of its rounds' time before
-    their forwards in those forwards and their verification. names: what `auto` was.
+    """Work per request of one method in one cell.
+
+    Attributes:
+        nodes: Tree nodes.
+        rounds: Rounds.
+        shares: Time of rounds before their forward passes, relative to forward passes and
+            verification.
+        names: Strategies that `auto` chose.
     """
 
     nodes: list[float] = field(default_factory=list)
@@ -49,7 +55,7 @@ class Work:
     names: list[str] = field(default_factory=list)
 
     def words(self) -> str:
-        """For a table."""
+        """Returns a text for a table."""
         drafted = sum(name != BEAM for name in self.names) / max(len(self.names), 1)
         return (
             f"{np.mean(self.nodes):.0f} nodes, {np.mean(self.rounds):.2f} rounds, "
@@ -58,26 +64,28 @@ class Work:
 
 
 class Subject:
-    """An engine and histories to ask it about."""
+    """An engine with histories for its requests."""
 
     def __init__(self, model: Recommender, trie: Trie, heads: Heads, roots: list[Root]) -> None:
         self.model, self.trie, self.roots = model, trie, roots
         decoder = model.config.decoder
         slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
         self.llama = to_llama(model) if model.config.input == "codes" else None
-        model.pack()  # as the server does when it loads a bundle
+        model.pack()  # the server packs its weights when it loads a bundle
         self.engine = build_engine(
             EngineModels(model, heads=heads), EngineConfig(kv_bytes=slot * 65_536)
         )
-        self.engine.record(trie)  # so does the server
+        self.engine.record(trie)  # the server captures its searches too
         self.chooser = Chooser(self.engine.strategies)
         self.index = item_index(model, heads)
 
     def ask(
         self, roots: list[Root], k: int, width: int, strategy: str, work: Work | None = None
     ) -> list[Slate]:
-        """Slates of all of them, asked at once. strategy: of the engine, or `auto`, which is the
-        service's."""
+        """Returns slates for all prefixes, requested at once.
+
+        `strategy` is a strategy of the engine, or `auto`, for which the service's rule chooses.
+        """
         name = self.chooser.choose(width, None).strategy if strategy == AUTO else strategy
         slates: list[Any] = self.engine.run_many(
             [SlateQuery(root, self.trie, k, width, name, index=self.index) for root in roots]  # type: ignore[arg-type]
@@ -92,7 +100,7 @@ class Subject:
 
 
 def grown(model: Recommender, root: Root, item: int) -> Root:
-    """The history with one event more."""
+    """Returns the history with one more event."""
     row = item % model.num_bound_items
     if model.config.input == "codes":
         event = model.item_tokens[row]
@@ -103,7 +111,7 @@ def grown(model: Recommender, root: Root, item: int) -> Root:
 
 
 def drawn_subject(model_shape: str, users: int, dtype: torch.dtype) -> Subject:
-    """Beauty's shape, heads as large as trained ones."""
+    """Returns a random model in Beauty's shape, with heads as large as trained ones."""
     hidden, layers = (int(part) for part in model_shape.split("x"))
     catalogue = drawn_catalogue(12_101)
     model = drawn_recommender(catalogue, hidden, layers, "children", dtype, level_heads=True)
@@ -119,9 +127,10 @@ def drawn_subject(model_shape: str, users: int, dtype: torch.dtype) -> Subject:
 
 
 def trained_subject(path: Path, users: int, dtype: torch.dtype, least: int = 1) -> Subject:
-    """Test users of a bundle. least: only those with so many events.
+    """Returns test users of a bundle with at least `least` events.
 
-    Raises ValueError where there is none.
+    Raises:
+        ValueError: If there is no such user.
     """
     bundle = Bundle.open(path)
     catalog = bundle.catalog()

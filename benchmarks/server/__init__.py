@@ -1,1 +1,1 @@
-"""What HTTP adds to an answer, and what other processes on the machine cost."""
+"""Cost of HTTP, and of other processes on the machine."""

@@ -1,12 +1,13 @@
-"""What serving costs: /v1/rank over a keep-alive connection against the engine's own time.
+"""Measures the overhead of serving: /v1/rank over a keep-alive connection against the engine.
 
     python -m benchmarks.server.overhead [--candidates 500] [--requests 400] [--json F]
 
-Everything runs in one process on loopback, one request at a time, with drawn weights: the cost of
-a request does not depend on what the model has learned. `overhead` is the time at the client minus
-the engine's own `total` of the same request: parsing, history, candidate features, the answer, and
-both ends of the socket; `features` (the model's input columns) is shown apart. Users come back in
-turn, so that what they did is cached, as it is for users who page through a shop.
+Everything runs in one process over loopback, one request at a time, with random weights, because
+the cost of a request does not depend on training. Prints p50 and p99 of each part in milliseconds.
+`overhead` is the time at the client minus the engine's own `total` of the same request. It covers
+parsing, history, candidate features, the response and both ends of the socket. `features`, the
+model's input columns, is also shown separately. Users return in turns, so their prefixes are
+cached, as for users who page through a shop.
 """
 
 import argparse
@@ -45,7 +46,7 @@ WARM_UP = 50
 
 @dataclass(frozen=True)
 class Sample:
-    """One request, in milliseconds."""
+    """Times of one request in milliseconds."""
 
     client: float
     engine: float
@@ -54,7 +55,7 @@ class Sample:
 
 
 def make_bundle(folder: Path, num_items: int) -> Path:
-    """A catalogue with events, an untrained ranker and an untrained recommender."""
+    """Builds a catalogue with events, an untrained ranker and an untrained recommender."""
     data = write_synthetic(folder / "data", SyntheticOptions(num_items, 2000, 30))
     out = folder / "bundle"
     build_bundle(BuildOptions(data.items, data.events, out), log=lambda _: None)
@@ -78,7 +79,7 @@ def make_bundle(folder: Path, num_items: int) -> Path:
 
 
 def serve(service: Service) -> tuple[uvicorn.Server, threading.Thread, int]:
-    """A running server and its port."""
+    """Returns a running server and its port."""
     app = create_app(ServerConfig(bundle=service.bundle.root), service)
     http = connection_class(ConnectionLimits(), app.state.metrics)
     config = uvicorn.Config(app, http=http, port=0, log_level="warning", ws="none")
@@ -92,7 +93,7 @@ def serve(service: Service) -> tuple[uvicorn.Server, threading.Thread, int]:
 
 
 def exchange(connection: socket.socket, path: str, body: bytes) -> bytes:
-    """One request, one answer: a client that costs next to nothing itself."""
+    """Sends one request and reads its response, with almost no cost of its own."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     answer = connection.recv(1 << 20)
@@ -105,7 +106,7 @@ def exchange(connection: socket.socket, path: str, body: bytes) -> bytes:
 
 
 def measure(service: Service, port: int, path: str, bodies: list[bytes]) -> list[Sample]:
-    """Send the bodies one after the other."""
+    """Sends the requests one after the other."""
     engine_ms: list[float] = []
     submit = service.runtime.engine.submit
 
@@ -134,7 +135,7 @@ def measure(service: Service, port: int, path: str, bodies: list[bytes]) -> list
 
 
 def summary(samples: list[Sample]) -> dict[str, dict[str, float]]:
-    """p50 and p99 of each part."""
+    """Returns p50 and p99 of each part."""
     parts = {
         "client": [s.client for s in samples],
         "engine": [s.engine for s in samples],

@@ -1,11 +1,12 @@
-"""A warm slate while another process takes one of the cores, by how long threads spin.
+"""Measures warm slates while another process takes one of the cores, by OpenMP spin count.
 
     python -m benchmarks.server.shared_cores [--spins as-is 1000 10000] [--threads 2] [--json F]
 
-Threads of a forward wait for each other by spinning (GOMP_SPINCOUNT turns); one that waits for a
-thread that has no core waits in vain. Every setting has a process of its own, since the count is
-read when torch is loaded; all of them take turns, and the median over the turns is shown. The
-neighbour computes without a pause and is as important as the server (nice 0).
+Threads of a forward pass wait for each other by spinning (GOMP_SPINCOUNT iterations). A thread that
+waits for a thread without a core spins in vain. Every setting runs in its own process, since torch
+reads the count when it is loaded. The settings take turns. Prints the median over the turns and the
+p99 for each setting, with and without the other process. That process computes without a pause at
+the same priority (nice 0).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-AS_IS = "as-is"  # whatever the environment says, or else what torch's OpenMP does by itself
+AS_IS = "as-is"  # the value in the environment, or the default of torch's OpenMP
 BUSY = "while True: sum(range(10000))"
 
 
 def slates(threads: int, seconds: float) -> list[float]:
-    """Milliseconds of warm slates of beam 50, 256 x 4, fp32, one after another."""
+    """Returns the milliseconds of warm slates of beam width 50 on a 256 x 4 model in fp32."""
     import torch
 
     from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
@@ -54,7 +55,7 @@ def slates(threads: int, seconds: float) -> list[float]:
 
 @contextmanager
 def neighbour(there: bool) -> Iterator[None]:
-    """One busy process."""
+    """Runs one busy process inside the context, if `there` is True."""
     process = subprocess.Popen([sys.executable, "-c", BUSY]) if there else None
     try:
         yield
@@ -65,7 +66,7 @@ def neighbour(there: bool) -> Iterator[None]:
 
 
 def measured(spin: str, threads: int, seconds: float, busy: bool) -> dict[str, float]:
-    """In a process of its own."""
+    """Measures one setting in its own process."""
     environment = dict(os.environ)
     if spin != AS_IS:
         environment["GOMP_SPINCOUNT"] = spin
@@ -82,7 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--spins", nargs="+", default=[AS_IS, "1000", "10000", "100000"])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each setting in each turn")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="seconds of each setting in each turn"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)

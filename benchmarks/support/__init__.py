@@ -1,1 +1,1 @@
-"""What several benchmarks share: drawn weights, clocks, reports, baselines."""
+"""Helpers of several benchmarks: random weights, clocks, reports, baselines."""

@@ -1,4 +1,4 @@
-"""What the benchmarks run on when there is no data: drawn catalogues, weights and histories."""
+"""Random catalogues, weights and histories for benchmarks without data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from recserve.models.recommender import Recommender, RecommenderConfig
 
 Normalization = Literal["children", "vocabulary"]
 CODES = 256
-# Trie nodes per level: Amazon Beauty's under text and collaborative ids, and the same shape grown.
+# Trie nodes per level: Amazon Beauty's with text and collaborative ids, and the same shape scaled.
 NODES = {12_101: (256, 6_913, 10_818, 12_101), 1_000_000: (256, 54_000, 894_000, 1_000_000)}
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """codes [I, L]; the trie over them."""
+    """Semantic ids [I, L] and their trie."""
 
     name: str
     codes: torch.Tensor
@@ -32,9 +32,12 @@ class Catalogue:
 
 
 def drawn_catalogue(num_items: int, seed: int = 0) -> Catalogue:
-    """Semantic ids whose trie has the node counts of NODES: few wide nodes, many with one child.
+    """Returns random semantic ids whose trie has the node counts of NODES.
 
-    Raises ValueError for a size that NODES does not name.
+    Few nodes are wide, and many have one child.
+
+    Raises:
+        ValueError: If NODES lacks this size.
     """
     if num_items not in NODES:
         raise ValueError(f"num_items is {num_items}; choose one of {sorted(NODES)}")
@@ -54,8 +57,11 @@ def drawn_catalogue(num_items: int, seed: int = 0) -> Catalogue:
 
 
 def published_catalogue(data: Path) -> Catalogue:
-    """Amazon Beauty under its published rqkmeans ids: five levels, the last one disambiguates."""
-    # Imported here: the other catalogues are drawn where only torch is installed.
+    """Returns Amazon Beauty with its published rqkmeans ids of five levels.
+
+    The last level disambiguates.
+    """
+    # Imported here because the other catalogues must work with only torch installed.
     import pyarrow.parquet as pq
 
     table = pq.read_table(data / "amazon-beauty" / "reference_semantic_ids.parquet")
@@ -69,7 +75,7 @@ def _catalogue(name: str, codes: np.ndarray) -> Catalogue:
 
 
 def _branching(rng: np.random.Generator, parents: int, wanted: int) -> np.ndarray:
-    """Children of each parent, 1 to CODES, `wanted` in all, skewed."""
+    """Returns the skewed number of children of each parent, 1 to CODES, `wanted` in total."""
     weights = rng.lognormal(0, 1.5, parents)
     counts = np.ones(parents, dtype=np.int64)
     while (missing := wanted - int(counts.sum())) > 0:
@@ -87,7 +93,7 @@ def drawn_recommender(
     dtype: torch.dtype,
     level_heads: bool = False,
 ) -> Recommender:
-    """A `codes` recommender, heads of 64, whose logits spread as a trained one's (about 2)."""
+    """Returns a random `codes` recommender whose logits spread as a trained one's (about 2)."""
     torch.manual_seed(0)
     heads = hidden // 64
     decoder = DecoderConfig(hidden, layers, heads, heads, 64, 4 * hidden)
@@ -101,7 +107,7 @@ def drawn_recommender(
 def drawn_there(
     catalogue: Catalogue, decoder: DecoderConfig, dtype: torch.dtype, device: str
 ) -> Recommender:
-    """The same of any shape, normalised over valid children, drawn where it is to be."""
+    """Returns a random recommender of any shape, normalised over valid children, on the device."""
     torch.manual_seed(0)
     config = RecommenderConfig(decoder, catalogue.trie.codebook_sizes, "codes", "children")
     before = torch.get_default_dtype()
@@ -124,7 +130,7 @@ def _draw_weights(model: Recommender, catalogue: Catalogue) -> None:
 
 
 def drawn_roots(model: Recommender, items: int, count: int, seed: int) -> list[Root]:
-    """Histories of `items` events, BOS first."""
+    """Returns histories of `items` events, BOS first."""
     rng = np.random.default_rng(seed)
     roots = []
     for _ in range(count):
@@ -135,7 +141,10 @@ def drawn_roots(model: Recommender, items: int, count: int, seed: int) -> list[R
 
 
 def drawn_ranker(num_items: int, hidden: int, layers: int) -> Ranker:
-    """Heads of 64, 24 dense columns, vectors of 64; weights drawn so that attention matters."""
+    """Returns a random ranker with heads of 64, 24 dense columns and vectors of 64.
+
+    The weights are large enough for attention to matter.
+    """
     torch.manual_seed(0)
     ranker = Ranker(
         RankerConfig(
@@ -158,7 +167,7 @@ def drawn_ranker(num_items: int, hidden: int, layers: int) -> Ranker:
 
 
 def drawn_ranking_root(ranker: Ranker, rows: int, seed: int) -> Root:
-    """A profile row, nine tenths long history, the rest recent events."""
+    """Returns a profile row, nine tenths long-term history, and recent events."""
     g = torch.Generator().manual_seed(seed)
     recent = max(rows // 10, 1)
     groups = torch.ones(rows, dtype=torch.int64)

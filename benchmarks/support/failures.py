@@ -1,4 +1,4 @@
-"""What a measurement that failed leaves behind: a row that names it, and the rest goes on."""
+"""Rows for failed measurements, so that the other measurements continue."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def failure(name: str, why: object) -> dict[str, Any]:
-    """A row that is not `ok`. why: an exception, or words."""
+    """Returns a row that is not `ok`. `why` is an exception or a text."""
     note = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else str(why)
     return {"name": name, "ok": False, "note": note[:600]}
 
 
 def attempted(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The row that is measured, or that of its failure."""
+    """Returns the measured row, or the row of its failure."""
     try:
         return measure()
     except Exception as error:
@@ -26,13 +26,13 @@ def attempted(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any
 
 @contextmanager
 def complaints() -> Iterator[list[str]]:
-    """What recserve logs meanwhile as a warning or worse: why a step was not recorded, say."""
+    """Collects recserve's warnings and errors, for example why a capture failed."""
     heard: list[str] = []
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             words, error = record.getMessage(), record.exc_info and record.exc_info[1]
-            while error:  # a capture that cannot be ended hides what spoiled it
+            while error:  # the error that broke a capture is the cause of the visible one
                 words, error = f"{words}: {type(error).__name__}: {error}", error.__context__
             heard.append(words)
 
@@ -45,8 +45,9 @@ def complaints() -> Iterator[list[str]]:
 
 
 def once(make: Callable[..., T]) -> Callable[..., T]:
-    """What is made for each set of arguments, made at its first call; so is what it failed with,
-    in words, since an error would keep alive what lay on the device.
+    """Caches the result of each set of arguments.
+
+    A failure is cached too, as text, since an exception would keep tensors on the device alive.
     """
     made: dict[Any, T] = {}
     failed: dict[Any, str] = {}

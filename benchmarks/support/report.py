@@ -1,6 +1,4 @@
-"""What the benchmarks of recommending and ranking begin with and end in: common options, the
-machine, and cells that go to the console and into a file.
-"""
+"""Common options, machine facts and output of the recommendation and ranking benchmarks."""
 
 from __future__ import annotations
 
@@ -18,12 +16,14 @@ from benchmarks.support.runs import CLOCKS, machine, matmul_gflops, silence_tran
 def options_of(
     doc: str | None, budget_s: float, repeats: int, every_cell: bool = True
 ) -> argparse.ArgumentParser:
-    """With the options that all have. every_cell: whether `--all` asks for more cells."""
+    """Returns a parser with the common options; `every_cell` adds `--all`."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     if every_cell:
-        parser.add_argument("--all", action="store_true", help="every cell of the issue")
+        parser.add_argument("--all", action="store_true", help="measure every cell")
     parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--budget-s", type=float, default=budget_s, help="of a method in a cell")
+    parser.add_argument(
+        "--budget-s", type=float, default=budget_s, help="seconds of a method in a cell"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     parser.add_argument("--json", type=Path)
@@ -31,10 +31,10 @@ def options_of(
 
 
 class Report:
-    """Cells as they come; the file is written again with each."""
+    """Collects cells and writes the file again after each."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Says which machine it is, and sets its threads."""
+        """Prints the machine and sets its threads."""
         silence_transformers()
         torch.set_num_threads(options.threads)
         self.clock: str = options.clock
@@ -45,14 +45,14 @@ class Report:
         self.console.print(facts)
 
     def matmul(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
-        """GFLOP/s of a plain product, for the head of the tables."""
+        """Returns the GFLOP/s of a plain matrix product, for the head of the tables."""
         rate = matmul_gflops(rows, inner, columns, dtype, self.clock)
         self.content["matmul_gflops"] = rate
         self.console.print(f"plain matmul: {rate:.0f} GFLOP/s")
         return rate
 
     def add(self, cells: list[dict[str, Any]]) -> None:
-        """Cells as tables.py reads them."""
+        """Adds cells in the format that tables.py reads."""
         self.content["cells"] += cells
         if self.path:
             write_json(self.path, self.content)

@@ -1,4 +1,4 @@
-"""Clock, machine, and the rate of a plain matrix product that everything else is compared with."""
+"""Clocks, machine facts, and the rate of a plain matrix product as the reference for all others."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ TAIL_RUNS = 100
 
 @dataclass(frozen=True)
 class Runs:
-    """Wall times of one cell in milliseconds; empty where it was skipped, and `note` says why."""
+    """Times of one cell in milliseconds; empty if it was skipped, with the reason in `note`."""
 
     times_ms: tuple[float, ...] = ()
     note: str = ""
 
     @property
     def median_ms(self) -> float:
-        """nan where skipped."""
+        """Median; nan if skipped."""
         return float(np.median(self.times_ms)) if self.times_ms else float("nan")
 
     @property
     def p99_ms(self) -> float:
-        """nan under TAIL_RUNS runs, which say nothing about a tail."""
+        """99th percentile; nan for fewer than TAIL_RUNS runs, which are too few for a tail."""
         enough = len(self.times_ms) >= TAIL_RUNS
         return float(np.percentile(self.times_ms, 99)) if enough else float("nan")
 
     def words(self) -> str:
-        """For a table: median, p99 where there is one, or the reason."""
+        """Returns a text for a table: median, p99 if there is one, or the reason."""
         if not self.times_ms:
             return self.note
         tail = f" (p99 {self.p99_ms:,.1f})" if len(self.times_ms) >= TAIL_RUNS else ""
@@ -52,11 +52,11 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 
 def measure(call: Callable[[int], Any], repeats: int, budget_s: float, clock: str = "wall") -> Runs:
-    """Time call(0), call(1)...: first one to warm up, then up to `repeats` within the budget.
+    """Times call(0), call(1) and so on: one to warm up, then up to `repeats` within the budget.
 
-    A call that alone fills the budget is its own only run, and the note says so. clock "cpu" counts
-    what this process computed, over all its threads: on one thread of a busy machine that is nearer
-    to the time on a quiet one than the wall clock is.
+    A call that alone fills the budget is the only run, and the note says so. Clock `cpu` counts the
+    CPU time of this process over all its threads. With one thread on a busy machine, this is closer
+    to the time on an idle machine than the wall clock.
     """
     first_s = _seconds(call, 0, clock)
     if first_s > budget_s / 2:
@@ -79,7 +79,7 @@ def _seconds(call: Callable[[int], Any], number: int, clock: str) -> float:
 def matmul_gflops(
     rows: int, inner: int, columns: int, dtype: torch.dtype, clock: str = "wall"
 ) -> float:
-    """Best rate of [rows, inner] @ [inner, columns] in this process, operations counted as 2mnk."""
+    """Returns the best rate of [rows, inner] @ [inner, columns], counted as 2mnk operations."""
     left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
 
     def product(_: int) -> None:
@@ -90,7 +90,7 @@ def matmul_gflops(
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Returns machine and versions, on which the figures depend."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     return {
         "processor": processor().name,
@@ -106,12 +106,12 @@ def machine() -> dict[str, Any]:
 
 
 def silence_transformers() -> None:
-    """Its warnings about generation flags say nothing here."""
+    """Turns off transformers' warnings about generation flags."""
     verbosity: Any = transformers.utils.logging
     verbosity.set_verbosity_error()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Indented; nan as null."""
+    """Writes indented JSON, with nan as null."""
     text = json.dumps(content, indent=1, default=float)
     path.write_text(text.replace("NaN", "null") + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How long a call takes on a device, and what the device can do at most."""
+"""Time of a call on a device, and the peak rates of the device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 from recserve.kernels.cpu.processor import instructions, processor
 
-FLUSH_BYTES = 2**30  # more than the caches hold, and long enough to launch behind
+FLUSH_BYTES = 2**30  # exceeds the caches, and takes longer than launching the call
 
 
 class Deadline:
-    """A moment behind which no row is begun. cut: whether one was left out because of it."""
+    """A time after which no row starts. `cut` is True if a row was left out because of it."""
 
     def __init__(self, seconds: float = float("inf")) -> None:
-        """seconds: from now on."""
+        """Sets the deadline to `seconds` from now."""
         self.moment_s = time.monotonic() + seconds
         self.cut = False
 
     def passed(self) -> bool:
-        """To be asked before each row."""
+        """Returns True after the deadline and then sets `cut`; call it before each row."""
         late = time.monotonic() > self.moment_s
         self.cut = self.cut or late
         return late
@@ -33,10 +33,10 @@ class Deadline:
 def milliseconds(
     call: Callable[[], object], device: str = "cpu", budget_s: float = 0.3, most: int = 100
 ) -> float:
-    """Median of repeated calls after two to warm up, until the budget is used up.
+    """Returns the median of repeated calls after two to warm up, within the budget.
 
-    On CUDA each call is timed by events, behind a write that empties the L2 cache and lasts longer
-    than the call's launches, so that what is timed is the device's work.
+    On CUDA, events time each call. Before it, a write empties the L2 cache and lasts longer than
+    the call's launches, so that only the device's work is timed.
     """
     call()
     call()
@@ -51,13 +51,13 @@ def milliseconds(
 def alternating(
     calls: dict[str, Callable[[], object]], budget_s: float = 4.0, most: int = 60
 ) -> dict[str, float]:
-    """Medians on a CPU that others use too: the calls take turns, so that all meet the same load.
+    """Returns medians on a shared CPU: the calls take turns, so that all meet the same load.
 
-    On one thread what counts is the process's CPU time, which leaves out the waiting.
+    With one thread, the process's CPU time counts, which leaves out waiting.
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
-    # A large block given back once: the allocator keeps what it frees, as in a process that serves.
+    # After one large block was freed, the allocator keeps freed memory, as in a serving process.
     torch.empty(30 * 2**20, dtype=torch.int8)
     for call in calls.values():
         call()
@@ -87,9 +87,10 @@ def _event_ms(call: Callable[[], object]) -> float:
 
 
 def graph_milliseconds(call: Callable[[], object], launches: int = 20) -> float:
-    """Time of one call inside a CUDA graph of many: the launch gaps are gone, the caches are warm.
+    """Returns the time of one call inside a CUDA graph of many, without launch gaps, caches warm.
 
-    Raises RuntimeError if the call synchronises with the host, which a graph cannot hold.
+    Raises:
+        RuntimeError: If the call synchronises with the host, which a graph cannot hold.
     """
     call()
     torch.cuda.synchronize()
@@ -103,8 +104,9 @@ def graph_milliseconds(call: Callable[[], object], launches: int = 20) -> float:
 def back_to_back_milliseconds(
     call: Callable[[], object], device: str = "cpu", calls: int = 10, runs: int = 5
 ) -> float:
-    """Time of one of many calls without a pause between them, caches as the last call left them:
-    median over runs, after one to warm up.
+    """Returns the time of one of many calls without pauses, with caches as the last call left them.
+
+    It is the median over runs, after one to warm up.
     """
     call()
     if device != "cuda":
@@ -122,7 +124,7 @@ def back_to_back_milliseconds(
 
 
 def host_microseconds(call: Callable[[], object], calls: int = 30) -> float:
-    """What the host needs to launch one call on CUDA, whose work is not waited for."""
+    """Returns the host time to launch one call on CUDA, without waiting for its work."""
     call()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -134,8 +136,11 @@ def host_microseconds(call: Callable[[], object], calls: int = 30) -> float:
 
 
 def ceilings(device: str, smoke: bool = False) -> dict[str, float]:
-    """Measured: bytes read plus written per second of a large copy (GB/s), and the rate of a large
-    product of random matrices (TFLOP/s), bfloat16 on CUDA, float32 on a CPU.
+    """Measures the peak rates of a device.
+
+    Returns:
+        GB/s of a large copy, bytes read plus written. TFLOP/s of a large product of random
+        matrices, in bfloat16 on CUDA and float32 on a CPU.
     """
     big = device == "cuda" and not smoke
     source = torch.empty(2**31 if big else 2**26, dtype=torch.int8, device=device).random_()
@@ -152,7 +157,7 @@ def ceilings(device: str, smoke: bool = False) -> dict[str, float]:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What the figures depend on."""
+    """Returns machine and versions, on which the figures depend."""
     facts: dict[str, Any] = {
         "device": device,
         "processor": processor().name,

@@ -1,1 +1,1 @@
-"""How fast text is written, with and without drafts, and that drafts change no token."""
+"""Speed of text generation with and without drafts, and checks that drafts change no token."""

@@ -1,8 +1,9 @@
-"""Turn Medusa heads from a `.pt` file into safetensors, once, offline; the server reads no pickles.
+"""Converts Medusa heads from a `.pt` file to safetensors; the server reads no pickles.
 
     python -m benchmarks.text.convert_medusa medusa_lm_head.pt heads/
 
-Only tensors are unpickled (weights_only); config.json is copied where there is one beside the file.
+Only tensors are unpickled (weights_only). A config.json in the same folder as the file is copied.
+Prints the number of tensors and the path of the new file.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from safetensors.torch import save_file
 
 
 def convert(source: Path, folder: Path) -> int:
-    """Write `medusa_lm_head.safetensors` into the folder; number of tensors."""
+    """Writes `medusa_lm_head.safetensors` into the folder; returns the number of tensors."""
     weights = torch.load(source, map_location="cpu", weights_only=True)
     if not isinstance(weights, dict) or not all(
         isinstance(tensor, torch.Tensor) for tensor in weights.values()
     ):
         raise SystemExit(f"{source.name} holds {type(weights).__name__}, not named tensors")
     folder.mkdir(parents=True, exist_ok=True)
-    # Cloned: heads that repeat a module share its memory, which safetensors refuses.
+    # Heads that repeat a module share its memory, which safetensors rejects, so clone them.
     own = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
     save_file(own, folder / "medusa_lm_head.safetensors")
     config = source.parent / "config.json"

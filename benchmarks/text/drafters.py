@@ -1,10 +1,11 @@
-"""Every drafter on trained models: what it drafts, what of it is kept, and what that saves.
+"""Measures every drafter on trained models: drafted tokens, accepted tokens and speed.
 
     python -m benchmarks.text.drafters --target DIR [--draft DIR] [--medusa DIR] --json F.json
 
-Folders and the default: trained.py. Continuations of passages of the validation books and of
-Spec-Bench's prompts. The run fails where a text differs from plain decoding's. The methods take
-turns, prompt by prompt; with --load-aware every drafter twice, as ever and as the load lets it pay.
+trained_models.py describes the folders and the default. The texts continue passages of the
+validation books and prompts of Spec-Bench. The methods take turns, prompt by prompt. With
+--load-aware, every drafter also runs in the load-aware mode, which drafts only if it pays under the
+current load. Prints a table per workload. The run fails if a text differs from plain decoding's.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 LOAD_AWARE = ", load-aware"
-POSITIONS = 5  # of acceptance that the table shows
+POSITIONS = 5  # draft depths whose acceptance the table shows
 
 
 @dataclass
 class Tally:
-    """Sums over the prompts of one workload. accepted[d], drafts: of SpeculationCounts."""
+    """Sums over the prompts of one workload; `accepted[d]` and `drafts` as in SpeculationCounts."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -64,7 +65,7 @@ class Tally:
             self.accepted[depth] += kept
 
     def row(self, plain: Tally) -> dict[str, Any]:
-        """What is published."""
+        """Returns the published figures, relative to plain decoding."""
         by_position = [n / max(self.drafts, 1) for n in self.accepted[:POSITIONS]]
         rate, own = plain.tokens / plain.seconds, self.tokens / self.seconds
         return {
@@ -80,7 +81,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Method:
-    """A drafter in one of the engines, whose weights are the same."""
+    """A drafter in one of the engines, which all have the same weights."""
 
     engine: Engine
     drafter: str
@@ -89,10 +90,10 @@ class Method:
 def measure(
     methods: dict[str, Method], prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Tally]:
-    """Every method on every prompt."""
+    """Runs every method on every prompt."""
     tallies = {name: Tally() for name in methods}
     now = CLOCKS[options.clock]
-    # Noise is keyed by (seed, position): texts of one seed would be alike.
+    # Noise is keyed by (seed, position), so each text needs its own seed.
     params = [
         SamplingParams(temperature=options.temperature, max_tokens=options.tokens, seed=seed)
         for seed in range(len(prompts))
@@ -139,7 +140,7 @@ def print_rows(console: Console, title: str, rows: dict[str, dict[str, Any]]) ->
 
 
 def save_plot(path: Path, workloads: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """A panel for each workload: by drafter, tokens per step and the tokens/s beside plain."""
+    """Draws tokens per step, and tokens/s relative to plain, with a panel per workload."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -163,13 +164,15 @@ def save_plot(path: Path, workloads: dict[str, dict[str, dict[str, Any]]]) -> No
 
 def arguments() -> argparse.Namespace:
     parser = options_of(__doc__, tokens=96)
-    parser.add_argument("--prompts", type=int, default=26, help="of each workload")
-    parser.add_argument("--together", type=int, default=1, help="prompts written at once")
-    parser.add_argument("--drafters", nargs="+", help="only these, beside plain decoding")
+    parser.add_argument(
+        "--prompts", type=int, default=26, help="number of prompts of each workload"
+    )
+    parser.add_argument("--together", type=int, default=1, help="number of concurrent prompts")
+    parser.add_argument("--drafters", nargs="+", help="only these and plain decoding")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--load-aware", action="store_true", help="besides, as the load lets them")
+    parser.add_argument("--load-aware", action="store_true", help="also measure load-aware drafts")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
-    parser.add_argument("--plot", type=Path, help="a picture of the tables")
+    parser.add_argument("--plot", type=Path, help="path of a plot of the tables")
     return parser.parse_args()
 
 
@@ -211,10 +214,10 @@ def main() -> int:
     console.print(content["machine"])
     differ = 0
     for title, prompts in workloads.items():
-        measure(methods, prompts[:1], options)  # to warm up
+        measure(methods, prompts[:1], options)  # warm-up
         for kind, engine in engines.items():
             for drafter in ("suffix", "suffix+draft_model"):
-                if drafter in drafters[kind]:  # earlier outputs that it knows would be this text
+                if drafter in drafters[kind]:  # forget earlier outputs, which equal this text
                     engine.drafters[drafter] = trained_drafter(drafter, target, options)
         tallies = measure(methods, prompts, options)
         rows = {name: tally.row(tallies[PLAIN]) for name, tally in tallies.items()}

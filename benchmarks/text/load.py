@@ -1,11 +1,12 @@
-"""Drafts under load: never, always, and as the load lets them pay, in turns on trained models.
+"""Measures drafts under load on trained models: never, always, and load-aware.
 
     python -m benchmarks.text.load --target DIR [--draft DIR] [--medusa DIR] --threads 1 --clock cpu
 
-Folders and the default: trained.py. In every round a wave of texts, as many at once as the load
-says, is written by every method; the first round of a load is to warm up. The last column is what
-counts: tokens/s of the load-aware drafts beside the better of never and always, median of the
-rounds. The run fails where a text differs from plain decoding's.
+trained_models.py describes the folders and the default. In every round, each method writes the same
+wave of texts, with as many concurrent texts as the load says. The first round of a load is a
+warm-up. Prints a table per workload. Its last column is the result: tokens/s of load-aware drafts
+relative to the better of never and always, as the median of the rounds. The run fails if a text
+differs from plain decoding's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ALWAYS, AWARE = "always", "load-aware"
 
 @dataclass
 class Waves:
-    """One method at one load. rates: tokens/s of each round; written, steps, drafted: of all."""
+    """One method at one load: tokens/s of each round, and totals of all rounds."""
 
     rates: list[float] = field(default_factory=list)
     written: int = 0
@@ -45,8 +46,17 @@ class Waves:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the rounds. Ratios: of tokens/s to plain; to_better: load-aware to the better of
-    plain and always. per_step: tokens of a text in a step; drafted: nodes.
+    """Medians over the rounds. All ratios are of tokens/s.
+
+    Attributes:
+        load: Number of concurrent texts.
+        drafter: Name of the drafter.
+        plain_tokens_per_s: Tokens/s of plain decoding.
+        always: Ratio of always drafting to plain.
+        aware: Ratio of load-aware drafting to plain.
+        to_better: Ratio of load-aware drafting to the better of plain and always.
+        per_step: Tokens of a text per step, by method.
+        drafted: Draft nodes of a text per step, by method.
     """
 
     load: int
@@ -60,7 +70,7 @@ class Row:
 
 
 class Bench:
-    """Two engines on the same weights: one drafts what it is asked for, one as the load lets it."""
+    """Two engines on the same weights: one always drafts, one drafts as the load permits."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.now = options, CLOCKS[options.clock]
@@ -79,7 +89,7 @@ class Bench:
         }
 
     def write(self, method: str, drafter: str, prompts: list[list[int]], waves: Waves) -> Any:
-        """A wave of texts, all at once."""
+        """Writes a wave of concurrent texts."""
         engine = self.engines[AWARE if method == AWARE else ALWAYS]
         engine.forget_all()
         options = self.options
@@ -101,12 +111,12 @@ class Bench:
         return [answer.tokens.tolist() for answer in answers]
 
     def row(self, load: int, drafter: str, prompts: list[list[int]]) -> tuple[Row, int]:
-        """One cell, and how many texts differ from plain decoding's."""
+        """Returns one cell, and the number of texts that differ from plain decoding's."""
         differ, waves = 0, {method: Waves() for method in (PLAIN, ALWAYS, AWARE)}
         for number in range(self.options.rounds + 1):
             start = number * load
             own = [prompts[(start + i) % len(prompts)] for i in range(load)]
-            # Whoever comes first in one round comes last in the next.
+            # The order of the methods alternates between rounds.
             order = list(waves)[:: 1 if number % 2 else -1]
             texts = {method: self.write(method, drafter, own, waves[method]) for method in order}
             differ += sum(texts[m] != texts[PLAIN] for m in (ALWAYS, AWARE))
@@ -143,7 +153,9 @@ def print_rows(console: Console, title: str, rows: list[Row]) -> None:
 def arguments() -> argparse.Namespace:
     parser = options_of(__doc__, tokens=64)
     parser.add_argument("--drafters", nargs="+", default=["ngram"])
-    parser.add_argument("--loads", nargs="+", type=int, default=[1, 8, 32], help="texts at once")
+    parser.add_argument(
+        "--loads", nargs="+", type=int, default=[1, 8, 32], help="numbers of concurrent texts"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")

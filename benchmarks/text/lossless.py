@@ -1,13 +1,14 @@
-"""Texts with drafts and company beside plain decoding alone: how many differ, and by how little.
+"""Compares texts with drafts and concurrent texts with plain decoding alone.
 
     python -m benchmarks.text.lossless                                  # stories260k, fp32 and bf16
     python -m benchmarks.text.lossless --target DIR --medusa DIR --json F.json
 
-Every drafter, one text and eight at a time, at temperatures 0, 0.7 and 1.3, against the same texts
-written alone and without drafts. Where a text differs, the margin of its first differing token is
-what plain decoding preferred its own token by: the difference of logit / temperature + noise,
-worked out in float32. A margin of the size of a rounding error is a tie; the median margin of all
-written tokens stands beside it.
+Every drafter writes one text and eight at a time, at temperatures 0, 0.7 and 1.3. The reference is
+the same text, written alone and without drafts. If a text differs, its margin is the amount by
+which plain decoding preferred its own first differing token. It is the difference of logit /
+temperature + noise, computed in float32. A margin of the size of a rounding error is a tie. Prints
+a table of differing texts with their margins and, for comparison, the median margin of all written
+tokens. The run fails if a float32 text differs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Text = list[int]
 
 @dataclass
 class Cell:
-    """Texts of one drafter beside the plain ones. margins: of the first differing tokens."""
+    """Texts of one drafter; `margins` are those of the first differing tokens."""
 
     texts: int = 0
     tokens: int = 0
@@ -57,7 +58,7 @@ class Cell:
 
 @torch.inference_mode()
 def preferences(model: LanguageModel, tokens: Text, params: SamplingParams) -> torch.Tensor:
-    """[n, V] float32: what decoding maximises at each position 1 to n of the text."""
+    """Returns [n, V] float32 values that decoding maximises at positions 1 to n of the text."""
     packed = torch.tensor([tokens[:-1]])
     count = packed.shape[1]
     values = model.logits(model(packed, torch.arange(count)[None], DenseAttention())[0]).float()
@@ -68,7 +69,7 @@ def preferences(model: LanguageModel, tokens: Text, params: SamplingParams) -> t
 
 
 def margin(model: LanguageModel, prompt: Text, plain: Text, other: Text, params: Any) -> float:
-    """What plain decoding preferred its own first differing token by."""
+    """Returns by how much plain decoding preferred its own first differing token."""
     place = next(i for i, (a, b) in enumerate(zip(plain, other, strict=True)) if a != b)
     last = preferences(model, prompt + plain[: place + 1], params)[-1]
     return float(last[plain[place]] - last[other[place]])
@@ -77,7 +78,7 @@ def margin(model: LanguageModel, prompt: Text, plain: Text, other: Text, params:
 def typical_margin(
     model: LanguageModel, prompts: list[Text], texts: list[Text], params: list[SamplingParams]
 ) -> float:
-    """Median distance of the best from the second best token, over all written ones."""
+    """Returns the median margin of the best over the second best token, for all written tokens."""
     gaps = []
     for prompt, text, own in zip(prompts, texts, params, strict=True):
         best = preferences(model, prompt + text, own)[len(prompt) - 1 :].topk(2).values
@@ -88,7 +89,7 @@ def typical_margin(
 def write(
     engine: Engine, name: str, prompts: list[Text], params: list[SamplingParams], together: int
 ) -> list[Text]:
-    """The texts, so many at once."""
+    """Writes the texts, `together` at a time."""
     texts = []
     for start in range(0, len(prompts), together):
         engine.forget_all()
@@ -104,7 +105,7 @@ def write(
 def compare(
     options: argparse.Namespace, dtype: torch.dtype, names: list[str], prompts: list[Text]
 ) -> list[dict[str, Any]]:
-    """One row per temperature, drafter and number of texts at once."""
+    """Returns one row per temperature, drafter and number of concurrent texts."""
     exact = load_language_model(options.target).to(dtype).float()
     target = load_language_model(options.target).to(dtype)
     drafters = {name: trained_drafter(name, target, options) for name in names}
@@ -144,7 +145,7 @@ def compare(
 
 
 def print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Cells with a difference one by one, the others in one line per type."""
+    """Prints cells with a difference one by one, and the others in one line per dtype."""
     table = Table(title="texts that differ from plain decoding alone", title_justify="left")
     for name in ("dtype", "drafter", "temperature", "at once", "texts", "tokens", "differ"):
         table.add_column(name)
@@ -163,16 +164,18 @@ def print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = options_of(__doc__, tokens=96)
-    parser.add_argument("--drafters", nargs="+", help="only these, beside plain decoding")
+    parser.add_argument("--drafters", nargs="+", help="only these and plain decoding")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.3])
     parser.add_argument("--together", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--prompts", type=int, default=16, help="of books and of Spec-Bench each")
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="prompts of books and of Spec-Bench each"
+    )
     return parser.parse_args()
 
 
 def main() -> int:
-    """Fails where a text in float32 differs."""
+    """Runs the comparison; returns 1 if a float32 text differs."""
     options = arguments()
     torch.set_num_threads(options.threads)
     console = Console(width=None if sys.stdout.isatty() else 160)

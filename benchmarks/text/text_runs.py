@@ -1,4 +1,4 @@
-"""Runs of a method that writes text, and the figures of many: medians, and ratios to a peer."""
+"""Runs of text methods, and the medians and ratios of several runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Written:
-    """One run. texts: of each request. prefill_s: to the first commit, which gave `first` tokens of
-    each; seconds: all of it. network_s: inside the network and its head, from the first commit on;
-    nan where not measured.
+    """One run.
+
+    Attributes:
+        texts: Text of each request.
+        seconds: Duration of the whole run.
+        prefill_s: Time to the first commit.
+        first: Tokens of each text in the first commit.
+        steps: Number of decode steps.
+        network_s: Time in the network and its head after the first commit; nan if not measured.
     """
 
     texts: list[list[int]]
@@ -24,27 +30,27 @@ class Written:
 
     @property
     def tokens_per_s(self) -> float:
-        """With prefill."""
+        """Tokens per second, with prefill."""
         return sum(map(len, self.texts)) / self.seconds
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Without prefill and the tokens it gave."""
+        """Tokens per second, without prefill and the tokens of the first commit."""
         return sum(len(t) - self.first for t in self.texts) / (self.seconds - self.prefill_s)
 
     @property
     def overhead(self) -> float:
-        """Share of the decode steps that is spent outside the network."""
+        """Share of the decode time that is spent outside the network."""
         return 1 - self.network_s / (self.seconds - self.prefill_s)
 
 
 def middle(runs: list[Written], of: Callable[[Written], float]) -> float:
-    """Median."""
+    """Returns the median."""
     return float(np.median([of(run) for run in runs]))
 
 
 def figures(runs: dict[str, list[Written]], beside: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Medians of each method, and of the ratios to its peer (`beside`) run by run."""
+    """Returns medians of each method, and of its ratio to its peer (`beside`), run by run."""
     out: dict[str, dict[str, float]] = {}
     for name, own in runs.items():
         peer = runs.get(beside.get(name, "none"))

@@ -1,15 +1,17 @@
-"""Text: this engine beside transformers and llama.cpp, same drawn weights, the methods in turns.
+"""Measures text throughput of this engine, transformers and llama.cpp on the same weights.
 
     python -m benchmarks.text.throughput --quick               # under two minutes on two free cores
     python -m benchmarks.text.throughput --repeats 7 --json F.json
 
-Greedy, a prompt of its own for every run (a cache of prefixes finds nothing), a drawn Llama of
-1024 x 16 and 32,000 tokens in which no two matrices are equal. The "oracle" drafts 5 tokens that
-agree with the text 100 % or 70 % of the time, and transformers' assisted generation gets the same
-drafts; llama.cpp, where its package is installed, decodes plainly. Half of what is to be written
-stands in the prompt, for prompt lookup to find. Prefill is the time to the first commit, decode the
-rest and the tokens it adds. The run fails where texts differ in fp32, and where drafts change a
-text of this engine in any type.
+Decoding is greedy, and every run has its own prompt, so that prefix caches do not help. The model
+is a random Llama of 1024 x 16 with 32,000 tokens, in which no two matrices are equal. The methods
+take turns. The "oracle" drafts 5 tokens that match the text 100 % or 70 % of the time, and
+transformers' assisted generation gets the same drafts. llama.cpp, if installed, decodes plainly.
+The prompt contains half of the text, so that prompt lookup can find it.
+
+Prints a table per dtype with tokens/s and ratios. Prefill is the time to the first commit; decode
+is the rest, with its tokens. The run fails if texts differ in fp32, or if drafts change a text of
+this engine in any dtype.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ CONCURRENT = 8
 
 
 def prompt_for(model: LanguageModel, length: int, tokens: int, seed: int) -> list[int]:
-    """Noise, what half of the text will be, noise, and where the text begins.
+    """Returns a prompt of noise, half of the future text, noise, and the token that starts the
+    text.
 
     The drawn model writes the next number of a walk through its vocabulary (drawn.py).
     """
@@ -63,7 +66,7 @@ def prompt_for(model: LanguageModel, length: int, tokens: int, seed: int) -> lis
 
 
 class Bench:
-    """All methods on one set of weights. same: whether the texts agreed as they must, so far."""
+    """All methods on one set of weights; `same` is True while all texts agree as required."""
 
     def __init__(self, model: LanguageModel, options: argparse.Namespace, console: Console) -> None:
         self.model, self.options, self.console = model, options, console
@@ -82,7 +85,7 @@ class Bench:
         self.same = True
 
     def runs(self) -> dict[str, list[Written]]:
-        """Every method's; the first of each was to warm up and is left out."""
+        """Returns the runs of each method without the first, which is a warm-up."""
         runs: dict[str, list[Written]] = {}
         for number in range(self.options.repeats + 1):
             for name, written in self._turns(number).items():
@@ -90,7 +93,7 @@ class Bench:
         return {name: own[1:] for name, own in runs.items()}
 
     def _turns(self, number: int) -> dict[str, Written]:
-        """One run of each method, on prompts of this run's own."""
+        """Runs each method once, on prompts of this turn."""
         tokens = self.options.tokens
         seeds = [100 * number + i for i in range(CONCURRENT)]
         prompts = [prompt_for(self.model, self.options.prompt, tokens, seed) for seed in seeds]
@@ -112,7 +115,7 @@ class Bench:
 
 
 def print_figures(console: Console, title: str, found: dict[str, dict[str, float]]) -> None:
-    """Methods down."""
+    """Prints one row per method."""
     table = Table(title=title, title_justify="left")
     columns = ("tokens/s", "decode tokens/s", "prefill ms", "tokens per step")
     for column in ("method", *columns, "outside the network", "beside", "ratio", "decode ratio"):
@@ -139,14 +142,14 @@ def print_figures(console: Console, title: str, found: dict[str, dict[str, float
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two repeats of 24 tokens")
+    parser.add_argument("--quick", action="store_true", help="run two repeats of 24 tokens")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--model", default="1024x16", help="hidden x layers")
+    parser.add_argument("--model", default="1024x16", help="hidden size x layers")
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--prompt", type=int, default=96, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens written per request")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["ours"], help="leave the others out")
+    parser.add_argument("--only", choices=["ours"], help="leave out transformers and llama.cpp")
     parser.add_argument("--invariant", action="store_true", help="the engine's invariant mode")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")

@@ -1,4 +1,4 @@
-"""Who writes the texts of text.py: this engine, transformers and llama.cpp, on the same weights."""
+"""Methods that throughput.py compares: this engine, transformers and llama.cpp."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Ours:
         return timed
 
     def write(self, prompts: list[list[int]], drafter: str, tokens: int) -> Written:
-        """All prompts at once."""
+        """Writes all prompts concurrently."""
         self.engine.forget_all()
         first: list[tuple[float, float, int]] = []
 
@@ -81,7 +81,7 @@ class Ours:
         ]
         began, steps = self.now(), 0
         futures = [self.engine.submit(request) for request in requests]
-        with torch.inference_mode():  # as the engine's own thread
+        with torch.inference_mode():  # the engine's own thread also runs in this mode
             while self.engine.step():
                 steps += 1
         ended = self.now()
@@ -97,7 +97,7 @@ class Ours:
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each step of transformers ended, and how long the text was then."""
+    """Records when each step of transformers ended, and the length of the text at that time."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now, self.times, self.lengths = now, list[float](), list[int]()
@@ -117,14 +117,14 @@ class Theirs:
 
     @torch.inference_mode()
     def write(self, prompts: list[list[int]], method: str, tokens: int) -> Written:
-        """One prompt, by a method of THEIRS."""
+        """Writes one prompt by a method of THEIRS."""
         prompt = torch.tensor(prompts)
         length, options = prompt.shape[1] + tokens, dict[str, Any]()
         if method != "transformers":
             options["prompt_lookup_num_tokens"] = DRAFTED
         self.model._get_candidate_generator = self.stock
         if method.startswith("assisted"):
-            # What generate would ask the assistant model for.
+            # generate takes its candidates from the oracle instead of an assistant model.
             oracle = self.oracles[method.replace("assisted", "oracle")]
             candidates = OracleCandidates(oracle, length)
             self.model._get_candidate_generator = lambda **_: candidates
@@ -145,7 +145,7 @@ class Theirs:
 
 
 class PlainCpp:
-    """llama.cpp on the same weights, read from a file that is gone afterwards."""
+    """llama.cpp on the same weights, read from a temporary file."""
 
     def __init__(self, model: LanguageModel, positions: int, threads: int, clock: str) -> None:
         self.now = CLOCKS[clock]
@@ -155,7 +155,7 @@ class PlainCpp:
             self.model = LlamaCpp(path, positions, threads, model.tokens.weight.dtype)
 
     def write(self, prompts: list[list[int]], method: str, tokens: int) -> Written:
-        """One prompt, decoded plainly."""
+        """Writes one prompt by plain decoding."""
         (prompt,) = prompts
         began = self.now()
         text, times = self.model.write(prompt, tokens, self.now)

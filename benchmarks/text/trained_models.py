@@ -1,7 +1,7 @@
-"""What the benchmarks on trained language models begin with: options, prompts and drafters.
+"""Options, prompts and drafters of the benchmarks on trained language models.
 
-Folders: of `recserve train lm`, for `--draft` and `--medusa` of `train lm --llm` and
-`train medusa`; without --target, the reference checkpoint stories260k.
+--target is a folder of `recserve train lm`. --draft is one of `train lm --llm`, and --medusa is one
+of `train medusa`. Without --target, the reference checkpoint stories260k is used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PLAIN = "none"
 
 
 def options_of(doc: str | None, tokens: int) -> argparse.ArgumentParser:
-    """With the options that all have. tokens: written per prompt."""
+    """Returns a parser with the common options; `tokens` is the default number per prompt."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--target", type=Path, default=DATA / "stories260k")
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--medusa", type=Path)
-    parser.add_argument("--length", type=int, default=64, help="tokens of a book's passage")
-    parser.add_argument("--tokens", type=int, default=tokens, help="written per prompt")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a passage of a book")
+    parser.add_argument("--tokens", type=int, default=tokens, help="tokens to write per prompt")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     return parser
@@ -42,7 +42,7 @@ def trained_drafter(name: str, target: LanguageModel, options: argparse.Namespac
 
 
 def drafters_of(options: argparse.Namespace) -> list[str]:
-    """Plain decoding, then those of --drafters, or all that can be built."""
+    """Returns plain decoding and the drafters of --drafters, or all that can be built."""
     names = [PLAIN, "ngram", "suffix", "lookahead"]
     if options.draft is not None:
         names += ["draft_model", "specinfer", "suffix+draft_model"]
@@ -54,7 +54,7 @@ def drafters_of(options: argparse.Namespace) -> list[str]:
 
 
 def passages(tokenizer: TextTokenizer, count: int, length: int) -> list[list[int]]:
-    """Beginnings of passages spread over the validation books."""
+    """Returns beginnings of passages, spread over the validation books."""
     (text,) = read_texts([DATA / "text" / "valid.txt.zst"])
     places = np.linspace(0, len(text) - 20 * length, count + 1)[:-1].astype(int)
     texts = [text[text.index(" ", place) + 1 : place + 20 * length] for place in places]
@@ -62,7 +62,7 @@ def passages(tokenizer: TextTokenizer, count: int, length: int) -> list[list[int
 
 
 def questions(tokenizer: TextTokenizer, count: int, longest: int) -> list[list[int]]:
-    """Spec-Bench's first turns, every category in turn, those that are short enough."""
+    """Returns Spec-Bench's first turns that are short enough, with the categories in turns."""
     by_category: dict[str, list[list[int]]] = {}
     for line in (DATA / "prompts" / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)

@@ -78,7 +78,11 @@ def evaluate(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
     from recserve.bundle.bundle import Bundle
-    from recserve.training.evaluation.evaluation import Evaluation, evaluate_bundle
+    from recserve.training.evaluation.evaluation import (
+        Evaluation,
+        EvaluationOptions,
+        evaluate_bundle,
+    )
     from recserve.training.evaluation.fidelity import Fidelity, compare_strategies
     from recserve.training.options import TrainOptions
 
@@ -91,16 +95,16 @@ def evaluate(
             fidelity.save_plot(plot)
         evaluation: Evaluation | Fidelity = fidelity
     else:
-        evaluation = evaluate_bundle(
-            opened,
-            split,
-            strategy,
-            cutoffs,
+        options = EvaluationOptions(
+            split=split,
+            strategy=strategy,
+            k=cutoffs,
             width=beam_width,
             dense_weight=dense_weight,
             users=users,
             device=place,
         )
+        evaluation = evaluate_bundle(opened, options)
     typer.echo(str(evaluation))
     typer.echo(f"{evaluation.seconds:.1f} s")
     if json_file is not None:

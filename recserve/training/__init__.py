@@ -1,1 +1,1 @@
-"""Training and evaluation of every model; the loop and its options are shared by all of them."""
+"""Training and evaluation of every model, on one shared training loop."""

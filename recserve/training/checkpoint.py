@@ -1,6 +1,8 @@
-"""Everything a run needs to go on as if it had never stopped, in one safetensors file.
+"""Checkpoints of training runs, each in one safetensors file.
 
-There is no state of a random generator in it: every epoch seeds its own from (seed, epoch).
+A checkpoint holds everything that a resumed run needs to continue exactly like an uninterrupted
+run. It holds no state of a random generator: every epoch seeds its own generator from (seed,
+epoch).
 """
 
 from __future__ import annotations
@@ -22,9 +24,20 @@ from recserve.training.options import EpochRecord
 
 @dataclass
 class RunState:
-    """The moving part of a training run, as of the end of an epoch.
+    """State of a training run at the end of an epoch.
 
-    averaged, best: weights by parameter name, the running average and the best of it so far.
+    Attributes:
+        model: The model in training.
+        optimizers: Its optimisers, as `build_optimizers` returns them.
+        averaged: Running average of the weights, by parameter name.
+        best: The averaged weights with the best validation so far, by parameter name.
+        epoch: Number of finished epochs.
+        step: Number of finished optimiser steps.
+        best_epoch: Epoch of `best`, from 1; 0 before the first validation.
+        best_value: Value of the selection metric in that epoch; higher is better.
+        seconds: Training and validation time, including the runs that this one resumes.
+        validation_s: Duration of the latest validation.
+        history: One record per finished epoch.
     """
 
     model: nn.Module
@@ -40,16 +53,22 @@ class RunState:
     history: list[EpochRecord] = field(default_factory=list)
 
     def counters(self) -> dict[str, Any]:
-        """The part that is not tensors, JSON-ready."""
+        """Returns the JSON-ready part of the state, which is everything but tensors."""
         names = ("epoch", "step", "best_epoch", "best_value", "seconds", "validation_s")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return values | {"history": [asdict(record) for record in self.history]}
 
 
 def save_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None:
-    """Write atomically: whoever reads finds the old checkpoint or the new one, never half of it.
+    """Writes a checkpoint atomically.
 
-    recipe: what must be the same in the run that goes on; kept as JSON in the header.
+    A concurrent reader finds either the old file or the new one, never a partial one.
+
+    Args:
+        state: The state to save.
+        path: The file to write; its folder is created if needed.
+        recipe: Settings that a resumed run must share. They are stored as JSON in the file's
+            header.
     """
     tensors = {f"model.{n}": t.detach() for n, t in state.model.named_parameters()}
     tensors |= {f"averaged.{n}": t for n, t in state.averaged.items()}
@@ -66,9 +85,15 @@ def save_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
 
 
 def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None:
-    """Put a checkpoint into `state`.
+    """Loads a checkpoint into `state`.
 
-    Raises ValueError if the file is damaged, or was written by a run with another recipe.
+    Args:
+        state: Receives weights, optimiser moments and counters.
+        path: The file to read.
+        recipe: Settings of this run, which must equal those of the run that wrote the file.
+
+    Raises:
+        ValueError: If the file is damaged, or if its run had another recipe.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -77,11 +102,15 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
         run = json.loads(header["run"])
         written = json.loads(header["recipe"])
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"checkpoint {path.name} is damaged ({error}); train anew") from error
-    recipe = json.loads(json.dumps(recipe))  # tuples are lists in JSON
+        raise ValueError(
+            f"checkpoint {path.name} is damaged ({error}); train without resume"
+        ) from error
+    recipe = json.loads(json.dumps(recipe))  # JSON turns tuples into lists
     if written != recipe:
         differs = sorted(k for k in {*written, *recipe} if written.get(k) != recipe.get(k))
-        raise ValueError(f"checkpoint {path.name} is of a run with other {differs}; train anew")
+        raise ValueError(
+            f"checkpoint {path.name} has other values of {differs}; train without resume"
+        )
     groups: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")

@@ -1,4 +1,4 @@
-"""The item graph of a trained recommender: made when training ends, kept beside its weights."""
+"""Item graph of a trained recommender, built after training and stored with its weights."""
 
 from __future__ import annotations
 
@@ -10,20 +10,35 @@ from recserve.bundle.bundle import ITEM_GRAPH
 from recserve.features.vectors.item_graph import ItemLinks, link_items
 from recserve.models.recommender import Recommender
 
-# Below this a search costs more than it saves: docs/results/quality.md has the times.
+# In a smaller catalogue, scoring all items is faster than a graph search. The measured times are
+# in docs/results/quality.md.
 MIN_ITEMS = 32_768
 
 
 def links_of(model: Recommender, codes: np.ndarray) -> ItemLinks:
-    """Link the items by what the level heads compare states with. codes: [I, L]."""
+    """Links similar items by the level embeddings that the level heads compare states with.
+
+    Args:
+        model: A recommender with level heads.
+        codes: [I, L] semantic ids of the items.
+
+    Returns:
+        The edges of the graph.
+    """
     levels = range(model.config.num_levels)
     books = [model.level_codes(level).detach().float().cpu().numpy() for level in levels]
     return link_items(codes, books)
 
 
 def save_graph(model: Recommender, codes: np.ndarray, directory: Path) -> None:
-    """Write the graph of a model with level heads over a large catalogue; take away an earlier one,
-    whose embeddings are no longer these.
+    """Writes the item graph of a model with level heads over at least MIN_ITEMS items.
+
+    An earlier graph in the folder is deleted in any case, because its embeddings are out of date.
+
+    Args:
+        model: The trained recommender.
+        codes: [I, L] semantic ids of the items.
+        directory: Folder of the recommender in the bundle.
     """
     path = directory / ITEM_GRAPH
     path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The training loop of every model: one schedule, one way to stop, resume and keep the best."""
+"""The training loop that all models share: schedule, validation, checkpoints and early stopping."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recserve.training.options import EpochRecord, TrainOptions, TrainReport
 from recserve.training.plot import save_plot
 from recserve.training.schedule import Schedule
 
-VALIDATION_SHARE = 0.1  # of max_minutes, kept free for the first validation
+VALIDATION_SHARE = 0.1  # share of max_minutes that is reserved for the first validation
 
 
 Batch = TypeVar("Batch")
@@ -28,8 +28,13 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Loss of one batch. total: minimised. parts: means per target, for the log. targets: their
-    number."""
+    """Loss of one batch.
+
+    Attributes:
+        total: Scalar that the optimisers minimise.
+        parts: Means per target by name, for the log.
+        targets: Number of targets in the batch.
+    """
 
     total: Tensor
     parts: dict[str, Tensor]
@@ -37,23 +42,23 @@ class StepLoss:
 
 
 class Trainee(Protocol[Batch]):
-    """A model, its data and its validation, as the loop sees them.
+    """A model with its data and its validation, as the loop uses them.
 
-    `Batch` is whatever describes a batch cheaply, for example the rows of its users.
+    `Batch` is a cheap description of a batch, for example the row numbers of its users.
 
     Attributes:
-        selection: The metric of `validate` that selects a checkpoint; higher is better.
+        selection: Name of the metric of `validate` that selects a checkpoint; higher is better.
     """
 
     selection: str
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """The model whose parameters are trained."""
         ...
 
     def plan(self, epoch: int) -> Sequence[Batch]:
-        """Returns a description per batch of this epoch; depends only on (seed, epoch)."""
+        """Returns a description of each batch of an epoch; it depends only on (seed, epoch)."""
         ...
 
     def loss(self, batch: Batch) -> StepLoss:
@@ -61,7 +66,7 @@ class Trainee(Protocol[Batch]):
         ...
 
     def validate(self) -> dict[str, float]:
-        """Metrics of the model as it is, in eval mode, without gradients."""
+        """Returns metrics of the current weights; called in eval mode, without gradients."""
         ...
 
 
@@ -72,19 +77,32 @@ def fit(
     directory: Path,
     console: Console | None = None,
 ) -> TrainReport:
-    """Train; the model ends with the weights that validated best.
+    """Trains a model and leaves it with the weights that validated best.
 
-    directory: receives `checkpoint.safetensors` after each epoch and `training.png` at the end. The
-    learning rate follows the share of the run that is done: steps of all steps, or seconds of
-    max_minutes where those are further; what earlier runs took does not count. A run that was
-    interrupted and resumed equals one that was not, unless max_minutes cuts it. Raises
-    ValueError for a checkpoint of another recipe.
+    The learning rate follows the finished share of the run. This share is the larger of two: steps
+    of all steps, and seconds of `max_minutes`. The time of earlier, resumed runs does not count. A
+    run that was interrupted and resumed equals an uninterrupted one, unless `max_minutes` ends it.
+
+    Args:
+        trainee: Model, data and validation.
+        schedule: Learning rate, averaging and stopping.
+        options: Options of the command, for example seed and time limit.
+        directory: Receives `checkpoint.safetensors` after each epoch and `training.png` at the end.
+        console: Where progress is printed; None means standard error.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ValueError: If the checkpoint to resume was written with another recipe.
     """
     run = _Run(trainee, schedule, options, directory, console or Console(stderr=True))
     return run.run()
 
 
 class _Run(Generic[Batch]):
+    """One call of `fit`: the state of the run and the steps on it."""
+
     def __init__(
         self,
         trainee: Trainee[Batch],
@@ -110,11 +128,14 @@ class _Run(Generic[Batch]):
         self.device = options.torch_device()
 
     def run(self) -> TrainReport:
+        """Trains until the epochs, the patience or the time run out, then restores the best
+        weights.
+        """
         state = self.state
         if self.options.resume and self.checkpoint.exists():
             load_checkpoint(state, self.checkpoint, self.recipe)
             self.console.print(f"resumed after epoch {state.epoch} of {self.schedule.epochs}")
-        self.directory.mkdir(parents=True, exist_ok=True)  # fails now or not after an epoch
+        self.directory.mkdir(parents=True, exist_ok=True)  # fail now, not after an epoch
         self.began, self.earlier_s = time.monotonic(), state.seconds
         stopped = "epochs"
         with self._progress() as progress:
@@ -148,7 +169,7 @@ class _Run(Generic[Batch]):
         )
 
     def _epoch(self, epoch: int, progress: Progress) -> bool:
-        """Train and validate one epoch; false if time ran out inside it."""
+        """Trains and validates one epoch; returns False if the time limit ended it early."""
         state = self.state
         torch.manual_seed(self.options.seed * 1_000_003 + epoch)
         self.trainee.model.train()
@@ -197,7 +218,7 @@ class _Run(Generic[Batch]):
         for optimizer in state.optimizers:
             optimizer.step()
         state.step += 1
-        # A young average must forget the weights it started from.
+        # A small decay in the first steps makes the average forget the initial weights.
         decay = min(schedule.averaging, (1 + state.step) / (10 + state.step))
         decay = decay if schedule.averaging else 0.0
         with torch.no_grad():
@@ -206,16 +227,18 @@ class _Run(Generic[Batch]):
         return losses
 
     def _validate(self) -> dict[str, float]:
-        """Metrics of the averaged weights, which are swapped in for it."""
+        """Returns the metrics of the averaged weights, which replace the model's for the
+        validation.
+        """
         began = time.monotonic()
-        kept = {name: p.detach().clone() for name, p in self.named.items()}
+        trained = {name: p.detach().clone() for name, p in self.named.items()}
         try:
             self._load(self.state.averaged)
             self.trainee.model.eval()
             with torch.no_grad():
                 metrics = self.trainee.validate()
         finally:
-            self._load(kept)
+            self._load(trained)
         self.state.validation_s = time.monotonic() - began
         return metrics
 
@@ -225,7 +248,7 @@ class _Run(Generic[Batch]):
             parameter.copy_(weights[name])
 
     def _training_s(self) -> float:
-        """Seconds that training may take, so that a last validation fits in."""
+        """Returns the seconds that training may take, so that a last validation fits in."""
         first = VALIDATION_SHARE * self.limit_s if not self.state.validation_s else 0.0
         return max(self.limit_s - max(self.state.validation_s, first), 1e-3)
 
@@ -233,7 +256,7 @@ class _Run(Generic[Batch]):
         return self._elapsed_s() >= self._training_s()
 
     def _elapsed_s(self) -> float:
-        """Seconds of this run."""
+        """Returns the seconds since this run began, without the runs that it resumes."""
         return time.monotonic() - self.began
 
     def _progress(self) -> Progress:

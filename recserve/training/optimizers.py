@@ -1,8 +1,9 @@
-"""The optimisers of a run: AdamW, and Muon for the matrices of a trunk where a schedule asks.
+"""Optimisers of a run: AdamW, and Muon for the matrices that the schedule names.
 
-Muon moves a matrix by its gradient's momentum made orthogonal, so that every direction of the
-matrix learns at one rate. On small language models it needs about half of AdamW's tokens.
-Source: Keller Jordan et al., "Muon" (2024); its step is scaled to AdamW's as in arXiv 2502.16982,
+Muon moves a matrix by the orthogonalised momentum of its gradient, so that all directions of the
+matrix learn at one rate. On small language models it needs about half of AdamW's tokens.
+
+Sources: Keller Jordan et al., "Muon" (2024). The step is scaled to AdamW's as in arXiv 2502.16982,
 section 2.2, so that one learning rate serves both.
 """
 
@@ -17,10 +18,10 @@ from recserve.training.schedule import Schedule
 
 
 def build_optimizers(model: nn.Module, schedule: Schedule) -> tuple[torch.optim.Optimizer, ...]:
-    """AdamW, and behind it Muon where the schedule names matrices for it.
+    """Returns AdamW, followed by Muon if the schedule names matrices for it.
 
-    Weight decay on matrices, none on norms, biases and scales. Every group has its `rate`, which
-    the loop multiplies by the learning rate of the step.
+    Weight decay applies to matrices, and not to norms, biases and scales. Each parameter group has
+    a `rate`. The loop multiplies it by the learning rate of the step.
     """
     adam: dict[tuple[float, bool], list[nn.Parameter]] = {}
     muon: dict[float, list[nn.Parameter]] = {}
@@ -51,7 +52,7 @@ def build_optimizers(model: nn.Module, schedule: Schedule) -> tuple[torch.optim.
 
 
 def optimizer_state(optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Tensor]:
-    """Every tensor that the optimisers remember, by optimiser, parameter and name."""
+    """Returns all state tensors of the optimisers, named `optimiser.parameter.tensor`."""
     return {
         f"{place}.{number}.{name}": value
         for place, optimizer in enumerate(optimizers)
@@ -63,7 +64,7 @@ def optimizer_state(optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, 
 def load_optimizer_state(
     optimizers: tuple[torch.optim.Optimizer, ...], tensors: dict[str, Tensor]
 ) -> None:
-    """Undo `optimizer_state`."""
+    """Loads the tensors that `optimizer_state` returned."""
     for place, optimizer in enumerate(optimizers):
         moments: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():

@@ -1,4 +1,4 @@
-"""What a training run is asked for, and what it says when it is done."""
+"""Options and reports of a training run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ import torch
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of `recserve train`; None means the recipe's own value.
+    """Options of `recserve train`. None means the recipe's own value.
 
-    max_minutes: of this run, earlier runs that it resumes not counted; training and validation end
-    within it, and the learning rate falls in time for that.
-    device: `auto` is CUDA where there is one. precision: `auto` is bfloat16 products where the
-    processor has them. resume: go on from the last checkpoint of the bundle, if it has one. input:
-    input form of a recommender. name, head: of a drafter. Raises ValueError naming the field, its
-    bound and what came.
+    Attributes:
+        epochs: Number of epochs, at least 1.
+        max_minutes: Time limit of this run, without the runs that it resumes. Training and
+            validation end within it, and the learning rate decays in time for it.
+        seed: Seed of weights and draws, at least 0.
+        device: `auto` is CUDA if the machine has it.
+        resume: True continues from the last checkpoint in the bundle, if there is one.
+        input: Input form of a recommender.
+        precision: `auto` is bfloat16 matrix products if the processor supports them.
+        learning_rate: Peak learning rate, above 0.
+        name: Which drafter is trained.
+        head: Kind of draft head; `levels` uses the recommender's own level heads.
+
+    Raises:
+        ValueError: If a value is out of range. The message names the field, its bound and the
+            value.
     """
 
     epochs: int | None = None
@@ -53,17 +63,21 @@ class TrainOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}")
 
         if self.head == "levels" and self.name == "nezha":
-            raise ValueError("head is 'levels' and name 'nezha'; nezha decodes by a recurrent head")
+            raise ValueError("head is 'levels' and name 'nezha'; nezha needs a recurrent head")
 
     def torch_device(self) -> torch.device:
-        """The device to train on. Raises ValueError if CUDA is asked for and absent."""
+        """Returns the device to train on.
+
+        Raises:
+            ValueError: If `device` is `cuda` and the machine has none.
+        """
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda' but this machine has none; use 'auto' or 'cpu'")
         cuda = self.device != "cpu" and torch.cuda.is_available()
         return torch.device("cuda" if cuda else "cpu")
 
     def autocast_dtype(self) -> torch.dtype | None:
-        """Type of matrix products under autocast, None for float32 throughout."""
+        """Returns the dtype of matrix products under autocast; None means float32 throughout."""
         if self.precision != "auto":
             return torch.bfloat16 if self.precision == "bfloat16" else None
         if self.torch_device().type == "cuda":
@@ -74,8 +88,15 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One epoch: mean losses per target, validation metrics, seconds since the run began, targets
-    per second."""
+    """Figures of one epoch.
+
+    Attributes:
+        epoch: Number of the epoch, from 1.
+        losses: Mean loss per target, by name.
+        metrics: Validation metrics.
+        seconds: Time since the run began, including the runs that it resumes.
+        tokens_per_s: Targets per second of training.
+    """
 
     epoch: int
     losses: dict[str, float]
@@ -86,11 +107,17 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a run did.
+    """Result of a training run.
 
-    best_epoch: 1-based, the one that was kept, chosen by `selection` on validation. metrics: its
-    validation metrics. stopped: why it ended. seconds: training and validation, earlier parts of a
-    resumed run included. directory: where the kept model lies.
+    Attributes:
+        epochs: Number of finished epochs.
+        best_epoch: Epoch whose weights the model has now, from 1.
+        selection: Name of the validation metric that selected it.
+        metrics: Validation metrics of the best epoch.
+        stopped: Why the run ended.
+        seconds: Training and validation time, including the runs that this one resumes.
+        directory: Folder of the trained model.
+        history: One record per epoch.
     """
 
     epochs: int

@@ -1,4 +1,4 @@
-"""Loss and metric of a run as a picture."""
+"""Plot of a training run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recserve.training.options import EpochRecord
 
 
 def save_plot(history: list[EpochRecord], selection: str, path: Path) -> None:
-    """Two panels over epochs: every loss, and the metric that selects. Writes a PNG."""
+    """Writes a PNG with two panels over epochs: all losses, and the selection metric."""
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     epochs = [record.epoch for record in history]

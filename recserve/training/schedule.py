@@ -1,4 +1,4 @@
-"""How the weights of a run move, step by step."""
+"""Learning-rate schedule and optimiser settings of a run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from recserve.training.options import TrainOptions
 
 @dataclass(frozen=True)
 class Schedule:
-    """How weights move: linear warm-up, cosine to `floor` of the peak, an average of the weights.
+    """Settings of the optimisers: linear warm-up, then cosine decay, and an average of the weights.
 
-    warmup: share of all steps. averaging: decay per step of the average that is validated and kept,
-    0 for none. patience: epochs without a better validation before it stops, 0 for never. max_norm:
-    of the gradient. rates: learning rate of the parameters whose names begin so, relative to the
-    others'; their decay per step stays the same. orthogonal: beginnings of the names of matrices
-    that Muon moves; AdamW moves all others.
+    Attributes:
+        epochs: Number of epochs.
+        learning_rate: Peak learning rate.
+        weight_decay: Weight decay of matrices.
+        warmup: Share of the run in which the learning rate rises.
+        floor: Final learning rate as a share of the peak.
+        averaging: Decay per step of the averaged weights, which are validated and saved; 0 turns
+            averaging off.
+        patience: Number of epochs without a better validation after which the run stops; 0 never
+            stops it.
+        max_norm: Bound on the norm of the gradient.
+        betas: Momentum coefficients of AdamW.
+        rates: Pairs of a name prefix and a relative learning rate for the parameters with this
+            prefix. Their weight decay per step stays the same.
+        orthogonal: Name prefixes of the matrices that Muon moves; AdamW moves all other parameters.
     """
 
     epochs: int
@@ -31,17 +41,23 @@ class Schedule:
     rates: tuple[tuple[str, float], ...] = ()
     orthogonal: tuple[str, ...] = ()
 
-    def asked(self, options: TrainOptions) -> Schedule:
-        """With what the options say otherwise."""
+    def with_options(self, options: TrainOptions) -> Schedule:
+        """Returns the schedule with the epochs and the learning rate of the options, if they are
+        set.
+        """
         rate = self.learning_rate if options.learning_rate is None else options.learning_rate
         return replace(self, epochs=options.epochs or self.epochs, learning_rate=rate)
 
     def rate(self, name: str) -> float:
-        """Relative learning rate of a parameter."""
+        """Returns the relative learning rate of a parameter."""
         return next((rate for prefix, rate in self.rates if name.startswith(prefix)), 1.0)
 
     def factor(self, progress: float) -> float:
-        """Share of the peak learning rate. progress: of the run, 0 to 1."""
+        """Returns the learning rate as a share of its peak.
+
+        Args:
+            progress: Finished share of the run, 0 to 1.
+        """
         if progress < self.warmup:
             return max(progress, 1e-3) / self.warmup
         cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))

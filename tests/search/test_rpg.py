@@ -23,7 +23,7 @@ from recserve.schemas.items import Candidate, InvalidRequest, RankRequest, Recom
 from recserve.search import item_graph as draft_graph
 from recserve.service import Service
 from recserve.training import item_graph as training_graph
-from recserve.training.evaluation.evaluation import evaluate_bundle
+from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import CODES, PARALLEL, recipe_for, train_recommender
 from recserve.training.schedule import Schedule
@@ -246,7 +246,9 @@ def test_training_lowers_the_loss_and_beats_popularity(product):
     bundle = Bundle.open(path)
     bundle.verify()
     assert "recommender/item_graph.safetensors" in bundle.manifest.files
-    found = {s: evaluate_bundle(bundle, "test", s, (10,)) for s in ("auto", "rpg")}
+    found = {
+        s: evaluate_bundle(bundle, EvaluationOptions(strategy=s, k=(10,))) for s in ("auto", "rpg")
+    }
     assert found["auto"].strategy == "exhaustive"
     exhaustive, walked = (e.columns["kept"]["ndcg@10"] for e in found.values())
     assert walked > 0.9 * exhaustive

@@ -1,4 +1,4 @@
-"""Drawn trees with target logits like the draft, for the acceptance kernels."""
+"""Random trees for the acceptance kernels, with target logits close to the draft."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from recserve.kernels.tree import AUXILIARY, from_parents, merge
 
 
 def draw_tree(n, vocabulary, generator):
-    """One root node; the rest drawn below, the path kept more often than not."""
+    """Returns a root and random nodes below it, which extend the path more often than not."""
     path, parents = [0], [-1]
     for i in range(1, n):
         keep = max(int(torch.randint(1, len(path) + 1, (), generator=generator)), len(path) - 1)
@@ -21,6 +21,10 @@ def draw_tree(n, vocabulary, generator):
 
 
 def draw(sizes, vocabulary, seed=0, kinds=False):
+    """Returns merged trees of these sizes with target logits, noise keys and temperatures.
+
+    With `kinds`, some nodes are auxiliary.
+    """
     g = torch.Generator().manual_seed(seed)
     tree = merge([draw_tree(n, vocabulary, g) for n in sizes])
     if kinds:
@@ -28,7 +32,7 @@ def draw(sizes, vocabulary, seed=0, kinds=False):
         drawn[tree.offsets[:-1]] = 0
         tree = replace(tree, kinds=drawn * AUXILIARY)
     logits = torch.randn(tree.num_nodes, vocabulary, generator=g)
-    # Make the target like the draft, so that walks get long.
+    # A target close to the draft gives long accepted paths.
     rows = tree.parents.clamp(min=0)
     logits[rows, tree.tokens] += 3.0
     trees = len(sizes)

@@ -1,4 +1,4 @@
-"""Drawn trees, roots and pools for attention."""
+"""Random trees, prefixes and pools for attention tests."""
 
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ from recserve.kernels.triton import attention_launch
 
 
 def draw_tree(kind: str, n: int, generator: torch.Generator):
+    """Returns a random tree of n nodes: `chain`, isolated `branches`, `deep`, or any shape."""
     tokens = torch.randint(0, 99, (n,), generator=generator)
     if kind == "chain":
         return chain(tokens)
@@ -31,6 +32,7 @@ def draw_tree(kind: str, n: int, generator: torch.Generator):
 
 
 def draw_batch(kinds, roots, heads, kv_heads, dim, *, cached=0.0, limits=False, seed=0):
+    """Returns a random batch: queries, keys, values and trees over prefixes of these lengths."""
     g = torch.Generator().manual_seed(seed)
     trees = [draw_tree(kind, n, g) for kind, n in kinds]
     tree = merge(trees) if len(trees) > 1 else trees[0]
@@ -54,8 +56,9 @@ def draw_batch(kinds, roots, heads, kv_heads, dim, *, cached=0.0, limits=False, 
 
 
 def as_table(batch: TreeBatch, width: int, hole: int) -> TreeBatch:
-    """The same batch with its roots in a table: rows in another order, `hole` in all that is not
-    read, and a row of nobody.
+    """Returns the batch with its prefixes in a page table.
+
+    Rows have another order, unread entries are `hole`, and one row belongs to no request.
     """
     rows = list(reversed(range(len(batch.root_slots))))
     slots = torch.full((len(rows) + 1, width), hole)
@@ -78,7 +81,7 @@ SHAPES = [
 
 
 def placed(batch, keys, values, layout):
-    """The same batch with its keys elsewhere in a pool whose other slots hold large numbers."""
+    """Returns the batch with its keys in a pool whose other slots hold large numbers."""
     starts, stop = [], 3
     offsets = batch.tree.offsets.tolist()
     for b, root in enumerate(batch.root_slots):
@@ -108,7 +111,7 @@ def placed(batch, keys, values, layout):
 
 
 def split_short_roots(monkeypatch, keys, most=64):
-    """Into parts of so many keys and blocks of 16, as if a program more cost nothing."""
+    """Makes attention split prefixes into parts of `most` keys and blocks of 16."""
     for name, value in (("SPLIT_KEYS", keys), ("MAX_SPLITS", most), ("BLOCK_KEYS", 16)):
         monkeypatch.setattr(attention_launch, name, value)
     for name in ("PROGRAM_KEYS", "MERGE_KEYS"):

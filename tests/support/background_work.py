@@ -1,8 +1,8 @@
-"""Waiting for what an engine does when nobody waits for it."""
+"""Waiting for the background work of an engine."""
 
 
 def settled(service):
-    """Wait until nothing is left to do that nobody waits for."""
+    """Waits until the background work of the service's engine is done."""
     engine = service.runtime.engine
     while True:
         with engine.held():

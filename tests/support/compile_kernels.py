@@ -1,4 +1,4 @@
-"""Every kernel in every form to machine code, without a GPU. Run as a program by test_compile.py.
+"""Compiles every variant of every kernel to machine code without a GPU; test_compile.py runs it.
 
 python tests/support/compile_kernels.py 90             # all of them
 python tests/support/compile_kernels.py 80 90 --few    # three for each
@@ -24,11 +24,11 @@ from recserve.kernels.triton import (
     trie_topk,
 )
 
-# Shared memory that one program may use, in bytes.
+# Bound on the shared memory of one program, in bytes.
 SHARED = {80: 166_912, 90: 232_448}
-# Bytes of a thread that may go to local memory where a kernel is to be fast, and where it is rare.
+# Bounds on the bytes that a thread spills to local memory, for fast and for rare kernels.
 SPILLED, SPILLS = 8, 128
-# Attention that benchmarks/gpu.py checks on a device: dtype, heads, key-value heads, head dim.
+# Attention variants of benchmarks/gpu.py: dtype, heads, key-value heads, head dim.
 CHECKED = [
     ("bf16", 32, 8, 128),
     ("fp16", 6, 2, 80),
@@ -43,8 +43,10 @@ def attention(
     dtype, dim, group, silu=False, limits=False, shared=False, nodes=64, fp8=None,
     stages=attention_launch.STAGES,
 ):  # fmt: skip
-    """A form of the attention kernel as its wrapper would launch it. fp8: None, or whether the
-    machine converts what the pool holds itself.
+    """Returns a variant of the attention kernel with the arguments of its wrapper.
+
+    `fp8` is None for a pool without FP8. Otherwise it says whether the machine converts FP8 in
+    hardware.
     """
     block_group, row = triton.next_power_of_2(group), max(triton.next_power_of_2(dim), 16)
     row_bytes = row * (4 if dtype == "fp32" else 2)
@@ -67,11 +69,12 @@ def attention(
 
 
 def stored(kind):
-    """A pool's arguments."""
+    """Returns the types of a pool's arguments."""
     return dict.fromkeys(["keys", "values", "key_exponents", "value_exponents"], kind)
 
 
 def merge(dtype, dim, silu=False, splits=64):
+    """Returns a variant of the kernel that merges the parts of a split prefix."""
     block = triton.next_power_of_2(dim)
     constants = {"DIM": dim, "BLOCK_DIM": block, "BLOCK_S": splits, "SILU": silu}
     kinds = {
@@ -85,6 +88,7 @@ def merge(dtype, dim, silu=False, splits=64):
 
 
 def acceptance(dtype, kinds_of_nodes):
+    """Yields the variants of the acceptance kernels."""
     sizes = {"LANES": accept.LANES, "TILE": accept.TILE}
     floats = {"logits": "*" + dtype}
     small = dict.fromkeys(["vocabulary", "tiles_per_split", "num_splits", "max_depth"], "i32")
@@ -98,6 +102,7 @@ def acceptance(dtype, kinds_of_nodes):
 
 
 def drawn_acceptance(kinds_of_nodes, small):
+    """Yields the kernels that verify drafts that were drawn from q."""
     kinds = {
         **dict.fromkeys(["p", "q", "residuals", "totals", "values"], "*fp32"), **small,
         "choices": "*i32",
@@ -109,6 +114,7 @@ def drawn_acceptance(kinds_of_nodes, small):
 
 
 def small_kernels(dtype):
+    """Yields the variants of the small kernels for one dtype."""
     for fp8 in (False, True):
         pool = stored("*u8" if fp8 else "*" + dtype)
         yield path_move.move_kernel, {
@@ -129,7 +135,7 @@ def small_kernels(dtype):
 
 
 def trie(dtype, kind, normalized, overlay=False, block=256, ranks="*i32"):
-    """ranks: what recorded searches exclude is in 64 bits."""
+    """Returns a variant of the trie step; in captured searches, `ranks` has 64 bits."""
     arrays = ["first_child", "node_codes", "first_leaf", "last_leaf", "ranks", "words", "counts"]
     constants = {
         "BLOCK": block, "FILTER": kind.value, "NORMALIZED": normalized, "OVERLAY": overlay
@@ -142,7 +148,7 @@ def trie(dtype, kind, normalized, overlay=False, block=256, ranks="*i32"):
 
 
 def forms(capability):
-    """All of them on the newest target, one of each kernel on the older."""
+    """Yields all variants on the newest target, and one of each kernel on the older one."""
     yield attention("bf16", 128, 4)
     yield attention("bf16", 128, 4, fp8=capability >= 89)
     yield attention("bf16", 256, 2, limits=True)
@@ -166,15 +172,16 @@ def forms(capability):
 
 
 def few_forms(capability):
-    """Attention over FP8, one acceptance kernel and the search of children."""
+    """Yields attention over FP8, one acceptance kernel and the trie step."""
     yield attention("bf16", 64, 2, fp8=capability >= 89)
     yield next(acceptance("bf16", True))
     yield trie("bf16", trie_topk.EXCLUDED, False)
 
 
 def rare_forms():
-    """What a run of benchmarks/gpu.py launches beside those: its checks, half of each form, and
-    what it measures; and what a machine with little shared memory would.
+    """Yields further variants: those of benchmarks/gpu.py and those of a small shared memory.
+
+    Of the benchmark, these are the checks, with half of each variant, and the measurements.
     """
     for number, (dtype, heads, kv_heads, dim) in enumerate(CHECKED):
         for everything in (False, True):
@@ -182,14 +189,14 @@ def rare_forms():
             fp8 = True if everything == number % 2 else None
             yield attention(dtype, dim, heads // kv_heads, **how, nodes=257, fp8=fp8)
     yield attention("bf16", 256, 8, nodes=257, fp8=True)
-    for nodes in (8, 16):  # blocks of 32 and of 64 rows; of 16 and of 128 are above
+    for nodes in (8, 16):  # blocks of 32 and 64 rows; blocks of 16 and 128 are above
         yield attention("bf16", 128, 4, nodes=nodes)
         yield attention("bf16", 128, 4, nodes=nodes, fp8=True)
     yield attention("bf16", 128, 4, stages=attention_launch.FEW_STAGES)
     yield attention("bf16", 128, 2)
     yield attention("bf16", 64, 1)
     yield attention("bf16", 64, 2)
-    yield attention("fp32", 8, 2, nodes=8)  # of the worlds that checks compare with a CPU's
+    yield attention("fp32", 8, 2, nodes=8)  # the models that checks compare with the CPU
     yield attention("fp32", 16, 1, silu=True, limits=True, shared=True, nodes=8)
     yield merge("bf16", 96)
     yield merge("bf16", 64, silu=True)
@@ -202,7 +209,7 @@ def rare_forms():
 
 
 def distinct(wanted):
-    """Forms that are asked for twice, once; with what the first allows, which is the least."""
+    """Returns each variant once, with the bound of its first occurrence, which is the lowest."""
     found = {}
     for form, most_spilled in wanted:
         kernel, constants, kinds, *launch = form
@@ -212,7 +219,7 @@ def distinct(wanted):
 
 
 def compiled(source, capability, options):
-    """The kernel, and what the assembler said of it on the way."""
+    """Returns the compiled kernel and the output of the assembler."""
     told = io.StringIO()
     with redirect_stdout(told):
         target = GPUTarget("cuda", capability, 32)
@@ -220,20 +227,21 @@ def compiled(source, capability, options):
 
 
 def spilled_bytes(told):
-    """What the assembler writes to local memory because registers run out."""
+    """Returns the bytes of local memory that the assembler reports for spilled registers."""
     return max(int(number) for number in re.findall(r"(\d+) bytes spill stores", told))
 
 
 def main():
     few = "--few" in sys.argv
     triton.knobs.nvidia.dump_ptxas_log = True
-    triton.knobs.compilation.always_compile = True  # the assembler says nothing of what is cached
+    triton.knobs.compilation.always_compile = True  # a cached kernel has no assembler output
     for word in sys.argv[1:]:
         if word.isdigit():
             compile_for(int(word), few)
 
 
 def compile_for(capability, few):
+    """Compiles the variants for one compute capability and checks memory and spills."""
     usual = (few_forms if few else forms)(capability)
     rare = rare_forms() if capability >= 90 and not few else ()
     wanted = [*((form, SPILLED) for form in usual), *((form, SPILLS) for form in rare)]
@@ -243,7 +251,7 @@ def compile_for(capability, few):
             name: "constexpr" if name in constants else kinds.get(name, "*i64")
             for name in kernel.arg_names
         }
-        # As at a launch: pointers that torch allocated are aligned, so loads are 16 bytes wide.
+        # Pointers from torch are aligned, so at a launch loads are 16 bytes wide.
         aligned = {
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(kernel.arg_names)
@@ -260,7 +268,7 @@ def compile_for(capability, few):
         if not options["enable_fp_fusion"]:
             assert "fma.rn.f32" not in code, f"{kernel.__name__}: a fused multiply-add rounds once"
         half = kernel is tree_attention._attend and kinds["query"] != "*fp32"
-        if half and capability >= 90:  # where it is to be fast; on sm_80 a few dozen bytes spill
+        if half and capability >= 90:  # bounded only here: on sm_80 a few dozen bytes spill
             spilled = spilled_bytes(told)
             assert spilled <= most_spilled, f"{constants}: {spilled} bytes spilled"
         seconds = time.perf_counter() - began

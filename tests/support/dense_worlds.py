@@ -1,4 +1,4 @@
-"""A recommender with a dense retriever, its index and an engine."""
+"""A recommender with a dense retriever, its vector index and an engine."""
 
 import torch
 
@@ -17,7 +17,7 @@ SMALL = EngineConfig(kv_bytes=4 * 2**20)
 
 
 class World:
-    """A recommender, a retriever with two outcomes and three offsets, an index, an engine."""
+    """A recommender, a retriever with two outcomes and three offsets, an index and an engine."""
 
     def __init__(self, form="items", codes=ORDINARY):
         self.model, self.trie = make(codes, form, "children")
@@ -38,5 +38,6 @@ class World:
         )
 
     def request(self, seed, k=10, **fields):
+        """Returns a `dense` request with a random history."""
         root = draw_root(self.model, 1 + seed % 9, seed)
         return SlateQuery(root, self.trie, k, k, "dense", index=self.index, **fields)

@@ -1,4 +1,4 @@
-"""Tiny engines on any device, and requests of every kind: what is asked of a CPU and of a GPU."""
+"""Tiny engines on any device, and requests of every kind, to compare a CPU with a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ITEMS = torch.unique(
     ),
     dim=0,
 )
-NEW = 3  # the last items came after the trie was built
+NEW = 3  # number of last items that are missing in the built trie
 TEXT_PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "hot": {"temperature": 1.3},
@@ -70,7 +70,7 @@ TEXT_PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 class PlainIndex:
-    """All inner products: the index of the strategy `dense` where faiss is not installed."""
+    """Exhaustive inner products: the index of strategy `dense` if faiss is not installed."""
 
     def __init__(self, vectors: np.ndarray) -> None:
         self.vectors = vectors
@@ -86,7 +86,7 @@ class PlainIndex:
 
 
 def sharpened(module: Any, factor: float = 8.0) -> Any:
-    """Weights that make answers differ from each other by more than rounding."""
+    """Scales weights so that results differ by more than rounding errors."""
     for weight in module.parameters():
         if weight.ndim > 1:
             weight.data.mul_(factor)
@@ -94,14 +94,17 @@ def sharpened(module: Any, factor: float = 8.0) -> Any:
 
 
 def moved(inputs: NodeInputs, device: str) -> NodeInputs:
+    """Returns the inputs on another device."""
     columns = {k: v.to(device) for k, v in vars(inputs).items() if v is not None}
     return replace(inputs, **columns)
 
 
 @dataclass
 class Recommending:
-    """A recommender with every head, and its catalogue: `trie` as built, `live` with new items,
-    one of which replaces an old one, and two hidden.
+    """A recommender with every head and its catalogue.
+
+    `trie` is the catalogue as built. `live` has new items, one of which replaces an old item, and
+    two hidden items.
     """
 
     engine: Engine
@@ -113,6 +116,7 @@ class Recommending:
     device: str
 
     def root(self, events: int) -> Root:
+        """Returns a random history of `events` items."""
         g = torch.Generator().manual_seed(events)
         rows = torch.randint(0, len(ITEMS) - NEW, (events,), generator=g)
         if self.model.config.input == "items":
@@ -123,7 +127,7 @@ class Recommending:
         return Root(NodeInputs(tokens.to(self.device)), tokens.numpy())
 
     def ask(self, strategy: Any, how: str = "plain", events: Iterable[int] = (3, 9)) -> list[Any]:
-        """Requests of one kind. how: plain, filters, diversity, weighed or live."""
+        """Returns requests of one kind: plain, filters, diversity, weighed or live."""
         roots = [self.root(n) for n in events]
         if strategy == "warm":
             return [PrewarmQuery(root, "recommender") for root in roots]
@@ -152,6 +156,7 @@ class Recommending:
 
 
 def recommending(device: str, form: Any = "items", autoregressive: bool = True) -> Recommending:
+    """Builds the recommender and its engine on a device."""
     torch.manual_seed(0)
     normalization: Any = "children" if form == "items" else "vocabulary"
     config = RecommenderConfig(
@@ -191,7 +196,9 @@ def recommending(device: str, form: Any = "items", autoregressive: bool = True) 
 
 @dataclass
 class Ranking:
-    """A ranker: profile, long history, recent events, candidates with and without time limits."""
+    """A ranker with profile, long history, recent events, and candidates with and without time
+    limits.
+    """
 
     engine: Engine
     ranker: Ranker
@@ -226,6 +233,7 @@ class Ranking:
 
 
 def ranking(device: str) -> Ranking:
+    """Builds the ranker and its engine on a device."""
     torch.manual_seed(0)
     ranker = Ranker(
         RankerConfig(
@@ -240,7 +248,7 @@ def ranking(device: str) -> Ranking:
 
 
 def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Engine:
-    """A language model with the named drafters, the draft model half as deep."""
+    """Builds a language model with the named drafters; the draft model has half the layers."""
     model, small = (
         drawn_language_model(64, layers, VOCABULARY, torch.float32).to(device) for layers in (2, 1)
     )
@@ -272,6 +280,7 @@ def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Eng
 def texts(
     drafter: str, rule: str, parameters: str, count: int = 2, most: int = 8
 ) -> list[TextQuery]:
+    """Returns text requests with random prompts."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, VOCABULARY, 6 + 3 * n) for n in range(count)]
     return [
@@ -285,13 +294,20 @@ def texts(
 
 
 def text_scores(device: str) -> TextScoreQuery:
+    """Returns a request that scores three texts."""
     keys = np.array([3, 1, 4, 1, 5], np.int64)
     root = Root(NodeInputs(torch.from_numpy(keys).to(device)), keys)
     return TextScoreQuery(root, np.array([1, 2, 3, 9, 8]), np.array([0, 2, 3, 5]), (4, 7))
 
 
 def assert_same(got: list[Any], expected: list[Any]) -> None:
-    """Answers of two devices. Raises AssertionError; scores to 1e-4, for sums in another order."""
+    """Asserts that two devices give the same results, with scores within 1e-4.
+
+    The tolerance covers sums in a different order.
+
+    Raises:
+        AssertionError: If results differ.
+    """
     assert len(got) == len(expected)
     for one, two in zip(got, expected, strict=True):
         for name in ("rows", "tokens", "exact", "finish_reason", "rounds"):

@@ -1,4 +1,4 @@
-"""Draft heads for the recommenders of recommenders.py: good, bad and calibrated ones."""
+"""Draft heads for the recommenders of recommenders.py: good, bad and calibrated."""
 
 import torch
 
@@ -14,6 +14,7 @@ CALIBRATION = Calibration(
 
 
 def make_head(model, kind: str) -> SelfDraftHead:
+    """Returns a draft head of this kind."""
     torch.manual_seed(1)
     head = SelfDraftHead(SelfDraftConfig(32, model.config.codebook_sizes))
     if kind == "from-target":
@@ -30,6 +31,7 @@ def make_head(model, kind: str) -> SelfDraftHead:
 
 
 def make_nezha_head(model, placeholders: bool = True) -> SelfDraftHead:
+    """Returns a random head for `nezha`."""
     torch.manual_seed(2)
     config = SelfDraftConfig(
         model.config.decoder.hidden_size, model.config.codebook_sizes, placeholders

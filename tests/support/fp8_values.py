@@ -1,4 +1,4 @@
-"""Numbers for FP8: all codes, vectors of very different sizes, pools."""
+"""Numbers for FP8 tests: all codes, vectors of very different sizes, pools."""
 
 import torch
 
@@ -9,14 +9,14 @@ CODES = torch.arange(256, dtype=torch.uint8)
 
 
 def spread(*size, seed=0):
-    """Vectors of very different sizes, some of whose numbers are far smaller than others."""
+    """Returns vectors of very different sizes, some with elements far smaller than others."""
     g = torch.Generator().manual_seed(seed)
     scale = torch.exp2(torch.randint(-30, 30, (*size[:-1], 1), generator=g).float())
     return torch.randn(size, generator=g) ** 3 * scale
 
 
 def pooled(keys, values):
-    """A pool of one layer that holds these."""
+    """Returns a pool of one layer with these keys and values."""
     pool = KVPool(KVShape(1, *keys.shape[1:]), keys.shape[0] - 1, 1, FP8)
     pool.write(0, torch.arange(keys.shape[0]), keys, values)
     return pool

@@ -1,4 +1,4 @@
-"""Grids of parameters: a part that covers all values runs by default, the rest is `slow`."""
+"""Parameter grids: a subset that covers all values runs by default, the rest is `slow`."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations, product
@@ -10,14 +10,14 @@ Axis = Mapping[str, Any] | Iterable[Any]
 
 
 def covering(*axes: Axis, pairs: bool = False) -> list[Any]:
-    """All combinations of the axes' values, for `pytest.mark.parametrize`.
+    """Returns all combinations of the axes' values, for `pytest.mark.parametrize`.
 
-    By default a few run in which every value of every axis occurs; with `pairs`, every pair of
-    values of two axes. The others carry the marker `slow`.
+    By default a few combinations run, in which every value of every axis occurs. With `pairs`,
+    every pair of values of two axes occurs. The other combinations carry the marker `slow`.
 
     Args:
         axes: Values, or values by their names in the test's id.
-        pairs: Whether pairs of values are covered, or only single ones.
+        pairs: True covers pairs of values, False only single values.
     """
     named = [_named(axis) for axis in axes]
     every = list(product(*(range(len(axis)) for axis in named)))
@@ -30,7 +30,7 @@ def covering(*axes: Axis, pairs: bool = False) -> list[Any]:
 
 
 def chosen(axis: Axis, *names: str) -> list[Any]:
-    """The values of one axis: those of the given names run by default, the others are `slow`."""
+    """Returns the values of one axis; the named ones run by default, the others are `slow`."""
     named = _named(axis)
     unknown = set(names) - {name for name, _ in named}
     if unknown:
@@ -61,7 +61,7 @@ def _diagonal(sizes: Sequence[int]) -> set[tuple[int, ...]]:
 
 
 def _pairwise(every: Sequence[tuple[int, ...]]) -> Collection[tuple[int, ...]]:
-    """Greedily: next comes what has most pairs that were not there yet."""
+    """Chooses combinations greedily by the number of pairs that they add."""
     pairs = {places: set(combinations(enumerate(places), 2)) for places in every}
     left = set().union(*pairs.values())
     taken: dict[tuple[int, ...], None] = {}

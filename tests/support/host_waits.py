@@ -1,11 +1,13 @@
-"""Bounds on how often the host waits for the device in a request."""
+"""Bounds on the number of host synchronisations per request."""
 
-# Three levels. `beam` takes two rounds; each looks at the device to size its tree (twice, and once
-# more where some of it was scored before), to place its nodes and to learn how far the scores go,
-# and the round that goes on to the leaves twice more. `speculative` looks at what it drafts, and at
-# what its draft has left out; when the same is asked the second time, also at what of the kept
-# draft was needed, and beside one that is drafted for, as those with a filter always are, at both.
-# All read a slate twice: its rows and its scores. `read` and `shape` as in pretend_cuda.py.
+# Three levels. `beam` takes two rounds. Each round reads from the device:
+# - to size its tree, twice, and a third time if part of the tree is cached
+# - to place its nodes, and to find how far the scores reach
+# - twice more in the round that reaches the leaves
+# `speculative` reads its draft, and what the draft left out. A repeated request also reads which
+# nodes of the cached draft were needed. In a batch with a request that is drafted for, it reads
+# both; requests with a filter are always drafted for. Every slate is read twice: its rows and its
+# scores. `read` and `shape` are defined in pretend_cuda.py.
 WAITS = {
     "beam": {"read": 8, "shape": 7},
     "speculative": {"read": 8, "shape": 5},
@@ -21,7 +23,7 @@ RANK = {"read": 2}
 
 
 def assert_waits(device, engine, requests, bounds):
-    """Cold, then with the root in the prefix cache."""
+    """Asserts the bounds for cold requests, then for requests with a cached prefix."""
     engine.run_many(requests)
     for cached in (False, True):
         if not cached:

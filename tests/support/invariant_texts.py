@@ -1,4 +1,4 @@
-"""A model whose long sums differ between one row and several, and what is asked of it."""
+"""A model whose results differ between one row and several, and requests for it."""
 
 import torch
 
@@ -15,7 +15,7 @@ SIZES = EngineConfig(page_size=4, kv_bytes=2**22, invariant=True)
 
 
 def long_sums(dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """A model whose last products run over 2,080 columns: there one row differs from two."""
+    """Returns a model whose last products have 2,080 columns, where one row differs from two."""
     torch.manual_seed(0)
     decoder = DecoderConfig(32, 2, 4, 2, 8, 2080, max_positions=64)
     model = LanguageModel(LanguageModelConfig(decoder, 40)).requires_grad_(False).eval()
@@ -24,17 +24,19 @@ def long_sums(dtype: torch.dtype = torch.float32) -> LanguageModel:
 
 
 def packed(model: LanguageModel) -> LanguageModel:
+    """Packs the weights of the model and returns it."""
     pack_weights(model)
     return model
 
 
 def report(engine: Engine, requests: list[TextQuery]) -> list[tuple[list[int], list[float]]]:
-    """Tokens, and every bit of their log-probabilities."""
+    """Returns the tokens and every bit of their log-probabilities."""
     answers = engine.run_many(requests)
     return [(a.tokens.tolist(), [r.top_values for r in a.logprobs]) for a in answers]
 
 
 def asked(drafter: str = "none", **fields) -> list[TextQuery]:
+    """Returns sampled requests with these parameters."""
     return [
         TextQuery(
             prompt,

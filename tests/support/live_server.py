@@ -1,4 +1,4 @@
-"""The server as clients meet it: uvicorn on a free port of this machine, in a thread."""
+"""A real server: uvicorn on a free local port, in a thread."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from recserve.server.transport.connection import connection_class
 from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.service import Service
 
-# A full collection when a server is ready takes long in a process with thousands of tests.
+# A full garbage collection at the start takes long in a process with thousands of tests.
 COLLECTOR = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
 
 
 @contextmanager
 def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
-    """A client of a running server; the service is closed with it."""
+    """Yields a client of a running server; the service closes with it."""
     parts = service.item_parts
     named = {"llm": "given"} if parts is None else {"bundle": parts.bundle.root}
     config = ServerConfig(**named, **settings)

@@ -1,4 +1,4 @@
-"""Small Medusa heads with drawn weights, and texts to draft for."""
+"""Small random Medusa heads, and texts to draft for."""
 
 import torch
 
@@ -11,6 +11,7 @@ E, V, K = 16, VOCABULARY, 3
 
 
 def drawn_heads(**changes) -> MedusaHeads:
+    """Returns random heads; `changes` replace fields of their configuration."""
     torch.manual_seed(0)
     heads = MedusaHeads(
         MedusaConfig(**{"hidden_size": E, "vocab_size": V, "num_heads": K, **changes})
@@ -21,5 +22,6 @@ def drawn_heads(**changes) -> MedusaHeads:
 
 
 def context(hidden, temperature=0.0, seed=0, id=0, **words) -> TextContext:
+    """Returns a text of three tokens with this last hidden state."""
     params = SamplingParams(temperature, seed=seed)
     return TextContext(id, [1, 2, 3], 3, params, Speculation("medusa", **words), hidden)

@@ -1,4 +1,4 @@
-"""Language models with drawn weights, saved as transformers saves them."""
+"""Random language models in the folder layout of transformers."""
 
 import torch
 from transformers import (
@@ -44,7 +44,7 @@ FAMILIES = {
 
 
 def drawn(folder, family: str, seed: int = 0, shard: str = "5GB"):
-    """A model of random weights, saved by transformers; biases and norms are far from neutral."""
+    """Saves a random model with transformers; biases and norms are far from neutral."""
     model_class, config_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
     theirs = model_class(config_class(**COMMON | extra)).eval()

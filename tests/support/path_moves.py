@@ -1,10 +1,14 @@
-"""Drawn paths of slots for the kernel that moves accepted tokens."""
+"""Random paths of slots for the kernel that moves accepted tokens."""
 
 import torch
 
 
 def draw_paths(paths, longest, seed=0):
-    """Every tree owns a range of slots; a path climbs through it, its targets are the first."""
+    """Returns paths of slots.
+
+    Every tree owns a range of slots. A path ascends through it, and its targets are the first
+    slots.
+    """
     g = torch.Generator().manual_seed(seed)
     room = 4 * longest
     starts = torch.arange(paths)[:, None] * room

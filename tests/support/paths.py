@@ -1,4 +1,4 @@
-"""Where the repository and the reference data are."""
+"""Paths of the repository and of the reference data."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ DATA = ROOT.parent / "shared" / "data"
 
 
 def reference(name: str) -> Path:
-    """A folder of the reference data; skips where it is not beside the repository."""
+    """Returns a folder of the reference data; skips the test if it does not exist."""
     folder = DATA / name
     if not folder.is_dir():
         pytest.skip(f"NO REFERENCE DATA at {folder}: this test did not run")

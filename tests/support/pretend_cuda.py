@@ -1,16 +1,16 @@
-"""A CUDA device for machines without one: CPU tensors that say `cuda` and refuse what CUDA refuses.
+"""A simulated CUDA device: CPU tensors that report `cuda` and reject what CUDA rejects.
 
 Inside `with PretendCuda() as device`, everything made on or moved to "cuda" is a `PretendTensor`.
-Operators compute on the CPU, after the checks that CUDA would make: no mixing with CPU tensors but
-those of no dimension, no `.numpy()`. Whatever would make the host wait is recorded with the line
-that asked for it, in three kinds:
+Operators compute on the CPU, after the checks that CUDA would make. Tensors must not mix with CPU
+tensors, except those without dimensions, and have no `.numpy()`. Every host synchronisation is
+recorded with the line that caused it, in three kinds:
 
     read      .item(), .tolist(), bool(), .cpu()
     shape     an output whose size depends on data: nonzero, x[mask], unique, repeat_interleave, ...
     upload    a copy from the host that is not `non_blocking`: it waits for all work before it
 
-What happens inside a kernel's twin is not recorded: on a GPU Triton runs there.
-Only torch's own calls are pretended: nothing is asynchronous and nothing is fast.
+Synchronisations inside a kernel's torch reference are not recorded, because on a GPU Triton runs
+instead. Only calls of torch are simulated: nothing is asynchronous, and nothing is fast.
 """
 
 import os
@@ -36,29 +36,29 @@ SHAPES = {
     aten.nonzero.default, aten.masked_select.default, aten._unique2.default,
     aten.unique_dim.default, aten.unique_consecutive.default, aten.bincount.default,
 }  # fmt: skip
-# CUDA's own kernels for these take no CPU tensor at all, not even one number.
+# CUDA's kernels for these operators accept no CPU tensor, not even a scalar one.
 STRICT = {
     "cat", "stack", "gather", "scatter", "scatter_add", "index_select", "index_copy", "index_add",
     "mm", "bmm", "addmm", "baddbmm", "linear", "embedding", "searchsorted", "bucketize",
 }  # fmt: skip
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 COPIES = {"copy_", "_to_copy"}
-# Whole where torch has one operator for CUDA too, though it could be taken apart.
+# Composite operators that stay whole, because torch also has one CUDA operator for them.
 WHOLE = {"scaled_dot_product_attention", "rms_norm", "layer_norm", "item", "detach_"}
 
 
 @dataclass(frozen=True)
 class Sync:
-    """The host waits. kind: as in the module's docstring; where: `lane.py:123 admit`."""
+    """A host synchronisation: its kind, as in the module's docstring, and its place in the code."""
 
     kind: str
     where: str
 
 
 class PretendTensor(torch.Tensor):
-    """A CPU tensor `inner` on the pretended device.
+    """A CPU tensor `inner` on the simulated device.
 
-    To C++ it is on `meta`, the one other device that a CPU build can guard.
+    To C++ it is on `meta`, the only other device that a CPU build can guard.
     """
 
     inner: torch.Tensor
@@ -66,7 +66,7 @@ class PretendTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        with torch.inference_mode(inner.is_inference()):  # a view is what its base is
+        with torch.inference_mode(inner.is_inference()):  # a view has its base's mode
             return torch.Tensor._make_wrapper_subclass(
                 cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
                 dtype=inner.dtype, device="meta",
@@ -98,21 +98,22 @@ class PretendTensor(torch.Tensor):
         return super().__getitem__(_on_host(index))
 
     def __setitem__(self, index, value):
-        if isinstance(value, (bool, int, float)):  # as CUDA tensors get them: a number on the host
+        if isinstance(value, (bool, int, float)):  # CUDA tensors also get a number of the host
             value = torch.tensor(value, dtype=self.dtype)
         super().__setitem__(_on_host(index), value)
 
 
 def _on_host(index):
-    """Lists as the CPU tensors that they begin as."""
+    """Converts lists to CPU tensors, as torch does."""
     if isinstance(index, list):
         return torch.tensor(index)
     return tuple(map(_on_host, index)) if isinstance(index, tuple) else index
 
 
 class NumberedDevice(TorchFunctionMode):
-    """`cuda` becomes `cuda:0`, which a build without CUDA cannot look up; a pretended tensor that
-    is sent there is there already.
+    """Maps `cuda` to `cuda:0`, which a build without CUDA cannot look up.
+
+    Moving a simulated tensor to the device returns it unchanged.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -133,7 +134,7 @@ class NumberedDevice(TorchFunctionMode):
 
 
 class PretendCuda(TorchDispatchMode):
-    """The device, as a context. syncs: what made the host wait so far, in order."""
+    """The simulated device as a context; `syncs` lists the synchronisations so far, in order."""
 
     def __init__(self):
         super().__init__()
@@ -155,11 +156,11 @@ class PretendCuda(TorchDispatchMode):
         self._devices.__exit__(*error)
 
     def counts(self):
-        """Syncs of each kind."""
+        """Returns the number of synchronisations by kind."""
         return Counter(sync.kind for sync in self.syncs)
 
     def table(self):
-        """A line for each kind and place, most first: what a failed bound shows."""
+        """Returns a line per kind and place, most frequent first, to show when a bound fails."""
         lines = Counter((s.kind, s.where) for s in self.syncs).most_common()
         return "\n".join(f"{count:4} {kind:7} {where}" for (kind, where), count in lines)
 
@@ -207,7 +208,7 @@ class PretendCuda(TorchDispatchMode):
         return _mapped(outer, out)
 
     def _refuse_mixing(self, func, name, args, leaves):
-        """What CUDA refuses: CPU tensors beside its own."""
+        """Rejects CPU tensors together with tensors of the device, as CUDA does."""
         if name in COPIES:
             return
         if name in INDEXING:
@@ -280,7 +281,7 @@ class PretendCuda(TorchDispatchMode):
 
 
 def _leaves(value):
-    """What lists, tuples and dicts hold, however deep."""
+    """Returns all leaves of nested lists, tuples and dicts."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple)):
@@ -289,7 +290,7 @@ def _leaves(value):
 
 
 def _mapped(change, value):
-    """The same lists, tuples and dicts around changed leaves."""
+    """Returns the same lists, tuples and dicts with changed leaves."""
     if isinstance(value, dict):
         return {name: _mapped(change, part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -298,7 +299,7 @@ def _mapped(change, value):
 
 
 def looks_of_replays(device, engine, graphs):
-    """Counts and table of each replayed step of a pretended device, but the engine's last."""
+    """Returns counts and table of each replayed step of a simulated device, except the last."""
     looks, running = [], True
     while running:
         device.syncs.clear()

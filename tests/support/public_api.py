@@ -1,6 +1,6 @@
-"""What users and other programs rely on, as lines of text: one line for each promise.
+"""The public interface as lines of text, one line per name or option that users rely on.
 
-`python -m tests.support.public_api > tests/repository/public_api.txt` writes the snapshot anew.
+`python -m tests.support.public_api > tests/repository/public_api.txt` rewrites the snapshot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recserve.server.app import create_app
 
 
 def python_names() -> Iterator[str]:
-    """Public classes and functions, with the parameters of their public methods."""
+    """Yields public classes and functions, with the parameters of their public methods."""
     for name in recserve.__all__:
         value = getattr(recserve, name)
         if not callable(value):
@@ -33,7 +33,7 @@ def python_names() -> Iterator[str]:
 
 
 def command_options(command: click.Command | None = None, path: str = "recserve") -> Iterator[str]:
-    """Every command of the command line with its options."""
+    """Yields every command of the command line with its options."""
     command = typer.main.get_command(commands) if command is None else command
     subcommands: dict[str, click.Command] = getattr(command, "commands", {})
     if subcommands:
@@ -46,7 +46,7 @@ def command_options(command: click.Command | None = None, path: str = "recserve"
 
 
 def routes() -> Iterator[str]:
-    """Methods and paths of the server, and the fields of every message."""
+    """Yields methods and paths of the server, and the fields of every message."""
     config: Any = {"bundle": "none"}
     description = create_app(ServerConfig(**config)).openapi()
     for path, methods in sorted(description["paths"].items()):
@@ -59,13 +59,13 @@ def routes() -> Iterator[str]:
 
 
 def settings() -> Iterator[str]:
-    """Keys of the server's configuration with their defaults."""
+    """Yields keys of the server's configuration with their defaults."""
     for name, field in ServerConfig.model_fields.items():
         yield f"setting {name} = {field.default!r}"
 
 
 def public_api() -> list[str]:
-    """All promises, sorted."""
+    """Returns all lines, sorted."""
     return sorted({*python_names(), *command_options(), *routes(), *settings()})
 
 

@@ -1,4 +1,4 @@
-"""A small ranker with drawn weights, and roots and candidates for it."""
+"""A small random ranker, with roots and candidates for it."""
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from recserve.models.ranker import Ranker, RankerConfig
 
 
 def make_ranker() -> Ranker:
+    """Returns a random ranker with 60 bound items."""
     torch.manual_seed(0)
     ranker = Ranker(RankerConfig(50, 6, 3, num_types=2, hidden_size=16, head_dim=8))
     ranker.bind_items(torch.randn(60, 6))
@@ -20,6 +21,7 @@ def make_ranker() -> Ranker:
 
 
 def draw_rows(n: int, group: int, seed: int) -> NodeInputs:
+    """Returns n random rows of one token group."""
     g = torch.Generator().manual_seed(seed)
     return NodeInputs(
         torch.randint(0, 60, (n,), generator=g),
@@ -31,6 +33,7 @@ def draw_rows(n: int, group: int, seed: int) -> NodeInputs:
 
 
 def ranking_root(profile: int, long: int, recent: int, seed: int) -> Root:
+    """Returns a random root with these numbers of rows."""
     parts = [draw_rows(n, group, seed + group) for group, n in enumerate((profile, long, recent))]
     inputs = NodeInputs.cat([p for p in parts if len(p)])
     keys = np.random.default_rng(seed).integers(0, 2**62, len(inputs))

@@ -1,4 +1,4 @@
-"""HTTP by hand, for clients that send less, more or later than a library would."""
+"""Hand-written HTTP, for clients that send less, more or later than a library would."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import httpx
 
 
 def connect(client: httpx.Client) -> socket.socket:
-    """A connection of its own to the server of a client."""
+    """Opens a separate connection to the server of a client."""
     return socket.create_connection((client.base_url.host, client.base_url.port), 30)
 
 
 def all_of(wire: socket.socket) -> bytes:
-    """Everything that the server sends until it closes the connection."""
+    """Returns everything that the server sends until it closes the connection."""
     said = b""
     while part := wire.recv(1 << 16):
         said += part
@@ -22,7 +22,7 @@ def all_of(wire: socket.socket) -> bytes:
 
 
 def one_of(wire: socket.socket) -> tuple[bytes, bytes]:
-    """Head and body of one answer that has a Content-Length."""
+    """Returns head and body of one response that has a Content-Length."""
     said = b""
     while b"\r\n\r\n" not in said:
         part = wire.recv(1 << 16)
@@ -36,7 +36,7 @@ def one_of(wire: socket.socket) -> tuple[bytes, bytes]:
 
 
 class Wire(asyncio.Transport):
-    """A transport that goes nowhere and remembers what was asked of it."""
+    """A transport without a network that records calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small recommenders with drawn weights, their catalogues, and histories as roots."""
+"""Small random recommenders, their catalogues, and histories as prefixes."""
 
 from collections.abc import Sequence
 
@@ -22,6 +22,7 @@ FORMS = [("codes", "vocabulary"), ("codes", "children"), ("items", "children")]
 
 
 def make(codes: torch.Tensor, form: str, normalization: str) -> tuple[Recommender, Trie]:
+    """Returns a random recommender over these semantic ids, and its trie."""
     torch.manual_seed(0)
     sizes = tuple(int(c) + 1 for c in codes.max(0).values)
     decoder = DecoderConfig(32, 2, 4, 2, 8, 48)
@@ -39,7 +40,7 @@ def make(codes: torch.Tensor, form: str, normalization: str) -> tuple[Recommende
 
 
 def root_of(model: Recommender, history: Sequence[int]) -> Root:
-    """BOS and the items of these rows, in the model's own form."""
+    """Returns BOS and the items of these rows, in the model's input form."""
     rows = torch.tensor(history, dtype=torch.long)
     if model.config.input == "items":
         tokens = model.config.num_code_tokens + rows
@@ -50,6 +51,7 @@ def root_of(model: Recommender, history: Sequence[int]) -> Root:
 
 
 def draw_root(model: Recommender, events: int, seed: int) -> Root:
+    """Returns a random history of `events` items."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
     return root_of(model, rows.tolist())

@@ -1,4 +1,4 @@
-"""Engines whose searches are recorded, over a pool that is poisoned all over."""
+"""Engines with captured searches, over a pool filled with poison values."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ SHAPES = tuple(
 
 
 def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):
-    """The graphs of the world's engine, recorded over a pool that is poisoned all over."""
+    """Captures searches of the world's engine, over a pool filled with poison values."""
     engine = world.engine
     runner, head = engine.schedulers["recommender"].runner, engine._strategies["nezha"].head
     bounds = SearchLimits(shapes, **{"capacity": 40, "seconds": float("inf"), **limits})
@@ -29,6 +29,7 @@ def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):
 
 
 def assert_same(wanted, got, close=1e-5):
+    """Asserts equal rows and flags, and scores within the tolerance."""
     for one, other in zip(wanted, got, strict=True):
         assert one.rows.tolist() == other.rows.tolist()
         np.testing.assert_allclose(one.scores, other.scores, rtol=close, atol=close)

@@ -1,4 +1,4 @@
-"""Engines whose text steps are recorded, over a pool that is poisoned all over."""
+"""Engines with captured text steps, over a pool filled with poison values."""
 
 import torch
 
@@ -15,7 +15,7 @@ SHAPES = (StepShape(2, 1, 0), StepShape(16, 1, 8), StepShape(24, 8, 4), StepShap
 
 
 class Counted:
-    """Records, and counts the replays."""
+    """Captures steps and counts their replays."""
 
     def __init__(self, record=recorder.record):
         self.record, self.replays = record, 0
@@ -31,7 +31,7 @@ class Counted:
 
 
 def with_graphs(model, counted, shapes=SHAPES, pages=200, drafters=None, **limits):
-    """An engine whose text lane replays, over a pool that is poisoned all over."""
+    """Returns an engine whose text scheduler replays, over a pool filled with poison values."""
     engine = engine_for(model, pages, drafters)
     lane = engine.schedulers["text"]
     with torch.inference_mode():

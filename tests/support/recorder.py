@@ -1,7 +1,7 @@
-"""What a CUDA graph does, on a CPU: the operations of one run, replayed on the same addresses.
+"""CUDA graphs simulated on a CPU: the operations of one run, replayed on the same addresses.
 
-Every output is written where the first run left it, whatever the data are now. An operation that
-asks the device for a number, or whose shape depends on one, cannot be recorded and raises.
+Every output is written to the memory of the first run, whatever the data are now. An operation that
+reads a number from the device, or whose shape depends on data, raises during the capture.
 """
 
 from unittest import mock
@@ -20,18 +20,23 @@ HOST = ("tolist", "numpy", "item", "cpu", "__bool__", "__int__", "__float__", "_
 
 
 class AsksTheDevice(BaseException):
-    """A step that could not be recorded. No Exception: behind those an engine goes on."""
+    """Raised for a step that cannot be captured.
+
+    It is no Exception, because an engine handles those and continues.
+    """
 
 
 def tensors(value):
+    """Returns the tensors in nested values."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def is_view(func, arguments, out):
-    """Whether an operation only named memory of its arguments anew: a replay finds the names where
-    they were left. One like `reshape` may copy instead, so its outputs are looked at.
+    """True if an operation only creates views of its arguments, which a replay finds unchanged.
+
+    An operation such as `reshape` may copy instead, so its outputs are checked.
     """
     names = [value.alias_info for value in func._schema.returns]
     if not names or any(name is None or name.is_write for name in names):
@@ -41,7 +46,7 @@ def is_view(func, arguments, out):
 
 
 class Recording(TorchDispatchMode):
-    """Operations in order, but for views: with what they read and where they wrote."""
+    """Records operations in order, without views, with their inputs and outputs."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +71,7 @@ class Recording(TorchDispatchMode):
 
 
 def record(step):
-    """The replay of a step."""
+    """Runs a step and returns its replay."""
 
     def refuse(name):
         def refused(*_, **__):
@@ -76,7 +81,7 @@ def record(step):
 
     step()
     patches = [mock.patch.object(torch.Tensor, name, refuse(name)) for name in HOST]
-    # What runs in C is no operation of torch: it would not be replayed.
+    # C kernels are no torch operations, so a replay would miss them.
     patches.append(mock.patch.object(dispatch, "KERNELS", "torch"))
     recording = Recording()
     for patch in patches:

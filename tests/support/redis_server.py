@@ -11,7 +11,7 @@ import pytest
 
 
 def start_redis(folder: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], int]:
-    """A redis-server without persistence on loopback; port 0 takes a free one."""
+    """Starts a redis-server without persistence on loopback; port 0 takes a free one."""
     if shutil.which("redis-server") is None:
         message = "NO redis-server on this machine: the Redis tests did not run"
         if os.environ.get("CI") == "true":
@@ -48,7 +48,7 @@ def start_redis(folder: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], i
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
+    """Returns a loopback port that was free at the time of the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -11,7 +11,7 @@ from tests.support.recommenders import root_of
 
 
 def drawn(module: torch.nn.Module, seed: int) -> None:
-    """Weights far from their initial values, norms and biases included."""
+    """Sets random weights far from their initial values, including norms and biases."""
     g = torch.Generator().manual_seed(seed)
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=g)
@@ -22,7 +22,7 @@ def drawn(module: torch.nn.Module, seed: int) -> None:
 
 
 def recommender(seed: int, normalization: str):
-    """300 items of 3 levels of 24 codes; logits with a spread of about 2."""
+    """Returns a model of 300 items with 3 levels of 24 codes; logits spread by about 2."""
     g = torch.Generator().manual_seed(seed)
     codes = torch.unique(torch.randint(0, 24, (300, 3), generator=g), dim=0)
     config = DecoderConfig(32, 2, 4, 2, 8, 48, qk_norm=seed == 2)
@@ -34,5 +34,6 @@ def recommender(seed: int, normalization: str):
 
 
 def history(model: Recommender, events: int, seed: int) -> Root:
+    """Returns a random history of `events` items."""
     rows = np.random.default_rng(seed).integers(0, model.num_bound_items, events)
     return root_of(model, rows.tolist())

@@ -1,4 +1,4 @@
-"""A language model that writes what a test says: real tokeniser, scripted tokens, real threads."""
+"""A language model that writes scripted text, with a real tokeniser and real threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(folder: Path) -> Path:
-    """A model folder's tokeniser whose tokens are single bytes, so that `é` takes two."""
+    """Writes a model folder with a tokeniser of single bytes, in which `é` takes two tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: n for n, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,8 +55,10 @@ def byte_tokenizer(folder: Path) -> Path:
 class ScriptedEngine:
     """Writes `script(prompt text, seed)` and the end token, in steps of 1, 3, 2, 1, 3, … tokens.
 
-    hold: while set, no text goes beyond its first step. full: every queue is full. failure: raised
-    in the third step.
+    Attributes:
+        hold: While set, no text continues after its first step.
+        full: True makes every queue full.
+        failure: Exception that is raised in the third step.
     """
 
     def __init__(self, script: Callable[[str, int], str], tokenizer: TextTokenizer) -> None:
@@ -136,13 +138,13 @@ class ScriptedEngine:
 
 
 def likely(token: int, count: int | None) -> TokenLogprobs:
-    """The token itself is the second likeliest, `#` is the first."""
+    """Returns log-probabilities with `#` as the most likely token and `token` as the second."""
     sharp = [2, token, 30, 31, 32][: count or 0]
     return TokenLogprobs(-1.5, tuple(sharp), tuple(-0.5 - place for place in range(len(sharp))))
 
 
 def scripted(folder: Path, script: Callable[[str, int], str], template: bool = True) -> Service:
-    """A server's side of a scripted model called `toy`."""
+    """Returns a service with a scripted model called `toy`."""
     byte_tokenizer(folder)
     tokenizer = TextTokenizer.open(folder)
     if not template:

@@ -1,4 +1,4 @@
-"""Plain greedy loops over caps: which items a slate holds, and which may still join it."""
+"""Reference loops for caps: which items a slate holds, and which may still join it."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def groups_of(rows, caps):
-    """By item row: every group of it, with its cap's number and limit."""
+    """Returns all groups of each item row, with the number and limit of their caps."""
     found = {row: set() for row in rows}
     for c, cap in enumerate(caps):
         places, groups = cap.groups.of(np.array(rows, np.int64))
@@ -16,7 +16,7 @@ def groups_of(rows, caps):
 
 
 def plain_first_k(rows, caps, k):
-    """Item rows, one after the other, each if all of its groups have a place left."""
+    """Returns item rows in order, each if all of its groups are below their limits."""
     counts, kept, groups = Counter(), [], groups_of(rows, caps)
     for row in rows:
         mine = groups[row]
@@ -27,7 +27,7 @@ def plain_first_k(rows, caps, k):
 
 
 def plain_open(rows, caps, items):
-    """Of the items those that could stand beside the chosen ones."""
+    """Returns the items that may join the chosen ones."""
     groups = groups_of([*rows, *items], caps)
     counts = Counter(key for row in rows for key, _ in groups[row])
     return [

@@ -1,4 +1,4 @@
-"""Key-value caches of a few megabytes for every test that names no size."""
+"""Key-value caches of a few megabytes for tests that give no size."""
 
 from dataclasses import fields
 
@@ -8,7 +8,10 @@ CACHE_BYTES = 16 * 2**20
 
 
 def shrink_default_caches() -> None:
-    """Filling the default 256 MiB of each model with zeros takes longer than most tests do."""
+    """Makes the default cache small.
+
+    Filling the default 256 MiB of each model with zeros takes longer than most tests.
+    """
     own = tuple(field.default for field in fields(EngineConfig))
     shrunk = tuple(CACHE_BYTES if one == EngineConfig.kv_bytes else one for one in own)
     assert own != shrunk and EngineConfig.__init__.__defaults__ == own

@@ -1,4 +1,4 @@
-"""Which part of a grid runs by default."""
+"""Tests of the subset of a grid that runs by default."""
 
 from itertools import product
 

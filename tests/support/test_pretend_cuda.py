@@ -1,4 +1,4 @@
-"""The pretended CUDA device: it refuses what CUDA refuses, and knows what makes the host wait."""
+"""Tests of the simulated CUDA device: it rejects what CUDA rejects and records host waits."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def kinds(device):
 
 
 def numbers():
-    """[0, 1, 2, 3] on the device, without a sync."""
+    """Returns [0, 1, 2, 3] on the device, without a synchronisation."""
     return torch.arange(4, device="cuda")
 
 
@@ -130,7 +130,7 @@ def test_the_line_is_named(device):
 
 
 def test_a_twin_s_own_waiting_is_not_recorded(device, monkeypatch):
-    """On a GPU its Triton kernel runs instead."""
+    """On a GPU the Triton kernel runs instead of the torch reference."""
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
     pool = torch.zeros(2, 1, 5, 1, 2, device="cuda")
     path = numbers()[None, :2]

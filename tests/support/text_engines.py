@@ -1,4 +1,4 @@
-"""What tests of the text engine share: parameters, prompts, engines, texts of plain decoding."""
+"""Parameters, prompts, engines and reference texts for tests of the text engine."""
 
 from functools import cache
 
@@ -53,6 +53,7 @@ PARAMETERS = {
 
 
 def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:
+    """Returns an engine for a model with `pages` pages of 4 slots."""
     decoder = model.config.decoder
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
     sizes = EngineConfig(page_size=4, kv_bytes=pages * 4 * slot, **config)
@@ -60,12 +61,13 @@ def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:
 
 
 def prompts(count: int, seed: int = 0, low: int = 1, high: int = 20) -> list[np.ndarray]:
+    """Returns random prompts with lengths from `low` to `high` - 1."""
     random = np.random.default_rng(seed)
     return [random.integers(0, VOCABULARY, random.integers(low, high)) for _ in range(count)]
 
 
 def assert_no_leak(engine: Engine) -> None:
-    """Every page is free or held by the prefix cache alone."""
+    """Asserts that every page is free or held only by the prefix cache."""
     lane = engine.schedulers["text"]
     assert lane.num_running == 0
     held = {e.page for e in lane.cache._entries.values() if e.page is not None}
@@ -75,6 +77,7 @@ def assert_no_leak(engine: Engine) -> None:
 
 
 def medusa(model) -> MedusaDrafter:
+    """Returns a Medusa drafter with untrained heads."""
     torch.manual_seed(0)
     heads = MedusaHeads(MedusaConfig(model.config.decoder.hidden_size, VOCABULARY, 3))
     heads.start_from(model)
@@ -95,7 +98,7 @@ MAKERS = {  # every drafter, for a target
 
 
 def assert_forgotten(drafter) -> None:
-    """No state of a sequence that is over."""
+    """Asserts that the drafter holds no state of finished sequences."""
     for member in getattr(drafter, "sources", (drafter,)):
         for state in ("_texts", "_contexts", "_windows", "_parts"):
             assert not getattr(member, state, {})
@@ -106,14 +109,15 @@ def assert_forgotten(drafter) -> None:
 
 @cache
 def shared_model() -> LanguageModel:
-    """Read by many tests, changed by none."""
+    """Returns one model for many tests, which must not change it."""
     return drawn_model(1)
 
 
 @cache
 def plain_texts() -> dict[tuple[str, int], tuple]:
-    """Parameters, tokens, finish reason and stop token of plain decoding: 8 prompts under every set
-    of parameters.
+    """Returns parameters, tokens, finish reason and stop token of plain decoding.
+
+    The texts are 8 prompts under every set of parameters.
     """
     out = {}
     for name, fields in PARAMETERS.items():
@@ -124,7 +128,9 @@ def plain_texts() -> dict[tuple[str, int], tuple]:
 
 
 def among_others(name: str, speculation: Speculation) -> tuple[list[TextQuery], list[list[int]]]:
-    """Eight requests, every second under parameters other than `name`; their plain texts."""
+    """Returns eight requests, half of them with parameters other than `name`, and their plain
+    texts.
+    """
     others, requests, wanted = list(PARAMETERS), [], []
     for number, prompt in enumerate(prompts(8)):
         other = others[(others.index(name) + number // 2) % len(others)]
@@ -135,5 +141,5 @@ def among_others(name: str, speculation: Speculation) -> tuple[list[TextQuery], 
 
 
 def texts_by_prompt(name: str) -> dict[tuple[int, ...], list[int]]:
-    """What plain decoding writes under the parameters `name`, for a TableDrafter."""
+    """Returns the plain texts under the parameters `name`, for a TableDrafter."""
     return {tuple(p.tolist()): plain_texts()[name, n][1] for n, p in enumerate(prompts(8))}

@@ -1,4 +1,4 @@
-"""A plain generation loop for tests: full forwards in float64, no cache, no engine."""
+"""A reference generation loop: full float64 forward passes, no cache, no engine."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ VOCABULARY = 29
 
 
 def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY, sharp: float = 6.0) -> LanguageModel:
-    """A drawn model, sharp enough for its greedy text to be more than one token for ever."""
+    """Returns a random model, sharp enough that its greedy text does not repeat one token."""
     torch.manual_seed(seed)
     decoder = DecoderConfig(16, 2, 4, 2, 8, 24, max_positions=512)
     model = LanguageModel(LanguageModelConfig(decoder, vocabulary, tied=False)).double().eval()
@@ -33,7 +33,7 @@ def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY, sharp: float = 6.0) 
 
 @dataclass
 class Written:
-    """What a loop wrote. lengths: accepted drafted tokens of each step."""
+    """Text of one loop; `lengths` holds the accept length of each step."""
 
     tokens: list[int]
     lengths: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Written:
 
 
 def check_draft(draft: TextDraft, budget: Budget, vocabulary: int) -> None:
-    """What every draft must be."""
+    """Asserts what holds for every draft."""
     n = len(draft)
     assert n <= budget.num_nodes and draft.depth <= budget.depth
     assert draft.tokens.dtype == draft.parents.dtype == torch.int64
@@ -64,7 +64,7 @@ def check_draft(draft: TextDraft, budget: Budget, vocabulary: int) -> None:
 
 
 def with_node_0(token: int, draft: TextDraft) -> TokenTree:
-    """The step's tree."""
+    """Returns the tree of the step, with the last token as its root."""
     tokens = torch.cat([torch.tensor([token]), draft.tokens])
     tree = from_parents(tokens, torch.cat([torch.tensor([-1]), draft.parents + 1]))
     kinds = None
@@ -74,7 +74,7 @@ def with_node_0(token: int, draft: TextDraft) -> TokenTree:
 
 
 def score(model: LanguageModel, root: Seq[int], tree: TokenTree) -> torch.Tensor:
-    """Hidden states of the tree's nodes below a root, by one dense forward."""
+    """Returns the hidden states of the tree's nodes below a prefix, from one dense pass."""
     n, m = len(root), tree.num_nodes
     tokens = torch.cat([torch.tensor(root, dtype=torch.int64), tree.tokens])
     positions = torch.cat([torch.arange(n), n + tree.depths])
@@ -93,7 +93,7 @@ def generate(
     num_nodes: int = 32,
     speculation: Speculation | None = None,
 ) -> list[Written]:
-    """Continue the prompts side by side until each has max_tokens."""
+    """Continues the prompts concurrently until each has max_tokens."""
     speculation = speculation or Speculation("test", rule)
     contexts = [TextContext(i, list(p), len(p), params, speculation) for i, p in enumerate(prompts)]
     written = [Written([]) for _ in prompts]
@@ -118,6 +118,7 @@ def generate(
 
 
 def step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str) -> TextOutcome:
+    """Scores and verifies one draft."""
     tree = with_node_0(context.tokens[-1], draft)
     hidden = score(model, context.tokens[:-1], tree)
     logits = model.logits(hidden)

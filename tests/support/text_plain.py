@@ -1,6 +1,6 @@
-"""Plain decoding written out: one full forward per token, no cache, no tree, one row at a time.
+"""Reference plain decoding: one full forward pass per token, no cache, no tree, one row at a time.
 
-What the engine must equal, and drafters that try to make it differ.
+The engine must equal it. The module also has drafters that try to cause a difference.
 """
 
 import math
@@ -21,7 +21,7 @@ VOCABULARY = 40
 
 
 def drawn_model(seed: int = 0, positions: int = 64, spread: float = 2.0) -> LanguageModel:
-    """A small model whose logits have a spread of about `spread`."""
+    """Returns a small model whose logits spread by about `spread`."""
     decoder = DecoderConfig(32, 2, 4, 2, 8, 48, max_positions=positions, qk_norm=seed % 2 == 1)
     model = LanguageModel(LanguageModelConfig(decoder, VOCABULARY))
     g = torch.Generator().manual_seed(seed)
@@ -37,13 +37,14 @@ def drawn_model(seed: int = 0, positions: int = 64, spread: float = 2.0) -> Lang
 
 
 def last_logits(model: LanguageModel, tokens: list[int]) -> torch.Tensor:
+    """Returns the float32 logits after the last token."""
     x = torch.tensor([tokens])
     hidden = model(x, torch.arange(len(tokens))[None], DenseAttention())
     return model.logits(hidden[0, -1]).float()
 
 
 def processed(row: torch.Tensor, tokens: list[int], num_prompt: int, params: SamplingParams):
-    """One row of logits with every parameter applied, element by element."""
+    """Returns one row of logits with every parameter applied, element by element."""
     logits = [float(v) for v in row]
     written = tokens[num_prompt:]
     for token, value in params.logit_bias.items():
@@ -85,7 +86,7 @@ def processed(row: torch.Tensor, tokens: list[int], num_prompt: int, params: Sam
 
 @torch.inference_mode()
 def plain(model, prompt, params: SamplingParams):
-    """Tokens, finish reason and stop token of plain decoding."""
+    """Returns tokens, finish reason and stop token of plain decoding."""
     tokens, limit = list(prompt), model.config.decoder.max_positions
     while True:
         logits = processed(last_logits(model, tokens), tokens, len(prompt), params)
@@ -102,11 +103,16 @@ def plain(model, prompt, params: SamplingParams):
 
 
 class TableDrafter(Drafter):
-    """Drafts from the known outcome of each prompt: right, wrong, or a drawn mixture in a tree.
+    """Drafts from the known text of each prompt.
 
-    kind: `right`: the next tokens of the text. `wrong`: never the right one. `tree`: drawn trees
-    with right tokens, wrong ones and duplicates among siblings. `auxiliary`: the same, some nodes
-    auxiliary. `past`: right tokens and on beyond the end of the text. `mixed`: any of these.
+    `kind` is one of these:
+
+    - `right`: the next tokens of the text
+    - `wrong`: never the right token
+    - `tree`: random trees with right tokens, wrong tokens and duplicate siblings
+    - `auxiliary`: the same, with some auxiliary nodes
+    - `past`: right tokens and further ones after the end of the text
+    - `mixed`: any of these
     """
 
     def __init__(self, kind: str, texts: dict[tuple[int, ...], list[int]]) -> None:
@@ -136,7 +142,7 @@ class TableDrafter(Drafter):
         return self._tree(text, budget, auxiliary=kind == "auxiliary")
 
     def _tree(self, text, budget, auxiliary):
-        """Nodes in preorder: each next node hangs below the last node or one of its ancestors."""
+        """Returns nodes in preorder; each is below the previous node or one of its ancestors."""
         tokens, parents, depths, kinds = [], [], [], []
         size = int(self.random.integers(1, min(budget.num_nodes, 12) + 1))
         for node in range(size):

@@ -1,4 +1,4 @@
-"""A bundle small enough for tests: synthetic events, real codes, models with drawn weights."""
+"""A small bundle for tests: synthetic events, real codes, random models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_ITEMS, NUM_USERS = 500, 40
 
 
 def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> Path:
-    """Write and return a bundle of 500 items and 40 users under `folder`."""
+    """Writes a bundle of 500 items and 40 users under `folder` and returns its path."""
     files = write_synthetic(folder / "data", SyntheticOptions(NUM_ITEMS, NUM_USERS, 12, seed=3))
     out = folder / "bundle"
     options = BuildOptions(
@@ -64,7 +64,7 @@ def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> 
 
 @functools.cache
 def shared_bundle() -> Path:
-    """One bundle with both models for all tests of this process; nobody may write to it."""
+    """Returns one bundle with both models for all tests of this process; it must not be changed."""
     folder = Path(tempfile.mkdtemp(prefix="recserve-test-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return tiny_bundle(folder)

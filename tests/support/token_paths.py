@@ -1,10 +1,10 @@
-"""Drawn texts with repeats, and the paths of a draft."""
+"""Random texts with repeats, and the paths of a draft."""
 
 import random
 
 
 def drawn_text(seed: int, length: int, vocabulary: int) -> list[int]:
-    """Random with repeats: pieces of it are copied further on."""
+    """Returns random tokens in which some pieces are copied to later places."""
     rng = random.Random(seed)
     text: list[int] = []
     while len(text) < length:
@@ -17,7 +17,7 @@ def drawn_text(seed: int, length: int, vocabulary: int) -> list[int]:
 
 
 def paths(draft) -> list[tuple[int, ...]]:
-    """Tokens on the way to every node, in node order."""
+    """Returns the tokens on the path to every node, in node order."""
     found: list[tuple[int, ...]] = []
     for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))

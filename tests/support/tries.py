@@ -14,6 +14,7 @@ from recserve.search.recommend_strategy import Heads
 
 
 def draw_codes(items: int, sizes: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Returns `items` distinct random semantic ids."""
     g = torch.Generator().manual_seed(seed)
     codes = torch.stack([torch.randint(0, s, (items * 3,), generator=g) for s in sizes], 1)
     codes = torch.unique(codes, dim=0)
@@ -40,10 +41,10 @@ SHAPES = {
 
 
 class Changed:
-    """A base, semantic ids that came later, and the same built in one go.
+    """A base catalogue with later semantic ids as an overlay, and the same catalogue rebuilt.
 
-    Some of the later ids are the base's own: their items are replaced. Rows out of `gone` are
-    hidden.
+    Some of the later ids also occur in the base, where they replace an item. Replaced rows are
+    removed, and a quarter of the items is hidden.
     """
 
     def __init__(self, sizes, items, later, seed=0):
@@ -53,7 +54,7 @@ class Changed:
         self.base_codes, fresh = ids[:items], ids[items:]
         replaced = self.base_codes[: items // 5] if later else self.base_codes[:0]
         codes = torch.cat([fresh, replaced])[draw.permutation(len(fresh) + len(replaced))]
-        self.num_rows = items + len(codes) + 3  # three rows were replaced once more
+        self.num_rows = items + len(codes) + 3  # three later rows were replaced again
         places = np.sort(draw.choice(len(codes) + 3, len(codes), replace=False))
         rows = items + torch.from_numpy(places)
         self.base = build_trie(self.base_codes, sizes)
@@ -64,7 +65,7 @@ class Changed:
         hidden = draw.permutation(sorted(owners.values()))[: len(owners) // 4].tolist()
         self.hidden = hidden
         gone = torch.tensor(sorted(superseded + hidden))
-        # In two steps, as versions come: the second finds most of the way walked.
+        # In two steps, like two versions: the second reuses most nodes of the first.
         most = rows[: 2 * len(rows) // 3]
         first = overlay_trie(self.base, codes[: len(most)], most, self.num_rows)
         self.overlay = overlay_trie(self.base, codes, rows, self.num_rows, gone, first)
@@ -72,14 +73,14 @@ class Changed:
         self.rebuilt = build_trie(
             every, sizes, torch.tensor([owners[tuple(c)] for c in every.tolist()]), self.num_rows
         )
-        # Node numbers of the overlay by those of the rebuilt trie.
+        # Node numbers of the overlay, by node number of the rebuilt trie.
         self.rows = torch.tensor(sorted(owners.values()))
         self.node = torch.zeros(self.rebuilt.num_nodes, dtype=torch.int64)
         self.node[self.rebuilt.nodes_of_items(self.rows)] = self.overlay.nodes_of_items(self.rows)
 
 
 def engine_of(changed):
-    """A drawn model with a dense head and a self-draft head, over all rows there ever were."""
+    """Returns a random model with a dense head and a self-draft head, over all rows ever used."""
     torch.manual_seed(0)
     sizes = changed.base.codebook_sizes
     decoder = DecoderConfig(32, 2, 4, 2, 8, 48)

@@ -1,8 +1,8 @@
-"""Imported before kernels: skips where Triton is missing, and mends its interpreter.
+"""Corrections of Triton's interpreter, imported before kernels; skips if Triton is missing.
 
-Of bfloat16 the interpreter (Triton 3.6, as NumPy has no such type) keeps the bits in uint16. Loads,
-stores and casts know that, but `tl.dot` multiplies the bits as whole numbers (results of 1e9), and
-a cast from float32 cuts the lower half off where a GPU rounds to the nearest even.
+The interpreter (Triton 3.6) stores bfloat16 as bits in uint16, because NumPy has no such type.
+Loads, stores and casts handle this. But `tl.dot` multiplies the bits as integers (results of 1e9),
+and a cast from float32 truncates where a GPU rounds to nearest even.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from triton.runtime import interpreter  # noqa: E402
 
 
 def allow_newer_numpy():
-    """Triton 3.6's interpreter turns one-element arrays into ints, which NumPy 2.4 refuses."""
+    """Allows NumPy 2.4, which rejects the interpreter's conversion of one-element arrays to int."""
     original = interpreter._patch_lang_tensor
 
     def patched(tensor, scope=None):
@@ -36,7 +36,7 @@ allow_newer_numpy()
 
 
 def teach_bfloat16():
-    """Products of the numbers, not of their bits, and casts that round."""
+    """Makes products use values instead of bits, and casts round."""
     builder = interpreter.InterpreterBuilder
     cast, dot, handle = builder.cast_impl, builder.create_dot, interpreter.TensorHandle
     bfloat16, float32 = interpreter.tl.bfloat16, interpreter.tl.float32
@@ -56,7 +56,7 @@ def teach_bfloat16():
         return dot(self, widened(a), widened(b), *others)
 
     builder.create_dot = product
-    # Casts between floats are names of their own for what casts in general.
+    # Casts between floats have separate names, all for the general cast.
     builder.cast_impl = builder.create_fp_trunc = rounded
 
 
@@ -64,13 +64,14 @@ teach_bfloat16()
 
 
 def patch_the_language_once():
-    """Triton 3.6 patches its language for the interpreter again at every call of a device function
-    from a kernel; within a launch one patch for each module that kernels come from is enough.
+    """Patches the language once per launch and module of kernels.
+
+    Triton 3.6 patches it again at every call of a device function from a kernel, which is slow.
     """
     original, patched = interpreter._patch_lang, set()
 
     class Launch:
-        """What a launch ends with: nothing is patched any more."""
+        """Ends a launch and removes all patches."""
 
         def __init__(self, scope):
             self.scope = scope
@@ -82,7 +83,7 @@ def patch_the_language_once():
     def patch(fn):
         module = id(fn.__globals__)
         if module in patched:
-            return None  # of a device function: what it returns is not looked at
+            return None  # for a device function, whose return value is not used
         scope = original(fn)
         patched.add(module)
         return Launch(scope)
@@ -91,8 +92,10 @@ def patch_the_language_once():
 
 
 def compute_no_unread_overflows():
-    """The interpreter computes each integer operation a second time in 64 bits, for an assertion
-    that is made under its option `debug` only, and that option is never on.
+    """Skips the overflow check of integer operations.
+
+    The interpreter computes each operation again in 64 bits, for an assertion that only its unused
+    option `debug` makes.
     """
     options = interpreter.interpreter_builder.options
     assert not options.debug
@@ -100,8 +103,9 @@ def compute_no_unread_overflows():
 
 
 def make_types_once():
-    """Types are values, and the interpreter makes several for each operation: the same ones again
-    and again, with a name that is written out each time. Each is made once here.
+    """Caches types, which the interpreter creates several times for each operation.
+
+    Types are values, and each creation also formats a name.
     """
     number_type, shape_type = interpreter._get_np_dtype, core._type_for_tuple_values
     numbers, shapes, blocks = {}, {}, {}
@@ -120,7 +124,7 @@ def make_types_once():
         return shapes[key]
 
     def block(element_type, shape):
-        """shape: of a block type, so that it was looked at before."""
+        """Returns a block type; `shape` comes from another block type, so it is valid."""
         space = getattr(element_type, "address_space", None)
         key = (element_type.name, space, *shape.values)
         if key not in blocks:
@@ -139,8 +143,10 @@ make_types_once()
 
 
 class Far:
-    """A tensor as a kernel sees it whose base lies `elements` before the data: addresses without
-    the memory. Kernels given one are interpreted in place, nothing is copied in or out.
+    """A tensor that a kernel sees with its base `elements` before the data.
+
+    This tests far addresses without the memory. Kernels with such a tensor are interpreted in
+    place, without copies in or out.
     """
 
     def __init__(self, tensor, elements, monkeypatch):
@@ -155,8 +161,9 @@ class Far:
 
 
 def start_programs_at(first, monkeypatch):
-    """Programs of a launch are numbered from `first` on along the first axis: addresses of rows
-    that follow from a program's number are far without a launch of that size.
+    """Numbers the programs of a launch from `first` on along the first axis.
+
+    Rows that follow from a program's number then have far addresses, without a launch of that size.
     """
 
     def set_grid_idx(self, x, y, z):
@@ -166,9 +173,10 @@ def start_programs_at(first, monkeypatch):
 
 
 def interpret_pretended(monkeypatch):
-    """Kernels launched on tensors of pretend_cuda.py are interpreted on the CPU tensors in them.
+    """Interprets kernels on the CPU tensors inside the tensors of pretend_cuda.py.
 
-    Returns how often each was launched so far.
+    Returns:
+        The number of launches so far, by kernel.
     """
     launch, launches = interpreter.GridExecutor.__call__, Counter()
 

@@ -1,4 +1,4 @@
-"""A language model with drawn weights that writes a walk through its vocabulary."""
+"""A random language model that writes a walk through its vocabulary."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from recserve.models.language_model import LanguageModel, LanguageModelConfig
 def drawn_language_model(
     hidden: int, layers: int, vocabulary: int, dtype: torch.dtype, spread: float = 16.0
 ) -> LanguageModel:
-    """A Llama, heads of 64 in KV groups of two, that writes a walk through its vocabulary.
+    """Returns a random Llama with heads of 64 in KV groups of two, which writes a walk.
 
-    Each token's row of the head holds some of the embedding of the token before it on the walk, so
-    that the likeliest token is likelier than the others by far more than any rounding, as a
-    trained model's mostly is. All weights are drawn; no two matrices are equal.
+    Each token's row of the head contains part of the embedding of its predecessor on the walk. So
+    the most likely token leads by far more than any rounding error, as in most steps of a trained
+    model. All weights are random, and no two matrices are equal.
     """
     torch.manual_seed(0)
     heads = hidden // 64
@@ -34,5 +34,5 @@ def drawn_language_model(
 
 
 def walk(token: Any, vocabulary: int) -> Any:
-    """What the drawn language model writes after a token (or a tensor of them): a permutation."""
+    """Returns the successor of a token, or of a tensor of tokens; it is a permutation."""
     return (token * (7 if vocabulary % 7 else 11) + 3) % vocabulary

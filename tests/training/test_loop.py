@@ -136,7 +136,7 @@ def test_minutes_are_those_of_this_run(tmp_path: Path, monkeypatch: pytest.Monke
 def test_resume_refuses_another_recipe_and_a_damaged_file(tmp_path: Path) -> None:
     fit(Line(), SCHEDULE, OPTIONS, tmp_path, quiet())
     options = replace(OPTIONS, resume=True)
-    with pytest.raises(ValueError, match=r"other \['learning_rate'\]"):
+    with pytest.raises(ValueError, match=r"other values of \['learning_rate'\]"):
         fit(Line(), replace(SCHEDULE, learning_rate=0.1), options, tmp_path, quiet())
     path = tmp_path / "checkpoint.safetensors"
     path.write_bytes(path.read_bytes()[:100])

@@ -1,1 +1,1 @@
-"""What the benchmarks compare with, written as a fair user would."""
+"""Baselines of the benchmarks, written as a careful user would write them."""

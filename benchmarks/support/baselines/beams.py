@@ -1,4 +1,4 @@
-"""One level of trie-constrained beam search over plain logits, for loops without an engine."""
+"""One level of trie-constrained beam search over logits, for loops without an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recserve.kernels.trie.trie import Trie
 
 @dataclass(frozen=True)
 class Slates:
-    """Best k items of each of B users. rows, scores [B, k], best first."""
+    """Best k items of each of B users; rows and scores are [B, k], best first."""
 
     rows: Tensor
     scores: Tensor
@@ -20,7 +20,14 @@ class Slates:
 
 @dataclass(frozen=True)
 class Level:
-    """Beams after a level. nodes, scores, parents (beam of the level before), tokens: [B, W]."""
+    """Beams after a level; each tensor is [B, W].
+
+    Attributes:
+        nodes: Trie node of each beam.
+        scores: Sum of log-probabilities.
+        parents: Beam of the previous level.
+        tokens: Last token of each beam.
+    """
 
     nodes: Tensor
     scores: Tensor
@@ -30,8 +37,13 @@ class Level:
 
 @dataclass(frozen=True)
 class BeamSearch:
-    """What a level needs to know. offsets: first token of each level. normalise: softmax over the
-    valid children, else over the vocabulary.
+    """Settings of the search.
+
+    Attributes:
+        trie: Trie of the semantic ids.
+        offsets: First token of each level.
+        width: Beam width.
+        normalise: True normalises over the valid children, False over the vocabulary.
     """
 
     trie: Trie
@@ -41,17 +53,17 @@ class BeamSearch:
 
     @property
     def levels(self) -> int:
-        """L."""
+        """Number L of levels."""
         return self.trie.num_levels
 
     def first(self, logits: Tensor) -> Level:
-        """From the root's logits [B, V]."""
+        """Returns the beams of level 0 from the prefix's logits [B, V]."""
         batch = logits.shape[0]
         nodes = torch.zeros(batch, 1, dtype=torch.int64)
         return self.next(Level(nodes, torch.zeros(batch, 1), nodes, nodes), logits, 0)
 
     def next(self, beams: Level, logits: Tensor, level: int) -> Level:
-        """The best children of all beams. logits [B * W, V] of the beams' last tokens."""
+        """Returns the best children of all beams, from logits [B * W, V] of their last tokens."""
         batch, width = beams.nodes.shape
         children = self.trie.children(beams.nodes.flatten())
         tokens = children.codes.long() + self.offsets[level]
@@ -72,6 +84,6 @@ class BeamSearch:
         )
 
     def slates(self, beams: Level) -> Slates:
-        """Items of beams that are leaves."""
+        """Returns the items of beams that are leaves."""
         leaves = beams.nodes.clamp(min=self.trie.level_starts[self.levels])
         return Slates(self.trie.items_of_leaves(leaves).long(), beams.scores)

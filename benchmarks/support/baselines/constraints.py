@@ -1,4 +1,4 @@
-"""The trie as `generate` wants it: a processor in tensors, and a function that lists tokens."""
+"""Trie constraints for transformers' `generate`: a logits processor, and a token-list function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recserve.kernels.trie.trie import Trie
 
 
 def walk(trie: Trie, codes: Tensor) -> Tensor:
-    """Trie node of each code prefix, 0 where it does not exist. codes [n, l] -> [n]."""
+    """Returns the trie node [n] of each code prefix [n, l], 0 if it does not exist."""
     nodes = torch.zeros(codes.shape[0], dtype=torch.int64)
     for column in codes.unbind(1):
         children = trie.children(nodes)
@@ -22,10 +22,12 @@ def walk(trie: Trie, codes: Tensor) -> Tensor:
 
 
 class TrieProcessor(LogitsProcessor):
-    """Log-probabilities of the children of each beam's prefix, -inf elsewhere, all rows at once.
+    """Restricts each beam to the children of its prefix; other tokens get -inf.
 
-    start: length of the prompt (1 for the decoder of a T5). offsets [L]: first token of each level.
-    normalise: the softmax runs over the valid children, else over what the model gave.
+    Attributes:
+        start: Length of the prompt (1 for the decoder of a T5).
+        offsets: [L] first token of each level.
+        normalise: True normalises over the valid children; False uses the model's distribution.
     """
 
     def __init__(self, trie: Trie, offsets: tuple[int, ...], start: int, normalise: bool) -> None:
@@ -35,7 +37,7 @@ class TrieProcessor(LogitsProcessor):
         self.normalise = normalise
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids [n, t], scores [n, V] -> [n, V]."""
+        """Maps input_ids [n, t] and scores [n, V] to scores [n, V]."""
         written = input_ids[:, self.start :]
         level = written.shape[1]
         children = self.trie.children(walk(self.trie, written - self.offsets[:level]))
@@ -44,14 +46,14 @@ class TrieProcessor(LogitsProcessor):
         if self.normalise:
             kept = kept.float().log_softmax(-1).nan_to_num(nan=float("-inf"))
         out = torch.full(scores.shape, float("-inf"), dtype=kept.dtype)
-        # Padding repeats the code 0, so it must lose against the real child of that code.
+        # Padding repeats the code 0, so the real child of that code must override it.
         return out.scatter_reduce(1, tokens, kept, "amax")
 
 
 def allowed_tokens(
     trie: Trie, offsets: tuple[int, ...], start: int
 ) -> Callable[[int, Tensor], list[int]]:
-    """A `prefix_allowed_tokens_fn`, called once per beam and step: a dictionary lookup."""
+    """Returns a `prefix_allowed_tokens_fn`, which makes one dictionary lookup per beam and step."""
     levels = trie.num_levels
     table: dict[tuple[int, ...], list[int]] = {}
     codes = trie.node_codes.tolist()

@@ -1,4 +1,4 @@
-"""transformers' own beam search, with the trie as a processor or as a function per beam."""
+"""Beam search of transformers, with the trie as a logits processor or as a function per beam."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from benchmarks.support.baselines.llama import Network
 
 
 def tiger_t5(vocabulary: int) -> Network:
-    """TIGER's size: 4 + 4 layers, width 128, 6 heads of 64, feed-forward 1,024; drawn weights."""
+    """Returns a random T5 of TIGER's size: 4 + 4 layers, width 128, 6 heads of 64, feed-forward
+    1,024.
+    """
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": vocabulary,
@@ -33,9 +35,10 @@ def tiger_t5(vocabulary: int) -> Network:
 
 
 class Generate:
-    """`generate` with num_beams; how="processor" masks all beams in tensors, "function" calls a
-    prefix_allowed_tokens_fn per beam (and then scores over the vocabulary, whatever the search
-    says).
+    """`generate` with num_beams.
+
+    `how="processor"` masks all beams in tensors. `how="function"` calls a prefix_allowed_tokens_fn
+    per beam; it scores over the vocabulary whatever the search's `normalise` is.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Generate:
 
     @torch.inference_mode()
     def __call__(self, prompts: Tensor) -> Slates:
-        """prompts [B, n], all of one length."""
+        """Returns slates for prompts [B, n] of equal length."""
         search = self.search
         out = self.model.generate(
             prompts,

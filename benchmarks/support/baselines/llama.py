@@ -1,4 +1,4 @@
-"""Our weights inside Hugging Face's classes: the same function, somebody else's code."""
+"""Weights of this project in Hugging Face's model classes, which compute the same function."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
 from recserve.models.saving import named_tensors
 
-# Hugging Face's classes are Any from here on: their annotations do not cover what they do.
+# Hugging Face's classes are Any from here on, because their annotations are incomplete.
 Network = Any
 
 
 def empty_model(config: DecoderConfig, vocabulary: int) -> Network:
-    """The Hugging Face model of the same shape: Qwen3 with qk_norm, Qwen2 with biases, else Llama.
+    """Returns the Hugging Face model of this shape.
 
-    Raises ValueError for a shape that none of the three has.
+    It is Qwen3 with qk_norm, Qwen2 with biases, and otherwise Llama.
+
+    Raises:
+        ValueError: If none of the three has this shape.
     """
     shape: dict[str, Any] = {
         "vocab_size": vocabulary,
@@ -61,9 +64,10 @@ def empty_model(config: DecoderConfig, vocabulary: int) -> Network:
 
 @torch.no_grad()
 def to_llama(model: Recommender) -> Network:
-    """A recommender of `codes` form as a causal language model over BOS and code tokens.
+    """Returns a recommender of `codes` form as a causal language model over BOS and code tokens.
 
-    Raises ValueError for a model that reads more than tokens.
+    Raises:
+        ValueError: If the model has other inputs than tokens.
     """
     weights = named_tensors(as_language_model(model)) | {"lm_head.weight": model.head.weight}
     theirs = empty_model(model.config.decoder, model.config.num_code_tokens)
@@ -73,7 +77,7 @@ def to_llama(model: Recommender) -> Network:
 
 @torch.no_grad()
 def language_llama(model: LanguageModel) -> Network:
-    """A language model as Hugging Face's; both read the same memory."""
+    """Returns a language model as a Hugging Face model; both share their weights' memory."""
     theirs = empty_model(model.config.decoder, model.config.vocab_size)
     theirs.load_state_dict(named_tensors(model), assign=True)
     return theirs.eval()

@@ -1,7 +1,7 @@
-"""llama.cpp on the same weights: the model as a GGUF file, and greedy decoding by its C interface.
+"""Greedy decoding by llama.cpp on the same weights, through a GGUF file and the C interface.
 
-Both packages are optional: without `gguf` and `llama-cpp-python` (built for this processor, see
-docs/results/text.md) the benchmark says so and goes on.
+Both packages are optional. Without `gguf` and `llama-cpp-python` (built for this processor, see
+docs/results/text.md) the benchmark prints a note and skips llama.cpp.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ OUTSIDE = {
 
 
 def missing() -> list[str]:
-    """Packages that are not installed."""
+    """Returns the packages that are not installed."""
     packages = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
     return [package for module, package in packages.items() if find_spec(module) is None]
 
 
 def write_gguf(model: LanguageModel, path: Path) -> None:
-    """A plain Llama in its own type, matrices exactly as they are, norms in float32; no vocabulary.
+    """Writes a plain Llama as a GGUF file without a vocabulary.
 
-    Raises ValueError for a trunk with biases, norms of queries and keys, or scaled positions.
+    Matrices keep their type and values; norms are float32.
+
+    Raises:
+        ValueError: If the model has biases, norms of queries and keys, or scaled positions.
     """
     import gguf
 
@@ -74,7 +77,7 @@ def write_gguf(model: LanguageModel, path: Path) -> None:
         own = OUTSIDE.get(name) or _name(name)
         part = own.split(".")[-2]
         if part in heads:
-            # Its rotary pairs are neighbours, Hugging Face's half a head apart.
+            # llama.cpp's rotary pairs are adjacent; Hugging Face's are half a head apart.
             pairs = weight.unflatten(0, (heads[part], 2, -1)).transpose(1, 2)
             weight = pairs.flatten(0, 2)
         kind = matrices if weight.ndim > 1 else kinds.F32
@@ -87,20 +90,24 @@ def write_gguf(model: LanguageModel, path: Path) -> None:
 
 
 def _name(name: str) -> str:
-    """Of a layer's tensor: model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight."""
+    """Returns a GGUF name: model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight."""
     _, _, layer, rest = name.split(".", 3)
     return f"blk.{layer}.{PARTS[rest.removesuffix('.weight')]}.weight"
 
 
 class LlamaCpp:
-    """One model and one context of `positions` tokens. threads: of decoding and of prefill."""
+    """One model and one context of `positions` tokens; `threads` is for decoding and prefill."""
 
     def __init__(self, path: Path, positions: int, threads: int, dtype: torch.dtype) -> None:
-        """Raises OSError where it cannot read the file."""
+        """Loads the file.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
         import llama_cpp
 
         self.api: Any = llama_cpp
-        # Kept: the library calls it as long as it lives.
+        # The library may call this function until the model is freed, so it must stay referenced.
         self._quiet = self.api.llama_log_callback(lambda *_: None)
         self.api.llama_log_set(self._quiet, ctypes.c_void_p(0))
         self.api.llama_backend_init()
@@ -121,13 +128,17 @@ class LlamaCpp:
     def write(
         self, prompt: Seq[int], tokens: int, now: Callable[[], float]
     ) -> tuple[list[int], list[float]]:
-        """So many greedy tokens, and when each was known. Raises RuntimeError where it fails."""
+        """Returns `tokens` greedy tokens, and the time at which each was known.
+
+        Raises:
+            RuntimeError: If decoding fails.
+        """
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         written: list[int] = []
         times: list[float] = []
         feed = list(prompt)
         while len(written) < tokens:
-            row = (ctypes.c_int32 * len(feed))(*feed)  # the batch only points to it
+            row = (ctypes.c_int32 * len(feed))(*feed)  # the batch only holds a pointer
             batch = self.api.llama_batch_get_one(row, len(feed))
             if code := self.api.llama_decode(self.context, batch):
                 raise RuntimeError(f"llama_decode returned {code}")
@@ -139,6 +150,6 @@ class LlamaCpp:
         return written, times
 
     def close(self) -> None:
-        """Free the context and the model."""
+        """Frees the context and the model."""
         self.api.llama_free(self.context)
         self.api.llama_model_free(self.model)

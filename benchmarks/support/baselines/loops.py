@@ -1,4 +1,4 @@
-"""Beam search by hand: once with the KV cache copied per beam, once as a tree under one root."""
+"""Hand-written beam search: with a KV cache per beam, and as a tree under one prefix."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from recserve.models.recommender import Recommender
 
 @torch.inference_mode()
 def kv_copy(model: Network, prompts: Tensor, search: BeamSearch) -> Slates:
-    """One prefill per user; then every beam owns a copy of the cache, reordered at each level.
+    """Runs one prefill per user; every beam then has a copy of the cache, reordered at each level.
 
-    prompts [B, n], all of one length.
+    `prompts` is [B, n], all of one length.
     """
     cache: Any = DynamicCache(config=model.config)
     out = model(prompts, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -38,7 +38,10 @@ def kv_copy(model: Network, prompts: Tensor, search: BeamSearch) -> Slates:
 
 @dataclass
 class _TreeKeys:
-    """Attention over everything kept so far; mask [B, 1, T, kept + T] or None for a causal root."""
+    """Attention over all stored keys.
+
+    `mask` is [B, 1, T, stored + T], or None for a causal prefix.
+    """
 
     mask: Tensor | None = None
     keys: dict[int, Tensor] = field(default_factory=dict)
@@ -59,9 +62,10 @@ class _TreeKeys:
 
 @torch.inference_mode()
 def bare_tree(model: Recommender, prompts: Tensor, search: BeamSearch) -> Slates:
-    """One prefill per user; then one masked attention per level over root and beam tree.
+    """Runs one prefill per user, then one masked attention per level over prefix and beam tree.
 
-    prompts [B, n], all of one length. No pages, no cache between calls, no request, no filter.
+    `prompts` is [B, n], all of one length. It has no pages, no cache between calls, no requests and
+    no filters.
     """
     batch, n = prompts.shape
     attend = _TreeKeys()

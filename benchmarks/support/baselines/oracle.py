@@ -1,8 +1,8 @@
-"""Drafts that agree with the text by a chosen share: the same ones for this engine and for
-transformers' assisted generation.
+"""Drafts that match the future text with a given probability.
 
-The text to come is known, as it was written once without drafts. Whether a drafted token is right
-depends on its position alone, so both sides are told the same right and wrong tokens.
+This engine and transformers' assisted generation get the same drafts. The text is known because it
+was generated before without drafts. Whether a drafted token is right depends only on its position,
+so both get the same right and wrong tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 
 
 class Oracle:
-    """Chains of `length` tokens, each right with probability `agreement`.
+    """Drafts chains of `length` tokens, each right with probability `agreement`.
 
-    texts: prompt and output of every request, found again by their beginning.
+    Attributes:
+        texts: Prompt and output of every request, found by their beginning.
     """
 
     def __init__(self, agreement: float, length: int, vocab_size: int) -> None:
@@ -31,7 +32,11 @@ class Oracle:
         self.right = np.random.default_rng(0).random(65_536) < agreement
 
     def chain(self, tokens: Seq[int], most: int) -> list[int]:
-        """What is drafted after `tokens`, at most `most`. Raises LookupError for another text."""
+        """Returns the draft after `tokens`, with at most `most` tokens.
+
+        Raises:
+            LookupError: If the text is unknown.
+        """
         n = len(tokens)
         text = next((t for t in self.texts if t[:n] == list(tokens)), None)
         if text is None:
@@ -62,7 +67,7 @@ class OracleDrafter(Drafter):
 
 
 class OracleCandidates(CandidateGenerator):  # type: ignore[misc]
-    """The oracle as transformers' assisted generation asks for candidates."""
+    """The oracle as a candidate generator of transformers' assisted generation."""
 
     requires_model_outputs = False
 
@@ -70,7 +75,7 @@ class OracleCandidates(CandidateGenerator):  # type: ignore[misc]
         self.oracle, self.max_length = oracle, max_length
 
     def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[1, n] -> [1, n + drafted]."""
+        """Extends [1, n] tokens to [1, n + drafted]."""
         most = min(self.oracle.length, self.max_length - input_ids.shape[1] - 1)
         drafted = self.oracle.chain(input_ids[0].tolist(), most) if most > 0 else []
         return torch.cat([input_ids, input_ids.new_tensor([drafted])], dim=1), None
@@ -78,4 +83,4 @@ class OracleCandidates(CandidateGenerator):  # type: ignore[misc]
     def update_candidate_strategy(
         self, input_ids: Tensor, scores: Tensor, num_matches: int
     ) -> None:
-        """The oracle learns nothing."""
+        """Does nothing."""

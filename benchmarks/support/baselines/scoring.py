@@ -22,9 +22,11 @@ CHUNK = 32
 
 @dataclass(frozen=True)
 class Items:
-    """Candidates of a recommender: codes [M, L], and which codes may follow each of their prefixes.
+    """Candidates of a recommender.
 
-    valid [L]: per level the tokens [M, C] of the children and a mask [M, C].
+    Attributes:
+        tokens: Code tokens [M, L].
+        valid: [L] per level, the tokens [M, C] that may follow the prefix, and their mask [M, C].
     """
 
     tokens: Tensor
@@ -32,7 +34,7 @@ class Items:
 
     @staticmethod
     def of(trie: Trie, rows: Tensor, item_tokens: Tensor, offsets: tuple[int, ...]) -> Items:
-        """rows [M] of the catalogue."""
+        """Returns the candidates with catalogue rows [M]."""
         nodes = F.pad(trie.nodes_of_items(rows), (1, 0))
         valid = []
         for level, offset in enumerate(offsets):
@@ -41,11 +43,11 @@ class Items:
         return Items(item_tokens[rows], tuple(valid))
 
     def select(self, part: slice) -> Items:
-        """Some of them."""
+        """Returns some of the candidates."""
         return Items(self.tokens[part], tuple((t[part], v[part]) for t, v in self.valid))
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Sum of log-probabilities over the valid children. logits [M, L, V] -> [M]."""
+        """Returns [M] sums of log-probabilities over the valid children, from logits [M, L, V]."""
         total = torch.zeros(self.tokens.shape[0])
         for level, (tokens, valid) in enumerate(self.valid):
             kept = logits[:, level].float()
@@ -59,7 +61,7 @@ class Items:
 
 @torch.inference_mode()
 def pointwise(model: Network, root: Tensor, items: Items) -> Tensor:
-    """One sequence per candidate, root and all, CHUNK at a time. root [n] -> [M]."""
+    """Scores one sequence per candidate, prefix included, CHUNK at a time. root [n] -> [M]."""
     levels, out = items.tokens.shape[1], []
     for start in range(0, len(items), CHUNK):
         part = items.select(slice(start, start + CHUNK))
@@ -70,7 +72,7 @@ def pointwise(model: Network, root: Tensor, items: Items) -> Tensor:
 
 @torch.inference_mode()
 def pointwise_cached(model: Network, root: Tensor, items: Items) -> Tensor:
-    """The root once, its cache copied to each candidate, CHUNK at a time. root [n] -> [M]."""
+    """Computes the prefix once and copies its cache to each candidate, CHUNK at a time."""
     first: Any = DynamicCache(config=model.config)
     last = model(root[None], past_key_values=first, use_cache=True, logits_to_keep=1).logits
     out = []
@@ -86,7 +88,7 @@ def pointwise_cached(model: Network, root: Tensor, items: Items) -> Tensor:
 
 @torch.inference_mode()
 def dense_mask(model: Recommender, root: Tensor, items: Items) -> Tensor:
-    """One forward of root and all candidates' codes under one [T, T] mask. root [n] -> [M]."""
+    """Scores the prefix and all candidates' codes in one pass under one [T, T] mask."""
     n, (count, levels) = root.shape[0], items.tokens.shape
     depth = levels - 1
     branches = torch.arange(count * depth) // depth
@@ -101,7 +103,7 @@ def dense_mask(model: Recommender, root: Tensor, items: Items) -> Tensor:
 
 
 def ranker_mask(shared: int, root: int, candidates: int) -> Tensor:
-    """MTGR's mask over a root and isolated candidates: [n + M, n + M] bool."""
+    """Returns MTGR's mask over a root and isolated candidates: [n + M, n + M] bool."""
     size = root + candidates
     mask = torch.ones(size, size, dtype=torch.bool).tril_()
     mask[:, :shared] = True
@@ -111,7 +113,7 @@ def ranker_mask(shared: int, root: int, candidates: int) -> Tensor:
 
 @torch.inference_mode()
 def ranker_dense(ranker: Ranker, root: NodeInputs, shared: int, candidates: NodeInputs) -> Tensor:
-    """One forward of root and all candidates under one mask. Returns logits [M, tasks]."""
+    """Runs the root and all candidates in one pass under one mask; returns logits [M, tasks]."""
     n = len(root)
     mask = ranker_mask(shared, n, len(candidates))
     inputs = NodeInputs.cat([root, candidates])
@@ -125,9 +127,9 @@ def ranker_dense(ranker: Ranker, root: NodeInputs, shared: int, candidates: Node
 def ranker_pointwise(
     ranker: Ranker, root: NodeInputs, shared: int, candidates: NodeInputs
 ) -> Tensor:
-    """One sequence per candidate, root and all. Returns logits [M, tasks].
+    """Runs one sequence per candidate, root included; returns logits [M, tasks].
 
-    The attention without softmax keeps its scores, so batches shrink as roots grow.
+    Attention without softmax stores its scores, so batches shrink as roots grow.
     """
     n, out = len(root), []
     chunk = max(1, min(CHUNK, CHUNK * 200 // n))

@@ -1,1 +1,1 @@
-"""Evaluation of trained models: leave-one-out cases, slates from the engine, accuracy metrics."""
+"""Evaluation of trained models: leave-one-out cases, slates from the engine, metrics."""

@@ -1,4 +1,4 @@
-"""Ranking metrics, vectorised: hits of one held-out item per user, and areas under the curve."""
+"""Vectorised ranking metrics: recall and NDCG of one held-out item per user, AUC and GAUC."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ Floats = NDArray[np.float64]
 
 
 def ranks_of(rows: ArrayLike, held: ArrayLike) -> Ints:
-    """Place of each held-out item in its slate: 0 is the top, NOT_FOUND where it is not in it.
+    """Returns the rank of each held-out item in its slate.
 
-    rows: [n, k] item rows, best first, -1 where the slate is shorter. held: [n] item rows, none of
-    them negative.
+    Args:
+        rows: [n, k] item rows, best first, -1 after the end of a shorter slate.
+        held: [n] held-out item rows, none negative.
+
+    Returns:
+        [n] int64 ranks. 0 is the top; NOT_FOUND means that the slate lacks the item.
+
+    Raises:
+        ValueError: If a held-out item is negative.
     """
     held = np.asarray(held)
     if held.size and held.min() < 0:
@@ -29,20 +36,35 @@ def ranks_of(rows: ArrayLike, held: ArrayLike) -> Ints:
 
 
 def recall(ranks: ArrayLike, k: int) -> float:
-    """Share of users whose held-out item is among the first k. ranks: [n]."""
+    """Returns the share of users whose held-out item is among the first k.
+
+    Args:
+        ranks: [n] ranks of `ranks_of`.
+        k: Cut-off.
+    """
     return float((np.asarray(ranks) < k).mean())
 
 
 def ndcg(ranks: ArrayLike, k: int) -> float:
-    """Mean of 1 / log2(place + 2) over users, 0 beyond the first k: NDCG of a single relevant item.
-    ranks: [n]."""
+    """Returns the NDCG of a single relevant item per user.
+
+    This is the mean of 1 / log2(rank + 2), with 0 for items beyond the first k.
+
+    Args:
+        ranks: [n] ranks of `ranks_of`.
+        k: Cut-off.
+    """
     ranks = np.asarray(ranks)
     within = ranks < k
     return float(np.where(within, 1 / np.log2(np.where(within, ranks, 0) + 2), 0).mean())
 
 
 def slate_metrics(ranks: ArrayLike, cutoffs: Sequence[int]) -> dict[str, float]:
-    """`recall@k` and `ndcg@k` for each cutoff. Raises ValueError if there are no users."""
+    """Returns `recall@k` and `ndcg@k` for each cut-off.
+
+    Raises:
+        ValueError: If there are no users.
+    """
     if not np.asarray(ranks).size:
         raise ValueError("no user has a held-out item; events need at least three per user")
     both = (("recall", recall), ("ndcg", ndcg))
@@ -50,26 +72,40 @@ def slate_metrics(ranks: ArrayLike, cutoffs: Sequence[int]) -> dict[str, float]:
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """Chance that a positive outscores a negative, ties counting half; NaN without both. labels,
-    scores: [n]."""
+    """Returns the probability that a positive outscores a negative.
+
+    A tie counts half. The result is NaN unless both classes occur.
+
+    Args:
+        labels: [n] labels.
+        scores: [n] scores.
+    """
     labels = np.asarray(labels)
     areas, _ = _group_auc(labels, scores, np.zeros(labels.shape[0], dtype=np.int64))
     return float(areas[0]) if areas.size else float("nan")
 
 
 def gauc(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike) -> float:
-    """AUC within each group, averaged by group size; groups of one class alone are left out.
+    """Returns the mean AUC of the groups, weighted by group size.
 
-    labels, scores, groups: [n]. NaN if no group has both classes. Source: Zhu et al. 2017, arXiv
-    1703.02091.
+    Groups with only one class are left out. The result is NaN if no group has both.
+
+    Args:
+        labels: [n] labels.
+        scores: [n] scores.
+        groups: [n] group of each row, for example its user.
+
+    Source: Zhu et al. 2017, arXiv 1703.02091.
     """
     areas, sizes = _group_auc(labels, scores, groups)
     return float(np.average(areas, weights=sizes)) if areas.size else float("nan")
 
 
 def _group_auc(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike) -> tuple[Floats, Ints]:
-    """Areas and sizes of the groups that have both classes, from the rank sum of their
-    positives."""
+    """Returns the AUC and the size of each group that has both classes.
+
+    The AUC comes from the rank sum of the group's positives (Mann-Whitney U).
+    """
     labels, scores = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
     _, groups = np.unique(np.asarray(groups), return_inverse=True)
     order = np.lexsort((scores, groups))
@@ -78,11 +114,11 @@ def _group_auc(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike) -> tuple
     if not sizes.size:
         return np.zeros(0), np.zeros(0, dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
-    place = np.arange(labels.shape[0]) - starts[groups] + 1.0
-    tie = np.ones(labels.shape[0], dtype=bool)
+    place = np.arange(labels.shape[0]) - starts[groups] + 1.0  # ranks within the group, from 1
+    tie = np.ones(labels.shape[0], dtype=bool)  # True where a new score begins
     tie[1:] = (scores[1:] != scores[:-1]) | (groups[1:] != groups[:-1])
     run = np.cumsum(tie) - 1
-    place = (np.bincount(run, place) / np.bincount(run))[run]
+    place = (np.bincount(run, place) / np.bincount(run))[run]  # equal scores share their mean rank
     positives = np.bincount(groups, labels)
     negatives = sizes - positives
     both = (positives > 0) & (negatives > 0)

@@ -1,4 +1,4 @@
-"""A bundle's recommender with all that its strategies need, answering for many histories."""
+"""Slates of a bundle's recommender for many histories, with any strategy that the bundle allows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ EXHAUSTIVE = "exhaustive"
 
 @dataclass(frozen=True)
 class BundleSlates:
-    """slates: the engine with every head the bundle holds. dense_weight: the bundle's own.
+    """A bundle's recommender in an engine, with everything that its strategies need.
 
-    graph: of similar items; made here where the bundle keeps none; None without level heads.
+    Attributes:
+        slates: The engine with every head that the bundle holds.
+        graph: Graph of similar items for `rpg`. It is built in memory if the bundle has none, and
+            None for a model without level heads.
+        dense_weight: The bundle's weight of the dense head.
     """
 
     slates: Slates
@@ -41,7 +45,7 @@ class BundleSlates:
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
         vectors = torch.from_numpy(catalog.vectors)
         model = load_recommender(bundle.directory("recommender"), codes, vectors, place)
-        model.pack()  # as the server does
+        model.pack()  # the server packs its weights too, so results are comparable
         heads = load_heads(bundle, model)
         trie = build_trie(codes, model.config.codebook_sizes).to(place)
         slates = Slates(model, trie, catalog.index.codes, heads, item_index(model, heads))
@@ -55,25 +59,32 @@ class BundleSlates:
 
     @property
     def autoregressive(self) -> bool:
-        """Whether the recommender learned its codes one after another."""
+        """True if the recommender generates the codes of an item one after another."""
         return bool(self.slates.model.config.autoregressive)
 
     def options(
         self, strategy: str, width: int, filtered: bool, dense_weight: float | None = None
     ) -> SlateOptions:
-        """How a strategy makes slates; `exhaustive` is `rpg` on all items.
+        """Returns how a strategy makes slates.
 
-        dense_weight: of strategies that use one; None: the bundle's. Raises BundleError
-        where nothing was trained for the strategy.
+        Args:
+            strategy: Name of an engine strategy, or `exhaustive` for `rpg` on all items.
+            width: Beam width.
+            filtered: True excludes the items of the history.
+            dense_weight: Weight of the dense head for strategies that use one; None means the
+                bundle's.
+
+        Raises:
+            BundleError: If the bundle lacks what the strategy needs.
         """
-        asked = "rpg" if strategy == EXHAUSTIVE else strategy
-        if asked not in self.slates.engine.strategies:
-            raise BundleError(strategy_classes()[asked].missing)
+        served = "rpg" if strategy == EXHAUSTIVE else strategy
+        if served not in self.slates.engine.strategies:
+            raise BundleError(strategy_classes()[served].missing)
         weight = self.dense_weight if dense_weight is None else dense_weight
         return SlateOptions(
             width,
             filtered,
-            weight if strategy_classes()[asked].dense_weight == "used" else 0.0,
-            asked,
+            weight if strategy_classes()[served].dense_weight == "used" else 0.0,
+            served,
             self.graph if strategy == "rpg" else None,
         )

@@ -1,7 +1,7 @@
-"""Leave-one-out: histories, and the one item that is to be found after each.
+"""Leave-one-out cases: user histories, each with the held-out item that follows.
 
-Users with at least three events take part. For `valid` the history is all but the last two events,
-for `test` all but the last; nothing is sampled.
+Users with at least three events take part. For `valid`, the history is all but the last two events;
+for `test`, all but the last. Nothing is sampled.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cases:
-    """Histories and the one item that is to be found after each.
+    """Histories, each with its held-out item.
 
-    rows: item rows of all events; history n is `rows[starts[n] : stops[n]]`, oldest first. held [n]
-    item rows. users [n]: number of the user in the event log.
+    Attributes:
+        rows: Item rows of all events. History n is `rows[starts[n] : stops[n]]`, oldest first.
+        starts: [n] first event of each history.
+        stops: [n] one past the last event of each history.
+        held: [n] item row of the held-out event.
+        users: [n] number of the user in the event log.
     """
 
     rows: Ints
@@ -38,25 +42,28 @@ class Cases:
         return len(self.held)
 
     def take(self, which: Ints) -> Cases:
-        """Some of the cases, in the order of `which`."""
+        """Returns the cases with the numbers `which`, in that order."""
         return Cases(
             self.rows, self.starts[which], self.stops[which], self.held[which], self.users[which]
         )
 
     def sample(self, size: int) -> Cases:
-        """The same `size` cases each time, all of them if there are fewer."""
+        """Returns the same `size` cases on every call, or all cases if there are fewer."""
         if size >= len(self):
             return self
         return self.take(np.sort(np.random.default_rng(0).permutation(len(self))[:size]))
 
     def history(self, case: int) -> Ints:
-        """[n] item rows of one case, oldest first."""
+        """Returns the [n] item rows of one case, oldest first."""
         return self.rows[self.starts[case] : self.stops[case]]
 
     def batches(self, size: int, shown: str | None = None) -> Iterator[Ints]:
-        """Numbers of cases, histories of like length together, at most `size` each.
+        """Yields case numbers in batches; a batch holds histories of similar length.
 
-        shown: what a progress bar on standard error is called, if that is a terminal; None: no bar.
+        Args:
+            size: Maximum number of cases in a batch.
+            shown: Label of a progress bar on standard error, which appears only on a terminal. None
+                means no bar.
         """
         order = np.argsort(self.stops - self.starts, kind="stable")
         console = Console(stderr=True)
@@ -70,7 +77,15 @@ class Cases:
             yield order[first : first + size]
 
     def histories(self, which: Ints, limit: int | None = None) -> Ints:
-        """[n, S] item rows, -1 after the end. limit: only that many of the latest."""
+        """Returns the histories of some cases as a padded matrix.
+
+        Args:
+            which: Numbers of n cases.
+            limit: Maximum number of latest events of each history; None means all.
+
+        Returns:
+            [n, S] item rows, -1 after the end of a history.
+        """
         lengths = (self.stops - self.starts)[which]
         if limit is not None:
             lengths = np.minimum(lengths, limit)
@@ -82,7 +97,11 @@ class Cases:
 
 
 def leave_one_out_cases(events: EventLog, split: Literal["valid", "test"]) -> Cases:
-    """Raises ValueError if no user has three events, or the split is another."""
+    """Returns the leave-one-out cases of an event log.
+
+    Raises:
+        ValueError: If no user has three events, or if the split is unknown.
+    """
     if split not in ("valid", "test"):
         raise ValueError(f"split is {split!r}; choose 'valid' or 'test'")
     offsets = events.offsets.astype(np.int64)

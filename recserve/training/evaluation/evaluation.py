@@ -1,5 +1,8 @@
-"""How good the slates of a bundle's models are: leave-one-out over all items, seen items kept and
-filtered."""
+"""Leave-one-out evaluation of a bundle's models over the whole catalogue.
+
+Every metric is computed twice. In column `kept`, slates may contain items of the history; in column
+`filtered`, they may not.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,19 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics by column, `kept` and `filtered` for what happens to seen items, and what they are
-    of."""
+    """Result of an evaluation.
+
+    Attributes:
+        model: `recommender` or `sasrec`.
+        strategy: The strategy that made the slates.
+        split: `valid` or `test`.
+        users: Number of evaluated users.
+        width: Beam width.
+        dense_weight: Weight of the dense head in the final ranking.
+        columns: Metrics by column. Slates of `kept` may contain seen items; slates of `filtered`
+            may not.
+        seconds: Duration of the evaluation.
+    """
 
     model: str
     strategy: str
@@ -41,7 +55,7 @@ class Evaluation:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Returns the result as a JSON-ready dictionary."""
         return asdict(self)
 
     def __rich__(self) -> Table:
@@ -70,8 +84,16 @@ def slate_columns(
     columns: Sequence[str] = ("kept", "filtered"),
     shown: str | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Metrics of each column. slates: numbers of cases and whether seen items are filtered -> [n,
-    k] rows. shown: whose progress is shown."""
+    """Returns the metrics of each column.
+
+    Args:
+        cases: The cases to evaluate.
+        slates: Maps case numbers and whether seen items are filtered to [n, k] item rows.
+        cutoffs: Cut-offs of the metrics.
+        batch: Number of cases per call of `slates`.
+        columns: Which of `kept` and `filtered` to compute.
+        shown: Label of the progress bar; None means no bar.
+    """
     metrics: dict[str, dict[str, float]] = {}
     for column in columns:
         ranks = np.empty(len(cases), dtype=np.int64)
@@ -81,48 +103,80 @@ def slate_columns(
     return metrics
 
 
-def evaluate_bundle(
-    bundle: Bundle,
-    split: Literal["valid", "test"] = "test",
-    strategy: str = "auto",
-    k: Sequence[int] = (5, 10),
-    *,
-    width: int = 50,
-    dense_weight: float | None = None,
-    users: int | None = None,
-    device: torch.device | str = "cpu",
-) -> Evaluation:
-    """Evaluate a trained model of the bundle, seen items kept and filtered.
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What is evaluated, and on which users.
 
-    strategy: `beam`, `speculative`, `nezha`, `rpg`, `dense` and `specgr` are the engine's (the
-    item graph is made here where the bundle has none), `exhaustive` is `rpg` on all items,
-    `dense_head` the recommender's dense head alone, `sasrec` the baseline, `auto` beam search or,
-    where the model has learned none, `exhaustive`. dense_weight: None takes the bundle's. users:
-    that many of them, drawn with a fixed seed; None takes all. Raises ValueError for an unknown
-    strategy or cut-off, BundleError if the model was not trained.
+    Attributes:
+        split: `valid` holds out the last event but one of each user, `test` the last.
+        strategy: A strategy of the engine, or one of these:
+
+            - `auto`: beam search, or `exhaustive` for a model that is not autoregressive.
+            - `exhaustive`: `rpg` on all items.
+            - `dense_head`: the recommender's dense head alone.
+            - `sasrec`: the SASRec baseline.
+        k: Cut-offs of the metrics, each between 1 and `width`.
+        width: Beam width.
+        dense_weight: Weight of the dense head; None takes the bundle's.
+        users: Size of a sample that is drawn with a fixed seed; None evaluates all users.
+        device: Where the model runs.
+
+    Raises:
+        ValueError: If a strategy is unknown or a cut-off is out of range.
     """
-    strategy = canonical_name(strategy)
-    strategies = ("auto", *strategy_classes(), EXHAUSTIVE, "dense_head", "sasrec")
-    if strategy not in strategies:
-        raise ValueError(f"strategy is {strategy!r}; choose one of {strategies}")
-    if not k or min(k) < 1 or max(k) > width:
-        raise ValueError(f"k is {tuple(k)}; cut-offs lie between 1 and the beam width {width}")
+
+    split: Literal["valid", "test"] = "test"
+    strategy: str = "auto"
+    k: Sequence[int] = (5, 10)
+    width: int = 50
+    dense_weight: float | None = None
+    users: int | None = None
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        strategies = ("auto", *strategy_classes(), EXHAUSTIVE, "dense_head", "sasrec")
+        if canonical_name(self.strategy) not in strategies:
+            raise ValueError(f"strategy is {self.strategy!r}; choose one of {strategies}")
+        if not self.k or min(self.k) < 1 or max(self.k) > self.width:
+            raise ValueError(
+                f"k is {tuple(self.k)}; cut-offs lie between 1 and the beam width {self.width}"
+            )
+
+
+def evaluate_bundle(bundle: Bundle, options: EvaluationOptions | None = None) -> Evaluation:
+    """Evaluates a trained model of the bundle, with seen items allowed and with them filtered.
+
+    The item graph of `rpg` is built in memory if the bundle has none.
+
+    Args:
+        bundle: The bundle with the model and the events.
+        options: What is evaluated; None takes the defaults.
+
+    Returns:
+        Metrics of both treatments of seen items.
+
+    Raises:
+        BundleError: If the model, or what the strategy needs, was not trained.
+    """
+    options = options or EvaluationOptions()
+    k, width = options.k, options.width
+    strategy = canonical_name(options.strategy)
     name = "sasrec" if strategy == "sasrec" else "recommender"
     if not bundle.has(name):
         raise BundleError(f"{bundle.root}: no {name} was trained; run `recserve train {name}`")
     began = time.monotonic()
-    cases = leave_one_out_cases(bundle.events(), split)
-    if users is not None:
-        cases = cases.sample(users)
+    cases = leave_one_out_cases(bundle.events(), options.split)
+    if options.users is not None:
+        cases = cases.sample(options.users)
     most, weight = max(k), 0.0
     if strategy == "sasrec":
         vectors = torch.from_numpy(bundle.catalog().vectors)
-        sasrec = load_sasrec(bundle.directory(name), vectors, device)
+        sasrec = load_sasrec(bundle.directory(name), vectors, options.device)
 
         def slates(which: Ints, filtered: bool) -> Ints:
             return sasrec_slates(sasrec, cases, which, most, filtered)
     else:
-        answers = BundleSlates.open(bundle, device)
+        answers = BundleSlates.open(bundle, options.device)
         if strategy == "auto":
             strategy = "beam" if answers.autoregressive else EXHAUSTIVE
         if strategy == "dense_head":
@@ -131,12 +185,20 @@ def evaluate_bundle(
             def slates(which: Ints, filtered: bool) -> Ints:
                 return dense_slates(model, codes, cases, which, most, filtered)
         else:
-            weight = answers.options(strategy, width, True, dense_weight).dense_weight
+            weight = answers.options(strategy, width, True, options.dense_weight).dense_weight
 
             def slates(which: Ints, filtered: bool) -> Ints:
-                options = answers.options(strategy, width, filtered, dense_weight)
-                return answers.slates(cases, which, most, options)
+                chosen = answers.options(strategy, width, filtered, options.dense_weight)
+                return answers.slates(cases, which, most, chosen)
 
     columns = slate_columns(cases, slates, k, shown=strategy)
-    seconds = time.monotonic() - began
-    return Evaluation(name, strategy, split, len(cases), width, weight, columns, seconds)
+    return Evaluation(
+        model=name,
+        strategy=strategy,
+        split=options.split,
+        users=len(cases),
+        width=width,
+        dense_weight=weight,
+        columns=columns,
+        seconds=time.monotonic() - began,
+    )

@@ -1,4 +1,4 @@
-"""How the strategies of one bundle compare: quality, agreement with beam search, work and time.
+"""Comparison of a bundle's strategies: quality, agreement with beam search, work and latency.
 
 recserve evaluate --bundle B --strategy all [--plot F.png]
 """
@@ -34,13 +34,21 @@ BATCH = 256
 
 @dataclass(frozen=True)
 class StrategyFigures:
-    """One strategy on the same users. All shares are between 0 and 1.
+    """Figures of one strategy. All shares are between 0 and 1.
 
-    metrics: NDCG and recall, seen items filtered. overlap: items shared with beam search's slate of
-    the largest cut-off. identical: slates with the same items in the same order. exact: answers
-    that claim it. illegal: returned items that were excluded, repeated or do not exist. rounds,
-    forwards, nodes: per request, tree work alone. warm_ms, cold_ms: median time of one request by
-    itself, the user's root cached or not; warm_p99_ms.
+    Attributes:
+        strategy: Name of the strategy.
+        metrics: NDCG and recall, with seen items filtered.
+        overlap: Share of the items that beam search also returns, at the largest cut-off.
+        identical: Share of slates with the same items in the same order as beam search's.
+        exact: Share of slates that the strategy reports as exact.
+        illegal: Share of returned items that were excluded, repeated or not in the catalogue.
+        rounds: Mean number of tree rounds per request.
+        forwards: Mean number of forward passes over trees per request.
+        nodes: Mean number of tree nodes per request.
+        warm_ms: Median time of one request at a time, with its prefix cached.
+        warm_p99_ms: 99th percentile of the same.
+        cold_ms: Median time of one request at a time, with its prefix not cached.
     """
 
     strategy: str
@@ -58,8 +66,36 @@ class StrategyFigures:
 
 
 @dataclass(frozen=True)
+class StrategyRun:
+    """What one strategy returned for all cases.
+
+    Attributes:
+        strategy: Name of the strategy.
+        slates: Slate of each case, in the order of the cases.
+        illegal: Share of returned items that the strategy must not return.
+        cold_ms: Time of each timed case with an empty prefix cache.
+        warm_ms: Time of each timed case with its prefix cached.
+    """
+
+    strategy: str
+    slates: list[Slate]
+    illegal: float
+    cold_ms: list[float]
+    warm_ms: list[float]
+
+
+@dataclass(frozen=True)
 class Fidelity:
-    """All strategies of a bundle on the same `users`, whose seen items are excluded."""
+    """Figures of all strategies of a bundle on the same users, with seen items excluded.
+
+    Attributes:
+        split: `valid` or `test`.
+        users: Number of users.
+        timed_users: Number of users whose requests were timed one at a time.
+        width: Beam width.
+        strategies: Figures of each strategy.
+        seconds: Duration of the comparison.
+    """
 
     split: str
     users: int
@@ -69,7 +105,7 @@ class Fidelity:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Returns the figures as a JSON-ready dictionary."""
         return asdict(self)
 
     def __rich__(self) -> Table:
@@ -101,7 +137,7 @@ class Fidelity:
         return capture.get().rstrip()
 
     def save_plot(self, path: Path) -> None:
-        """Quality over time: a point per strategy, warm and cold. Writes a PNG."""
+        """Writes a PNG of quality over latency, with a warm and a cold point for each strategy."""
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
@@ -133,11 +169,21 @@ def compare_strategies(
     timed_users: int = 100,
     device: torch.device | str = "cpu",
 ) -> Fidelity:
-    """Every strategy that the bundle can answer with, on the same users.
+    """Compares all strategies that the bundle supports, on the same users.
 
-    users: None takes all. timed_users: so many of them are asked one at a time for the times.
-    Raises ValueError for a cut-off above the width, BundleError without a recommender that can do
-    beam search, which the others are compared with.
+    Args:
+        bundle: A bundle with a recommender that supports beam search.
+        split: `valid` or `test`.
+        k: Cut-offs of the metrics, each between 1 and `width`.
+        width: Beam width.
+        users: Size of a sample of the users; None takes all.
+        timed_users: Number of users whose requests are timed one at a time.
+        device: Where the model runs.
+
+    Raises:
+        ValueError: If a cut-off is not between 1 and `width`.
+        BundleError: If the bundle has no recommender that supports beam search. The other
+            strategies are compared with beam search.
     """
     if not k or min(k) < 1 or max(k) > width:
         raise ValueError(f"k is {tuple(k)}; cut-offs lie between 1 and the beam width {width}")
@@ -157,7 +203,8 @@ def compare_strategies(
         reference = reference or slates
         cold, warm = _times(answers, timed, max(k), options)
         illegal = illegal_share(cases, rows_of(slates, max(k)), answers.slates.trie.num_items)
-        found.append(_figures(name, cases, slates, reference, k, illegal, cold, warm))
+        run = StrategyRun(strategy=name, slates=slates, illegal=illegal, cold_ms=cold, warm_ms=warm)
+        found.append(_figures(run, reference, cases, k))
     seconds = time.monotonic() - began
     return Fidelity(split, len(cases), len(timed), width, tuple(found), seconds)
 
@@ -165,7 +212,7 @@ def compare_strategies(
 def _slates(
     answers: BundleSlates, cases: Cases, k: int, options: SlateOptions, shown: str
 ) -> list[Slate]:
-    """One answer per case, in order."""
+    """Returns one slate per case, in the order of the cases."""
     slates: list[Slate | None] = [None] * len(cases)
     for which in cases.batches(BATCH, shown):
         for case, answer in zip(
@@ -178,7 +225,7 @@ def _slates(
 def _times(
     answers: BundleSlates, cases: Cases, k: int, options: SlateOptions
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of each case alone: cold, then with its root cached."""
+    """Returns the milliseconds of each case alone: with a cold prefix, then with it cached."""
     slates = answers.slates
     times: tuple[list[float], list[float]] = ([], [])
     for case in range(len(cases)):
@@ -191,39 +238,37 @@ def _times(
 
 
 def _figures(
-    name: str,
-    cases: Cases,
-    slates: list[Slate],
-    reference: list[Slate],
-    k: Sequence[int],
-    illegal: float,
-    cold: list[float],
-    warm: list[float],
+    run: StrategyRun, reference: list[Slate], cases: Cases, k: Sequence[int]
 ) -> StrategyFigures:
+    """Compares a run with the slates of the reference strategy on the same cases."""
     most = max(k)
-    rows, best = rows_of(slates, most), rows_of(reference, most)
+    rows, best = rows_of(run.slates, most), rows_of(reference, most)
+    # Items of the slate that the reference has anywhere in its own: [n, k, 1] against [n, 1, k].
     shared = ((rows[:, :, None] == best[:, None, :]) & (rows >= 0)[:, :, None]).any(-1).sum(1)
-    timings = [slate.timing for slate in slates]
+    timings = [slate.timing for slate in run.slates]
     return StrategyFigures(
-        name,
-        slate_metrics(ranks_of(rows, cases.held), k),
-        float((shared / np.maximum((best >= 0).sum(1), 1)).mean()),
-        float((rows == best).all(1).mean()),
-        float(np.mean([slate.exact for slate in slates])),
-        illegal,
-        float(np.mean([slate.rounds for slate in slates])),
-        float(np.mean([timing.forwards for timing in timings])),
-        float(np.mean([timing.nodes for timing in timings])),
-        float(np.median(warm)),
-        float(np.percentile(warm, 99)),
-        float(np.median(cold)),
+        strategy=run.strategy,
+        metrics=slate_metrics(ranks_of(rows, cases.held), k),
+        overlap=float((shared / np.maximum((best >= 0).sum(1), 1)).mean()),
+        identical=float((rows == best).all(1).mean()),
+        exact=float(np.mean([slate.exact for slate in run.slates])),
+        illegal=run.illegal,
+        rounds=float(np.mean([slate.rounds for slate in run.slates])),
+        forwards=float(np.mean([timing.forwards for timing in timings])),
+        nodes=float(np.mean([timing.nodes for timing in timings])),
+        warm_ms=float(np.median(run.warm_ms)),
+        warm_p99_ms=float(np.percentile(run.warm_ms, 99)),
+        cold_ms=float(np.median(run.cold_ms)),
     )
 
 
 def illegal_share(cases: Cases, rows: Ints, num_items: int) -> float:
-    """Share of returned items that are in the history, repeated, or no row of the catalogue.
+    """Returns the share of items that are in the history, repeated, or not in the catalogue.
 
-    rows [n, k]: of each case, -1 where fewer were found. num_items: rows of the catalogue.
+    Args:
+        cases: n cases.
+        rows: [n, k] returned item rows, -1 after the end of a shorter slate.
+        num_items: Number of items in the catalogue.
     """
     returned = illegal = 0
     for case, slate in enumerate(rows):

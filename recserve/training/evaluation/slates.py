@@ -1,5 +1,4 @@
-"""Slates for many histories at once: what a server with this model would say, and what baselines
-say."""
+"""Slates for many histories: from the engine as a server would make them, and from baselines."""
 
 from __future__ import annotations
 
@@ -27,10 +26,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SlateOptions:
-    """How slates are made. width: of the beam. filtered: without the items of the history.
-    dense_weight: of the dense head's log-probability when finished beams are ranked. strategy: of
-    the engine. graph: of similar items, for `rpg`; None scores all of them. outcome [O]: mix
-    of `dense`, None for the retriever's own.
+    """How slates are made.
+
+    Attributes:
+        width: Beam width.
+        filtered: True excludes the items of the history.
+        dense_weight: Weight of the dense head's log-probability when finished beams are ranked.
+        strategy: Name of an engine strategy.
+        graph: Graph of similar items for `rpg`; None scores all items.
+        outcome: [O] mix of outcomes for `dense`; None means the retriever's own.
     """
 
     width: int = 50
@@ -42,7 +46,7 @@ class SlateOptions:
 
 
 class Slates:
-    """The engine's answers to cases: what a server with this model would say."""
+    """Makes slates for cases with an engine, as a server with this model would."""
 
     def __init__(
         self,
@@ -52,7 +56,15 @@ class Slates:
         heads: Heads | None = None,
         index: VectorIndex | None = None,
     ) -> None:
-        """codes: [I, L]. The engine is built here and reads the weights as they are now."""
+        """Builds the engine, which reads the current weights.
+
+        Args:
+            model: The recommender.
+            trie: Trie of the semantic ids, on the model's device.
+            codes: [I, L] semantic ids of the items.
+            heads: Draft heads and retriever; None means none.
+            index: Vector index of the items for `dense`.
+        """
         self.model, self.trie, self.codes, self.index = model, trie, codes, index
         model.pack_search()
         for head in (heads.prefixes, heads.nezha) if heads else ():
@@ -61,18 +73,18 @@ class Slates:
         self.engine = build_engine(EngineModels(model, heads=heads))
 
     def __call__(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> Ints:
-        """[n, k] item rows, best first, -1 where fewer were found."""
+        """Returns [n, k] item rows of the cases `which`, best first, -1 after a slate's end."""
         return rows_of(self.answers(cases, which, k, options), k)
 
     def answers(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> list[Slate]:
-        """The engine's own answers, scores included."""
+        """Returns the engine's slates of the cases `which`, with scores and timing."""
         requests: list[Request] = [
             self._request(cases.history(case), k, options) for case in which.tolist()
         ]
         return [answer for answer in self.engine.run_many(requests) if isinstance(answer, Slate)]
 
     def forget(self, cases: Cases, which: Ints) -> None:
-        """Drop these cases' roots from the engine's cache: the next answers are to strangers."""
+        """Drops the prefixes of these cases from the engine's cache, which makes them cold."""
         for case in which.tolist():
             self.engine.forget(RootKeys(self._tokens(cases.history(case))))
 
@@ -99,7 +111,7 @@ class Slates:
 
 
 def rows_of(answers: list[Slate], k: int) -> Ints:
-    """[n, k] item rows of the answers, best first, -1 where fewer were found."""
+    """Returns [n, k] item rows of the slates, best first, -1 after the end of a slate."""
     slates = np.full((len(answers), k), -1, dtype=np.int64)
     for slate, answer in zip(slates, answers, strict=True):
         slate[: len(answer.rows)] = answer.rows
@@ -107,7 +119,7 @@ def rows_of(answers: list[Slate], k: int) -> Ints:
 
 
 def _window(history: Ints, config: RecommenderConfig) -> Ints:
-    """The part of a history that the model reads, as the server cuts it."""
+    """Returns the part of a history that the model reads, cut as in the server."""
     size = config.max_history_items
     return history[window_start(len(history), size, max(1, size // 4)) :]
 
@@ -116,7 +128,17 @@ def _window(history: Ints, config: RecommenderConfig) -> Ints:
 def dense_log_p(
     model: Recommender, codes: NDArray[np.generic], cases: Cases, which: Ints
 ) -> NDArray[np.float32]:
-    """[n, I] log-probability of every item under the dense head, after each history."""
+    """Returns the log-probability of every item under the dense head, after each history.
+
+    Args:
+        model: A recommender with a dense head.
+        codes: [I, L] semantic ids of the items.
+        cases: The cases.
+        which: Numbers of n cases.
+
+    Returns:
+        [n, I] float32 log-probabilities.
+    """
     config, device = model.config, model.item_tokens.device
     roots = [
         torch.from_numpy(root_tokens(rows, codes, config.codebook_sizes, config.input))
@@ -139,7 +161,19 @@ def dense_slates(
     k: int,
     filtered: bool,
 ) -> Ints:
-    """[n, k] item rows, best first, of the dense head alone."""
+    """Returns slates of the dense head alone.
+
+    Args:
+        model: A recommender with a dense head.
+        codes: [I, L] semantic ids of the items.
+        cases: The cases.
+        which: Numbers of n cases.
+        k: Number of items in a slate.
+        filtered: True excludes the items of the history.
+
+    Returns:
+        [n, k] item rows, best first.
+    """
     scores = torch.from_numpy(dense_log_p(model, codes, cases, which))
     seen = torch.from_numpy(cases.histories(which))
     return best_items(scores, seen if filtered else seen[:, :0], k)
@@ -147,7 +181,7 @@ def dense_slates(
 
 @torch.no_grad()
 def sasrec_slates(model: SasRec, cases: Cases, which: Ints, k: int, filtered: bool) -> Ints:
-    """[n, k] item rows, best first."""
+    """Returns [n, k] item rows from SASRec for the cases `which`, best first."""
     device = model.ids.weight.device
     rows = torch.from_numpy(cases.histories(which, model.config.max_history_items)).to(device)
     last = (rows >= 0).sum(1) - 1
@@ -157,7 +191,16 @@ def sasrec_slates(model: SasRec, cases: Cases, which: Ints, k: int, filtered: bo
 
 
 def best_items(scores: Tensor, excluded: Tensor, k: int) -> Ints:
-    """[n, k] rows of the best items. scores: [n, I]. excluded: [n, X] rows, -1 where padded."""
+    """Returns the rows of the best items that are not excluded.
+
+    Args:
+        scores: [n, I] scores; excluded entries are overwritten with -inf.
+        excluded: [n, X] item rows, -1 where padded.
+        k: Number of items in a slate.
+
+    Returns:
+        [n, min(k, I)] item rows, best first.
+    """
     which, where = (excluded >= 0).nonzero(as_tuple=True)
     scores[which, excluded[which, where]] = -torch.inf
     rows: Ints = scores.topk(min(k, scores.shape[1]), dim=1).indices.cpu().numpy()

@@ -1,4 +1,4 @@
-"""Calibration of a draft head: validation users are asked with every margin, and with none."""
+"""Calibration of a draft head: each draft margin is measured on validation users."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.recommender.frozen_recommender import FrozenRecommender
 
-ASKED = ((10, 10), (50, 10), (50, 50), (200, 10), (200, 200))  # beam width and k
+BEAM_SIZES = ((10, 10), (50, 10), (50, 50), (200, 10), (200, 200))  # beam width and k
 MARGINS = (0.0, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0)
 USERS = 100
-ENOUGH = 0.98  # share of proved answers after which a wider draft is not tried
+SUFFICIENT_SHARE = 0.98  # share of slates proved in one round at which no wider margin is tried
 
 
 def calibrate(
@@ -30,17 +30,28 @@ def calibrate(
     codes: NDArray[np.generic],
     cases: Cases,
 ) -> Calibration:
-    """Plans for each of ASKED: every margin, and what it costs these users in nodes and rounds.
+    """Measures the draft plans of each beam width and k in BEAM_SIZES.
 
-    cases: up to USERS of them are asked.
+    A plan is a margin with its measured cost: nodes, extra rounds and the share of slates that are
+    proved in one round.
+
+    Args:
+        head: The draft head.
+        target: The recommender that it drafts for.
+        trie: Trie of the semantic ids.
+        codes: [I, L] semantic ids of the items.
+        cases: Validation users, of whom at most USERS are used.
+
+    Returns:
+        The measured plans.
     """
     cases = cases.sample(USERS)
     slates = Slates(target, trie, codes, Heads(head))
     plans: dict[tuple[int, int], tuple[DraftPlan, ...]] = {}
-    for width, k in ASKED:
+    for width, k in BEAM_SIZES:
         found: list[DraftPlan] = []
         for margin in MARGINS:
-            if found and found[-1].margin and found[-1].proved >= ENOUGH:
+            if found and found[-1].margin and found[-1].proved >= SUFFICIENT_SHARE:
                 break
             plan = DraftPlan(margin, 0.0, 0.0, 1.0)
             slates.engine.offer(
@@ -52,9 +63,10 @@ def calibrate(
 
 
 def recalibrate(bundle: Bundle, device: torch.device) -> Calibration:
-    """Calibrate the bundle's draft head as it is, and record that.
+    """Calibrates the bundle's current draft head and records the result in the bundle.
 
-    Raises BundleError where no recommender or no draft head was trained.
+    Raises:
+        BundleError: If the bundle has no recommender or no draft head.
     """
     section = "drafters/speculative"
     frozen = FrozenRecommender.open(bundle, device)
@@ -70,6 +82,7 @@ def recalibrate(bundle: Bundle, device: torch.device) -> Calibration:
 
 
 def _carried_out(plan: DraftPlan, slates: Slates, cases: Cases, width: int, k: int) -> DraftPlan:
+    """Returns the plan with the cost that was measured on these cases."""
     options = SlateOptions(width, strategy="speculative")
     answers = [
         answer

@@ -1,10 +1,12 @@
-"""Training of the self-draft heads under a frozen recommender, which stays as it is.
+"""Training of self-draft heads on a frozen recommender, the target.
 
-The target reads the training histories with the next item's codes hanging under each position, as
-in its own training; the head reads the position's hidden state (and, for `nezha`, those of its
-placeholders behind it) and the same codes. For `speculative` it is pulled towards the target's
-distribution alone, by their Kullback-Leibler divergence; for `nezha` also towards the true next
-item. Sources: AtSpeed, ICLR 2025, section 3; NEZHA, arXiv 2511.18793, for the learning rates.
+The target reads the training histories with the next item's codes below each position, as in its
+own training. The head reads the position's hidden state and the same codes. For `nezha` it also
+reads the states of the placeholders behind the position. The head of `speculative` minimises the
+Kullback-Leibler divergence from the target's distribution. The head of `nezha` also learns the true
+next item.
+
+Sources: AtSpeed, ICLR 2025, section 3. Learning rates of `nezha`: NEZHA, arXiv 2511.18793.
 """
 
 from __future__ import annotations
@@ -41,9 +43,15 @@ from recserve.training.schedule import Schedule
 
 @dataclass(frozen=True)
 class DrafterRecipe:
-    """max_nodes: padded nodes of a batch. validation_users, validation_width: whose answers, with
-    which beam, show what the head is worth. surprise_weight: of the true next item beside the
-    target's distribution.
+    """Settings of the training of a draft head.
+
+    Attributes:
+        max_nodes: Maximum number of padded nodes in a batch.
+        validation_users: Number of users whose slates validate the head.
+        validation_width: Beam width of that validation.
+        surprise_weight: Weight of the loss on the true next item, relative to the divergence from
+            the target.
+        schedule: Learning rate, averaging and stopping.
     """
 
     max_nodes: int = 8192
@@ -71,7 +79,7 @@ RECIPES = {
 
 
 class DrafterTrainee:
-    """A self-draft head under its frozen target, as the loop sees it."""
+    """A self-draft head on its frozen target, for the training loop."""
 
     def __init__(
         self,
@@ -97,11 +105,11 @@ class DrafterTrainee:
         self.model.start_from(self.target)
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Tree numbers of each batch."""
+        """Returns the tree numbers of each batch."""
         return self.data.epoch(self.seed, epoch, self.recipe.max_nodes)
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
-        """Summed over an item's levels, mean over predicted items."""
+        """Returns the loss summed over an item's levels, as the mean over predicted items."""
         trees = self.data.batch(batch).to(self.trie.device)
         reading = read(self.model, self.target, trees)
         sums = head_loss(self.model, self.target, self.trie, self.paths, trees, reading)
@@ -113,8 +121,10 @@ class DrafterTrainee:
         return StepLoss(total, parts, count)
 
     def validate(self) -> dict[str, float]:
-        """nezha: quality of its own slates. speculative: share of answers proved in one round, and
-        rounds on average.
+        """Returns the metrics of the head's slates.
+
+        For `nezha` these are NDCG and recall of its own slates. For `speculative` they are the
+        share of slates proved in one round, and the mean number of rounds.
         """
         width = self.recipe.validation_width
         if self.name == "speculative":
@@ -134,10 +144,19 @@ def train_drafter(
     recipe: DrafterRecipe | None = None,
     console: Console | None = None,
 ) -> TrainReport:
-    """Train the self-draft head of the bundle's recommender and record it in the bundle, as
-    `drafters/` and the name in the options.
+    """Trains the self-draft head that `options.name` selects and records it in the bundle.
 
-    Raises BundleError if no recommender was trained, or one that has no beam search.
+    The head is written to `drafters/` and its name. With `options.head` set to `levels` nothing is
+    trained: the recommender's level heads become the draft head and are calibrated.
+
+    Args:
+        bundle: A bundle with an autoregressive recommender.
+        options: Options of the run.
+        recipe: Settings of the training; None means those of the drafter's name in RECIPES.
+        console: Where progress is printed; None means standard error.
+
+    Raises:
+        BundleError: If the bundle has no recommender, or one without beam search.
     """
     recipe = recipe or RECIPES[options.name]
     section = f"drafters/{options.name}"
@@ -148,7 +167,7 @@ def train_drafter(
         return _level_heads(bundle, frozen, recipe)
     trainee = DrafterTrainee(options.name, recipe, frozen, options.seed)
     directory = bundle.directory(section)
-    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     if options.name == "speculative":
         trainee.model.calibration = calibrate(
             trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases
@@ -159,7 +178,7 @@ def train_drafter(
 
 
 def _level_heads(bundle: Bundle, frozen: FrozenRecommender, recipe: DrafterRecipe) -> TrainReport:
-    """The recommender's level heads as drafter of `speculative`: only measured."""
+    """Calibrates the recommender's level heads as drafter of `speculative`; trains nothing."""
     model, began = frozen.model, time.monotonic()
     if not model.config.level_heads:
         raise BundleError(f"{bundle.root}: the recommender was trained without level heads")
@@ -190,7 +209,20 @@ def draft_metrics(
     cases: Cases,
     width: int,
 ) -> dict[str, float]:
-    """Share of answers of `speculative` that are proved in one round, and rounds on average."""
+    """Measures a draft head on `speculative` requests with seen items filtered.
+
+    Args:
+        head: The draft head.
+        target: The recommender that it drafts for.
+        trie: Trie of the semantic ids.
+        codes: [I, L] semantic ids of the items.
+        cases: Validation users.
+        width: Beam width.
+
+    Returns:
+        `one_round`, the share of slates that are proved in one round, and `rounds`, their mean
+        number.
+    """
     slates = Slates(target, trie, codes, Heads(head))
     options = SlateOptions(width, strategy="speculative")
     found = [slates.answers(cases, which, 10, options) for which in cases.batches(256)]

@@ -1,4 +1,4 @@
-"""What a self-draft head is trained for: the frozen target's distribution and the next item."""
+"""Losses of a self-draft head: divergence from the frozen target, and the true next item."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from recserve.training.recommender.objectives import MASKED
 
 @dataclass
 class _Recording:
-    """Attention that remembers the keys and values of every layer."""
+    """Attention that records the keys and values of every layer."""
 
     attend: DenseAttention
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attend."""
+        """Implements `Attend`."""
         self.keys.append(key)
         self.values.append(value)
         return self.attend(layer, query, key, value)
@@ -32,13 +32,18 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Behind:
-    """Attention of further nodes that also see recorded ones. mask [B, 1, m, N + m]."""
+    """Attention of additional nodes that also see the recorded ones.
+
+    Attributes:
+        recorded: Keys and values of N earlier nodes, by layer.
+        mask: [B, 1, m, N + m] bool; True where a new node sees a recorded or a new one.
+    """
 
     recorded: _Recording
     mask: Tensor
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attend."""
+        """Implements `Attend`."""
         keys = torch.cat([self.recorded.keys[layer], key], dim=-3)
         values = torch.cat([self.recorded.values[layer], value], dim=-3)
         return DenseAttention(self.mask)(layer, query, keys, values)
@@ -46,10 +51,12 @@ class _Behind:
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What the target says about a batch of trees.
+    """Hidden states of the target for a batch of trees.
 
-    hidden [B * N, E]: at its nodes. contexts [q, L, E]: what the head reads at each level beside
-    its state, for each predicted item; None where the head has no placeholders.
+    Attributes:
+        hidden: [B * N, E] states of the tree nodes.
+        contexts: [q, L, E] placeholder states, which the head reads at each level of each predicted
+            item. None for a head without placeholders.
     """
 
     hidden: Tensor
@@ -57,8 +64,18 @@ class TargetStates:
 
 
 def read(head: SelfDraftHead, target: Recommender, batch: HistoryBatch) -> TargetStates:
-    """The frozen target over a batch; where the head has placeholders, over a chain of them behind
-    every position that predicts an item. Gradients flow to the placeholders and nowhere else.
+    """Runs the frozen target over a batch of trees.
+
+    For a head with placeholders, a chain of L placeholders follows every position that predicts an
+    item. Gradients flow only to the placeholders.
+
+    Args:
+        head: The draft head.
+        target: The frozen recommender.
+        batch: Trees with next items.
+
+    Returns:
+        The states that the head's loss needs.
     """
     recorded = _Recording(DenseAttention(batch.mask()))
     with torch.no_grad():
@@ -69,10 +86,12 @@ def read(head: SelfDraftHead, target: Recommender, batch: HistoryBatch) -> Targe
     trees, nodes = batch.tokens.shape
     steps = batch.histories.shape[1]
     owners, places = batch.trunk_nodes // nodes, batch.trunk_nodes % nodes
+    # anchors [trees, steps]: the trunk node that predicts each step's item.
     anchors = torch.zeros(trees, steps, dtype=torch.int64, device=places.device)
     anchors[owners, batch.trunk_steps] = places
     depth = torch.arange(1, levels + 1, device=places.device)
     positions = batch.positions.gather(1, anchors)[..., None] + depth
+    # A placeholder sees what its anchor sees, and the earlier placeholders of its own chain.
     above = batch.mask()[:, 0].gather(1, anchors[..., None].expand(-1, -1, nodes))
     chain = torch.ones(levels, levels, device=places.device).tril()
     own = torch.kron(torch.eye(steps, device=places.device), chain)
@@ -87,8 +106,11 @@ def read(head: SelfDraftHead, target: Recommender, batch: HistoryBatch) -> Targe
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """Sums over all predicted levels. divergence: KL(target || head). surprise: the head's negative
-    log-probability of the true next items.
+    """Losses of a draft head, summed over all predicted levels.
+
+    Attributes:
+        divergence: KL(target || head).
+        surprise: The head's negative log-probability of the true next items.
     """
 
     divergence: Tensor
@@ -103,10 +125,22 @@ def head_loss(
     batch: HistoryBatch,
     reading: TargetStates,
 ) -> HeadLoss:
-    """Both losses under teacher forcing; level 0 counts where the head draws it, with placeholders.
+    """Computes both losses of a draft head under teacher forcing.
 
-    paths: of `node_paths`. Normalised over the valid children, or over the level's codes where the
-    target is normalised over the vocabulary.
+    Distributions are normalised over the valid children, or over the codes of the level if the
+    target is normalised over the vocabulary. Level 0 counts only for a head with placeholders,
+    because only such a head predicts it.
+
+    Args:
+        head: The draft head.
+        target: The frozen recommender.
+        trie: Trie of the semantic ids.
+        paths: [I, L + 1] trie nodes of each item, from `node_paths`.
+        batch: Trees with next items.
+        reading: States of the target for this batch.
+
+    Returns:
+        Both losses as sums.
     """
     config, hidden = target.config, reading.hidden
     roots = hidden[batch.trunk_nodes]

@@ -1,1 +1,1 @@
-"""Training of the ranker: batches from event logs, cross-fitted vectors, ranking quality."""
+"""Training of the ranker: batches from event logs, cross-fitted item vectors, ranking quality."""

@@ -1,4 +1,4 @@
-"""Training of the ranker: binary cross-entropy per task over candidates under shared roots."""
+"""Training of the ranker: binary cross-entropy per task for the candidates of each root."""
 
 from __future__ import annotations
 
@@ -43,11 +43,27 @@ HELD_BACK = {"valid": 2, "test": 1}
 
 @dataclass(frozen=True)
 class RankerRecipe:
-    """Sizes and draws of a training; the defaults are the best found for minutes on a CPU.
+    """Sizes of the ranker and settings of its training.
 
-    long_items, recent_items, block: windows of a root. positives: events of a root that become
-    candidates; negatives: sampled items beside each. batch_roots: roots per step.
-    validation_users: at most so many, drawn once. ignored: dense columns that are not used.
+    The defaults are the best found for training runs of minutes on a CPU.
+
+    Attributes:
+        hidden_size: Size of the hidden states.
+        num_layers: Number of layers.
+        num_heads: Number of attention heads.
+        dropout: Dropout of the network.
+        id_dropout: Dropout of item id embeddings.
+        normalizer: Divisor of the SiLU attention's sums.
+        long_items: Maximum number of long-term events in a root.
+        recent_items: Maximum number of recent events in a root.
+        block: Step, in events, by which the window of recent events moves.
+        negatives: Sampled items per positive.
+        positives: Maximum number of a root's events that become candidates.
+        batch_roots: Roots per step.
+        validation_users: Maximum number of validation users, drawn once.
+        validation_popular_share: Share of validation negatives that is drawn by popularity.
+        ignored: Names of dense columns that are not used.
+        schedule: Learning rate, averaging and stopping.
     """
 
     hidden_size: int = 64
@@ -71,7 +87,7 @@ class RankerRecipe:
 
 
 class RankerTrainee:
-    """A ranker, its batches and its validation, as the loop sees them."""
+    """A ranker with its batches and its validation, for the training loop."""
 
     selection = "click_gauc"
 
@@ -88,11 +104,11 @@ class RankerTrainee:
         self.log, self.users, self.popular_share = log, users, popular_share
 
     def plan(self, epoch: int) -> Sequence[BatchPlan]:
-        """One entry per batch of the epoch."""
+        """Returns one plan per batch of the epoch."""
         return self.data.plan(epoch)
 
     def loss(self, batch: BatchPlan) -> StepLoss:
-        """Mean binary cross-entropy per candidate, summed over the tasks."""
+        """Returns the mean binary cross-entropy per candidate, summed over the tasks."""
         ranker, device = self.ranker, self.ranker.group_embedding.weight.device
         made = self.data.batch(batch).to(device)
         assert made.inputs.groups is not None
@@ -104,7 +120,7 @@ class RankerTrainee:
         return StepLoss(each.sum(), parts, made.candidates.shape[0])
 
     def validate(self) -> dict[str, float]:
-        """AUC and GAUC per task on the users' validation events."""
+        """Returns AUC and GAUC per task on the validation events of the users."""
         quality = ranking_quality(
             self.ranker,
             self.data.tables,
@@ -121,9 +137,21 @@ def train_ranker(
     recipe: RankerRecipe | None = None,
     console: Console | None = None,
 ) -> TrainReport:
-    """Train on the bundle's events (leave-one-out) and put the best ranker into it.
+    """Trains a ranker on the bundle's events and records the best one in the bundle.
 
-    Raises ValueError if no user has three events, or a checkpoint to resume is of another recipe.
+    The last two events of each user are held out.
+
+    Args:
+        bundle: The bundle with catalogue and events.
+        options: Options of the run.
+        recipe: Sizes and settings; None means the defaults.
+        console: Where progress is printed; None means standard error.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ValueError: If no user has three events, or if the checkpoint to resume has another recipe.
     """
     recipe = recipe or RankerRecipe()
     catalog, log = bundle.catalog(), bundle.events()
@@ -180,14 +208,14 @@ def fit_ranker(
     recipe: RankerRecipe,
     console: Console | None = None,
 ) -> TrainReport:
-    """Trains on all but the last two events of each user.
+    """Trains a ranker on all but the last two events of each user.
 
     Args:
         source: Events, items and vectors.
         directory: Folder that receives the ranker and its tables.
         options: Options of the run.
-        recipe: Sizes of the model and of its training.
-        console: Where progress is printed; default: standard error.
+        recipe: Sizes of the model and settings of its training.
+        console: Where progress is printed; None means standard error.
 
     Returns:
         The report of the run.
@@ -219,7 +247,7 @@ def fit_ranker(
     trainee = RankerTrainee(model, data, log, chosen, recipe.validation_popular_share)
     console = console or Console(stderr=True)
     console.print(f"conversion: {conversion_words(tables.settings)}")
-    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     save_ranker(model, directory)
     tables.save(directory)
     return report
@@ -228,7 +256,7 @@ def fit_ranker(
 def make_ranker(
     tables: RankingTables, vectors: np.ndarray, recipe: RankerRecipe, seed: int
 ) -> Ranker:
-    """An untrained ranker for these tables, item vectors [I, F] bound."""
+    """Returns an untrained ranker for these tables, with item vectors [I, F] bound."""
     torch.manual_seed(seed)
     settings = tables.settings
     model = Ranker(
@@ -252,14 +280,23 @@ def make_ranker(
 
 
 def fit_dense_columns(model: Ranker, data: RankingData, ignored: Sequence[str] = ()) -> None:
-    """Standardise each dense column over the rows of its own token group, on a few batches.
+    """Fits the standardisation of the dense columns on the first STATISTICS_BATCHES batches.
 
-    ignored: names of columns that become zero. Raises ValueError for a name that is not there.
+    Each column is standardised over the rows of the token group that uses it.
+
+    Args:
+        model: Receives mean and deviation of each column.
+        data: Training data.
+        ignored: Names of columns that become zero.
+
+    Raises:
+        ValueError: If an ignored column does not exist.
     """
     names = dense_names(data.tables.settings)
     unknown = set(ignored) - set(names)
     if unknown:
-        raise ValueError(f"unknown dense columns {sorted(unknown)}; there are {', '.join(names)}")
+        raise ValueError(f"unknown dense columns {sorted(unknown)}; known are {', '.join(names)}")
+    # Rows of the three token groups: profile, events and candidates.
     parts: tuple[list[Tensor], ...] = ([], [], [])
     for plan in data.plan(0)[:STATISTICS_BATCHES]:
         batch = data.batch(plan)
@@ -274,7 +311,7 @@ def fit_dense_columns(model: Ranker, data: RankingData, ignored: Sequence[str] =
     for columns, rows in zip((*ranges, slice(ranges[1].stop, None)), parts, strict=True):
         own = torch.cat(rows)[:, columns]
         mean[columns], deviation[columns] = own.mean(0), own.std(0, correction=0)
-    deviation[[name in ignored for name in names]] = math.inf
+    deviation[[name in ignored for name in names]] = math.inf  # x / inf is 0
     model.fit_dense(mean, deviation)
 
 
@@ -285,10 +322,17 @@ def evaluate_ranker(
     max_users: int | None = None,
     seed: int = 0,
 ) -> RankingQuality:
-    """AUC and GAUC of the bundle's ranker on the held-out events of a split.
+    """Returns AUC and GAUC of the bundle's ranker on the held-out events of a split.
 
-    max_users: a sample of so many users, None for all.
-    Raises ValueError for an unknown split or a bundle without a ranker.
+    Args:
+        bundle: A bundle with a ranker.
+        split: `valid` or `test`.
+        popular_share: Share of the negatives that is drawn by popularity.
+        max_users: Size of a sample of the users; None takes all.
+        seed: Seed of the sample and of the negatives.
+
+    Raises:
+        ValueError: If the split is unknown or the bundle has no ranker.
     """
     if split not in HELD_BACK:
         raise ValueError(f"split is {split!r}; choose one of {', '.join(HELD_BACK)}")

@@ -1,5 +1,4 @@
-"""A batch of the ranker: roots and their candidates padded into one rectangle, and who sees
-whom."""
+"""Padded batches of the ranker: roots, their candidates and the attention mask."""
 
 from __future__ import annotations
 
@@ -18,9 +17,11 @@ from recserve.models.ranker import node_inputs
 class RankingBatch:
     """B roots with their candidates, padded to N rows; candidates follow the root's padding.
 
-    inputs: columns [B, N]. limits [B, N]: how many rows each row sees, besides itself.
-    candidates [M]: places of the candidates in the flattened [B * N], root after root.
-    labels [M, 2]: click and conversion.
+    Attributes:
+        inputs: Columns [B, N].
+        limits: [B, N] number of leading rows that each row sees, besides itself.
+        candidates: [M] positions of the candidates in the flattened [B * N], root after root.
+        labels: [M, 2] click and conversion.
     """
 
     inputs: NodeInputs
@@ -29,13 +30,13 @@ class RankingBatch:
     labels: Tensor
 
     def mask(self) -> Tensor:
-        """[B, 1, N, N] bool, row sees column."""
+        """Returns the [B, 1, N, N] bool mask; True where the row sees the column."""
         index = torch.arange(self.limits.shape[1], device=self.limits.device)
         itself = index[:, None] == index[None, :]
         return ((index < self.limits[..., None]) | itself)[:, None]
 
     def to(self, device: torch.device | str) -> RankingBatch:
-        """The same batch on another device."""
+        """Returns the batch on another device."""
         moved = {k: v.to(device) for k, v in vars(self.inputs).items()}
         return RankingBatch(
             NodeInputs(**moved),
@@ -52,10 +53,19 @@ def pack(
     sizes: np.ndarray,
     labels: np.ndarray,
 ) -> RankingBatch:
-    """Pad B roots and their candidates. candidates: M rows, root after root; sizes [B] of each."""
+    """Pads B roots and their candidates into one batch.
+
+    Args:
+        roots: The B roots.
+        candidates: Columns of M candidates, root after root.
+        limits: [M] number of root rows that each candidate sees.
+        sizes: [B] number of candidates of each root.
+        labels: [M, 2] click and conversion.
+    """
     root_width, width = max(map(len, roots)), int(sizes.max())
     shape = (len(roots), root_width + width)
     owner = np.repeat(np.arange(sizes.size), sizes)
+    # Candidate c of a root goes to column root_width + c.
     place = root_width + np.arange(owner.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     columns = {}
     for name, values in candidates.arrays().items():

@@ -1,8 +1,8 @@
-"""Training and test data of the ranker: one root per user window, many candidates under it.
+"""Training and test data of the ranker: roots from user windows, with many candidates each.
 
-A training root holds a window of a user's history; each of up to `positives` events of its recent
-part is a candidate at its own exposure time, beside sampled items that the user never had. So one
-pass over a root pays for many labels, and no candidate sees itself or what came after it.
+A training root holds a window of a user's history. Up to `positives` events of its recent part
+become candidates, each at its own exposure time, with sampled items that the user never had. So one
+pass over a root serves many labels. No candidate sees itself or later events.
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ from recserve.features.vectors.text_encoder import unit
 from recserve.features.vectors.vectors import collaborative_vectors, join_vectors
 from recserve.training.ranker.ranking_batch import RankingBatch, pack
 
-NUM_FOLDS = 4  # of the users, each with item vectors that do not know its events
+NUM_FOLDS = 4  # folds of users; the item vectors of a fold are fitted without its events
 POPULAR_SHARE = 0.5
 POPULAR_POWER = 0.75
 
 
 @dataclass(frozen=True)
 class RootWindow:
-    """A training root: long events start .. split - 1, recent ones split .. stop - 1 of a user."""
+    """Events of a training root.
+
+    Attributes:
+        user: Number of the user.
+        start: First long-term event; the long-term events end before `split`.
+        split: First recent event; the recent events end before `stop`.
+        stop: One past the last event.
+    """
 
     user: int
     start: int
@@ -45,7 +52,13 @@ class RootWindow:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What a batch is made of: its roots, all of one fold of users, and the key of its draws."""
+    """Description of a batch.
+
+    Attributes:
+        windows: The roots, whose users are all in one fold.
+        fold: Number of that fold.
+        key: Seed of the batch's random draws.
+    """
 
     windows: list[RootWindow]
     fold: int
@@ -53,10 +66,10 @@ class BatchPlan:
 
 
 class RankingData:
-    """Training windows of an event log, and negatives for them.
+    """Training windows of an event log, with sampled negatives.
 
     Draws are keyed by (seed, epoch, batch), so a resumed run reads the same data. `fold_vectors`
-    holds the item vectors of each fold of users (see `cross_fitted_vectors`). When it is empty, all
+    holds the item vectors of each fold of users (see `cross_fitted_vectors`). If it is empty, all
     users get the vectors of the tables.
     """
 
@@ -76,7 +89,10 @@ class RankingData:
         self.folds = [replace(tables, vectors=unit_rows(v)) for v in fold_vectors] or [tables]
 
     def plan(self, epoch: int) -> list[BatchPlan]:
-        """All windows of all users once; where the windows are cut differs between epochs."""
+        """Returns the batches of an epoch, which cover each window of each user once.
+
+        The cuts between windows differ from epoch to epoch.
+        """
         noise = np.random.default_rng((self.seed, epoch))
         windows = list(self._windows(noise))
         sizes = np.array([w.stop - w.start for w in windows]) * noise.uniform(
@@ -108,7 +124,7 @@ class RankingData:
                     yield RootWindow(user, max(0, split - s.long_items), split, stop)
 
     def batch(self, plan: BatchPlan) -> RankingBatch:
-        """Roots, positives at their own exposure times, negatives and all their features."""
+        """Returns roots, positives at their own exposure times, negatives, and their features."""
         draw = np.random.default_rng(plan.key)
         roots, places, own = [], [], []
         for window in plan.windows:
@@ -134,7 +150,7 @@ class RankingData:
         user = UserSide.of(tables, contexts)
         cross = cross_features(tables, user, owners, rows.ravel(), own_values.ravel())
         settings = self.tables.settings
-        # The moment is left out for half of the contexts: a request need not name one.
+        # Half of the contexts train without a moment, because a request need not give one.
         moments = moment_features(settings, times, last, limits > 1)
         moments[draw.random(limits.size) < 0.5] = 0
         every_limit = np.repeat(limits, width)
@@ -148,7 +164,10 @@ class RankingData:
 
 
 class NegativeSampler:
-    """Items that a user never had: half of them uniform, half by popularity to the power 0.75."""
+    """Samples items that a user never had.
+
+    By default half of the items are drawn uniformly, and half by popularity to the power 0.75.
+    """
 
     def __init__(self, train: EventLog, tables: RankingTables) -> None:
         self.num_items = tables.num_items
@@ -163,8 +182,19 @@ class NegativeSampler:
         noise: np.random.Generator,
         popular_share: float = POPULAR_SHARE,
     ) -> np.ndarray:
-        """[n, count] int64 item rows. users [n]. What a user had is drawn again, at most four
-        times."""
+        """Draws negatives for some users.
+
+        An item that the user had is drawn again, at most four times.
+
+        Args:
+            users: [n] numbers of users.
+            count: Negatives per user.
+            noise: Source of randomness.
+            popular_share: Share of the negatives that is drawn by popularity.
+
+        Returns:
+            [n, count] int64 item rows.
+        """
         shape = (users.size, count)
         rows = self._propose(shape, noise, popular_share)
         for _ in range(4):
@@ -189,10 +219,10 @@ class HeldOut:
     """Which events are held out, and what each is ranked against.
 
     Attributes:
-        held_back: Place of the event from the end of a user's events (1: test, 2: validation).
-        seed: Of the sampled items.
-        negatives: Sampled items for each held event.
-        popular_share: Share of them that is drawn by popularity.
+        held_back: Position of the event from the end of a user's events (1: test, 2: validation).
+        seed: Seed of the sampled items.
+        negatives: Sampled items for each held-out event.
+        popular_share: Share of the sampled items that is drawn by popularity.
     """
 
     held_back: int
@@ -209,10 +239,18 @@ def held_batches(
     held: HeldOut,
     batch_roots: int = 32,
 ) -> Iterator[RankingBatch]:
-    """The event `held_back` from the end of each user against sampled items, columns as in serving.
+    """Yields batches that rank each user's held-out event against sampled items.
 
-    log: all events. users: numbers of users with more than `held_back` events. The held event comes
-    first among its candidates. With timestamps, the exposure time is that of the held event.
+    The columns are those of serving. The held-out event is the first of its candidates. With
+    timestamps, the exposure time is that of the held-out event.
+
+    Args:
+        log: All events.
+        tables: Features of items and users.
+        users: Numbers of users with more than `held.held_back` events.
+        sampler: Source of the negatives.
+        held: Which event is held out, and what it is ranked against.
+        batch_roots: Roots per batch.
     """
     held_back = held.held_back
     noise = np.random.default_rng((held.seed, held_back))
@@ -247,7 +285,7 @@ def held_batches(
 def _contexts(
     roots: list[RankingRoot], per_root: np.ndarray, times: np.ndarray
 ) -> tuple[np.ndarray, Contexts, np.ndarray]:
-    """Root limits [n], contexts and time of the last event seen [n], of n exposures in order."""
+    """Returns root limits [n], contexts, and last visible times [n] of n exposures in order."""
     limits, contexts, last = [], [], []
     for root, moments in zip(roots, np.split(times, np.cumsum(per_root)[:-1]), strict=True):
         recent = root.events.times[root.shared - 1 :]
@@ -261,12 +299,12 @@ def _contexts(
 def cross_fitted_vectors(
     vectors: np.ndarray, train: EventLog, collaborative_dim: int, weight: float, seed: int
 ) -> list[np.ndarray]:
-    """Returns item vectors for each fold of users that are fitted without those users.
+    """Returns item vectors for each fold of users, fitted without the events of those users.
 
     Collaborative vectors that are fitted on all training events are close to the positives that
     they help to predict. A similarity feature would then look better in training than it is.
-    Vectors fitted without a fold are as uninformed about it as they are about future events.
-    The features read only cosines, so each fit may have its own axes.
+    Vectors fitted without a fold know as little about it as about future events. The features read
+    only cosines, so each fit may have its own axes.
 
     Args:
         vectors: [I, F] item vectors. The last `collaborative_dim` columns are collaborative.

@@ -1,4 +1,4 @@
-"""How well a ranker ranks: each user's held-out event against sampled items, AUC and GAUC."""
+"""Ranking quality: AUC and GAUC of each user's held-out event among sampled items."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ BASELINES = {
 class RankingQuality:
     """AUC and GAUC of held-out events among sampled items.
 
-    negatives: sampled items per event, a popular_share of them drawn by popularity. metrics:
-    `click_auc`, `click_gauc` and so on; a user whose held-out event is no conversion has no
-    positive there. baselines: GAUC of clicks of one feature alone.
+    Attributes:
+        users: Number of users.
+        negatives: Sampled items per event.
+        popular_share: Share of the sampled items that is drawn by popularity.
+        metrics: AUC and GAUC by task, for example `click_auc` and `click_gauc`. A user whose
+            held-out event is not a conversion has no positive for the conversion task.
+        baselines: GAUC of clicks when a single feature gives the score.
     """
 
     users: int
@@ -41,12 +45,12 @@ class RankingQuality:
     baselines: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Returns the figures as a JSON-ready dictionary."""
         return asdict(self)
 
 
 def attend_within(model: Ranker, batch: RankingBatch) -> DenseSiluAttention:
-    """Attention of a padded batch under MTGR's mask."""
+    """Returns the attention of a padded batch under MTGR's mask."""
     return DenseSiluAttention(batch.mask(), model.config.normalizer)
 
 
@@ -91,7 +95,7 @@ def ranking_quality(
 def _score(
     model: Ranker, batches: Iterable[RankingBatch]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Labels [M, tasks], scores [M, tasks] and dense columns [M, F] of all candidates."""
+    """Returns labels [M, tasks], scores [M, tasks] and dense columns [M, F] of all candidates."""
     device = model.group_embedding.weight.device
     model.freeze_items()
     labels, scores, features = [], [], []
@@ -107,7 +111,7 @@ def _score(
 
 
 def conversion_words(settings: RankingSettings) -> str:
-    """What counts as a conversion in this data, for reports."""
+    """Returns a phrase for reports that says which events count as conversions."""
     if settings.conversion_types:
         return f"events of type {', '.join(settings.conversion_types)}"
     if settings.conversion_value is not None:

@@ -1,4 +1,4 @@
-"""A bundle's recommender that stays as it is while heads are trained on top of it."""
+"""A bundle's recommender with frozen weights, on which heads are trained."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from recserve.training.evaluation.cases import Cases, leave_one_out_cases
 
 @dataclass(frozen=True)
 class FrozenRecommender:
-    """model: without gradients, on the device of the trie. codes [I, L] of the catalogue. events:
-    the training part of the log; cases: the validation part.
+    """A frozen recommender with its catalogue and its data.
+
+    Attributes:
+        model: The recommender without gradients, on the device of the trie.
+        trie: Trie of the semantic ids.
+        codes: [I, L] semantic ids of the catalogue.
+        events: Training part of the event log.
+        cases: Validation part of the event log.
     """
 
     model: Recommender
@@ -29,9 +35,15 @@ class FrozenRecommender:
 
     @staticmethod
     def open(bundle: Bundle, device: torch.device) -> FrozenRecommender:
-        """Raises BundleError if no recommender was trained."""
+        """Loads the bundle's recommender.
+
+        Raises:
+            BundleError: If the bundle has no recommender.
+        """
         if not bundle.has("recommender"):
-            raise BundleError(f"{bundle.root}: no recommender was trained; a head stands on one")
+            raise BundleError(
+                f"{bundle.root}: no recommender was trained; run `recserve train recommender` first"
+            )
         catalog, events = bundle.catalog(), bundle.events()
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
         model = load_recommender(

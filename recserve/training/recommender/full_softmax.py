@@ -1,8 +1,7 @@
-"""Cross-entropy over the whole catalogue without ever holding the whole matrix of logits.
+"""Cross-entropy over the whole catalogue, without the whole matrix of logits in memory.
 
-Loss and gradients are computed together, a chunk of rows at a time: a chunk of logits stays in the
-cache of the processor and its memory is used again, which on a CPU is worth more than the
-arithmetic it saves.
+Loss and gradients are computed together, one chunk of rows at a time. A chunk of logits stays in
+the processor's cache and its memory is reused. On a CPU this gains more than the saved arithmetic.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ class _FullSoftmaxLoss(torch.autograd.Function):
         items_grad = torch.zeros_like(items, dtype=torch.float32)
         with torch.autocast(query.device.type, enabled=False):
             query, items = query.to(low), items.to(low)
+            # Chunk c leaves out the pairs hidden[bounds[c] : bounds[c + 1]].
             bounds = torch.searchsorted(
                 hidden[:, 0].contiguous(), torch.arange(0, query.shape[0] + chunk, chunk).to(hidden)
             ).tolist()
@@ -37,6 +37,7 @@ class _FullSoftmaxLoss(torch.autograd.Function):
                 target = targets[start : start + chunk]
                 norm = logits.logsumexp(-1)
                 total += (norm - logits[index, target]).sum()
+                # The gradient of cross-entropy is softmax(logits) minus the one-hot target.
                 gradient = logits.sub_(norm[:, None]).exp_()
                 gradient[index, target] -= 1
                 gradient = gradient.to(low)
@@ -54,10 +55,20 @@ class _FullSoftmaxLoss(torch.autograd.Function):
 def full_softmax_loss(
     query: Tensor, items: Tensor, targets: Tensor, hidden: Tensor, chunk: int = 128
 ) -> Tensor:
-    """Summed cross-entropy of `softmax(query @ items.T)`, in bf16 products under autocast.
+    """Returns the summed cross-entropy of `softmax(query @ items.T)`.
 
-    query: [q, E]. items: [I, E]. targets: [q] item rows. hidden: [x, 2] pairs (row of query, item
-    row) taken out of the softmax, sorted by the first; never a target. Returns a scalar, float32.
+    Matrix products are in bfloat16 under autocast.
+
+    Args:
+        query: [q, E] query vectors.
+        items: [I, E] item vectors.
+        targets: [q] item rows.
+        hidden: [x, 2] pairs (row of `query`, item row) that are left out of the softmax. They are
+            sorted by the first number and never contain a target.
+        chunk: Rows of `query` that are computed at once.
+
+    Returns:
+        A float32 scalar.
     """
     apply: Callable[..., Tensor] = _FullSoftmaxLoss.apply
     return apply(query, items, targets, hidden, chunk)

@@ -1,10 +1,10 @@
-"""What came after each point of each history: training data of the dense retriever.
+"""Training data of the dense retriever: the events that follow each point of each history.
 
     history   a  b  c  d  e        state after b, horizon 3: c, d, e
     outcome      v  p  v  v        groups: (v, 1 ahead) {c}, (v, 2 to 3 ahead) {d, e}
 
-A group holds the items of one state, outcome and time offset; they share one query vector, and the
-windowed relaxation asks it to find the easiest of them.
+A group holds the items of one state, outcome and time offset. They share one query vector. The
+windowed relaxation trains this vector to find the nearest item of its group.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ GAP_QUANTILES = (0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class FutureBatch:
-    """B histories padded to N tokens, their s states and what followed them.
+    """B histories padded to N tokens, with s states and the events that follow them.
 
-    tokens [B, N]. state_nodes [s]: index into the flattened [B * N]. futures [s, S]: item rows of
-    the next S events, -1 where there is none. group_states, outcomes, offsets [g]: each group's
-    state, outcome and time offset. target_groups, target_rows [m]: the items of the groups.
+    Attributes:
+        tokens: [B, N] tokens of the histories.
+        state_nodes: [s] index of each state in the flattened [B * N].
+        futures: [s, S] item rows of the next S events, -1 after the end of the history.
+        group_states: [g] state of each group.
+        outcomes: [g] outcome of each group.
+        offsets: [g] time offset of each group.
+        target_groups: [m] group of each target item.
+        target_rows: [m] item row of each target item.
     """
 
     tokens: Tensor
@@ -46,16 +52,18 @@ class FutureBatch:
     target_rows: Tensor
 
     def to(self, device: torch.device | str) -> FutureBatch:
-        """The same batch on another device."""
+        """Returns the batch on another device."""
         return FutureBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
 
 
 class Futures:
-    """All training histories; batches are cut from them by number.
+    """All training histories, cut into batches by number.
 
-    unit: `seconds` where events have timestamps, else `events`. bounds [K]: lower end of each time
-    offset in that unit. next_shares, window_shares [K]: how often the next event, and an event of
-    the window, lies in each.
+    Attributes:
+        unit: `seconds` if events have timestamps, `events` otherwise.
+        bounds: [K] lower end of each time offset, in `unit`.
+        next_shares: [K] share of next events in each time offset.
+        window_shares: [K] share of all window events in each time offset.
     """
 
     def __init__(
@@ -65,13 +73,23 @@ class Futures:
         config: RecommenderConfig,
         horizon: int,
     ) -> None:
-        """codes [I, L]. horizon: S, events of a window. Raises ValueError if no user has two."""
+        """Cuts the histories into pieces and measures the time offsets.
+
+        Args:
+            events: Training events.
+            codes: [I, L] semantic ids of the items.
+            config: Configuration of the recommender that reads the histories.
+            horizon: Number S of events in a window.
+
+        Raises:
+            ValueError: If no user has two events.
+        """
         self.events, self.codes, self.config, self.horizon = events, codes, config, horizon
         starts = windows(events.offsets.astype(np.int64), config.max_history_items + 1)
-        kept = np.diff(starts) > 1
-        if not kept.any():
-            raise ValueError("no user has two training events, so nothing follows anything")
-        self.starts, self.ends = starts[:-1][kept], starts[1:][kept]
+        long_enough = np.diff(starts) > 1
+        if not long_enough.any():
+            raise ValueError("no user has two training events, so there is no later event to learn")
+        self.starts, self.ends = starts[:-1][long_enough], starts[1:][long_enough]
         self.unit: Literal["seconds", "events"] = "seconds" if events.has_timestamps else "events"
         ahead = self._ahead(np.arange(len(self.starts)))
         gaps = self._gaps(ahead)
@@ -84,15 +102,15 @@ class Futures:
 
     @property
     def num_states(self) -> int:
-        """States of one epoch."""
+        """Number of states in one epoch."""
         return int((self.ends - self.starts - 1).sum())
 
     def epoch(self, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
-        """Numbers of the histories of each batch, of at most max_nodes padded tokens."""
+        """Returns the history numbers of each batch, with at most `max_nodes` padded tokens."""
         return bucketed(self.ends - self.starts, seed, epoch, max_nodes)
 
     def batch(self, pieces: Ints) -> FutureBatch:
-        """The histories of these numbers, padded to the longest of them."""
+        """Returns the histories with these numbers, padded to the longest of them."""
         config, rows = self.config, self.events.item_rows.astype(np.int64)
         roots = [
             torch.from_numpy(
@@ -108,6 +126,7 @@ class Futures:
         futures = np.full((nodes.size, self.horizon), -1, dtype=np.int64)
         futures[ahead.states, ahead.steps] = targets
         num_outcomes, num_offsets = len(self.events.type_names), len(self.bounds)
+        # A group's key is one mixed-radix number: state, outcome, offset.
         key = ahead.states * num_outcomes + self.events.types[ahead.targets]
         key = key * num_offsets + self._offsets(self._gaps(ahead))
         groups, target_groups = np.unique(key, return_inverse=True)
@@ -126,7 +145,7 @@ class Futures:
         return _Ahead(piece, places, states, steps, events[states], ahead[states, steps])
 
     def _gaps(self, ahead: _Ahead) -> NDArray[np.float64]:
-        """[m] from the last event of the state to the target, in `unit`."""
+        """Returns [m] distances from the last event of the state to the target, in `unit`."""
         if self.unit == "events":
             return (ahead.steps + 1).astype(np.float64)
         times = self.events.times
@@ -139,10 +158,15 @@ class Futures:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Pairs of a state and a later event.
+    """Pairs of a state and a later event within the horizon.
 
-    pieces, places [s]: each state's history and the place of its last event there. states [m]: of
-    each pair; steps [m]: 0 for the next event. last, targets [m]: event numbers.
+    Attributes:
+        pieces: [s] history of each state.
+        places: [s] position in that history of the state's last event.
+        states: [m] state of each pair.
+        steps: [m] position of the later event after the state; 0 is the next event.
+        last: [m] event number of the state's last event.
+        targets: [m] event number of the later event.
     """
 
     pieces: Ints

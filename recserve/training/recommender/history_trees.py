@@ -1,17 +1,16 @@
-"""Training data of a recommender: every user's history as one token tree, so that one pass trains
-all of it.
+"""Training data of a recommender: each user's history as one token tree.
 
-`items` form, history a b c: the trunk carries the items, and under each position hang the first
-codes of the item that came next; the node of code l predicts code l + 1, the trunk node predicts
-code 0.
+One forward pass trains all positions of a history. In `items` form with history a b c, the trunk
+holds the items. Below each position hang the first codes of the next item. The node of code l
+predicts code l + 1, and the trunk node predicts code 0.
 
     BOS -+- a0 -- a1
          `- a -+- b0 -- b1
                `- b -+- c0 -- c1        (c itself is only a target)
 
-A branch stops at the last code that the trie leaves open, since later codes cost nothing. In
-`codes` form the codes are the trunk, and the tree is a chain. A model of level heads alone has
-a trunk without branches.
+A branch ends at the last code that the trie leaves open, since later codes have no loss. In `codes`
+form the codes are the trunk, and the tree is a chain. A model of level heads alone has a trunk
+without branches.
 """
 
 from __future__ import annotations
@@ -32,14 +31,24 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HistoryBatch:
-    """B trees padded to N nodes, and what is to be predicted at which node.
+    """B trees padded to N nodes, with the prediction targets of their nodes.
 
-    tokens, positions, ends [B, N]: ends relative to the tree; a padding node sees only itself.
-    target_nodes [m]: index into the flattened [B * N]; target_rows, target_levels, target_steps
-    [m]: the item row, the level of it that is predicted and the number of items before it in the
-    history; grouped by level. trunk_nodes, trunk_rows, trunk_steps [q]: the same, once per
-    predicted item, at the node whose state stands for the history before it. histories [B, S]: item
-    rows in order, -1 where padded.
+    Targets are grouped by level.
+
+    Attributes:
+        tokens: [B, N] token ids.
+        positions: [B, N] positions.
+        ends: [B, N] one past the last node of each subtree, relative to the tree. A padding node
+            sees only itself.
+        target_nodes: [m] node of each target, as an index into the flattened [B * N].
+        target_rows: [m] item row of each target.
+        target_levels: [m] level of that item that is predicted.
+        target_steps: [m] number of earlier items in the history.
+        trunk_nodes: [q] for each predicted item, the node whose state represents the history before
+            it.
+        trunk_rows: [q] item row of each predicted item.
+        trunk_steps: [q] number of earlier items in the history.
+        histories: [B, S] item rows in order, -1 where padded.
     """
 
     tokens: Tensor
@@ -55,18 +64,18 @@ class HistoryBatch:
     histories: Tensor
 
     def to(self, device: torch.device | str) -> HistoryBatch:
-        """The same batch on another device."""
+        """Returns the batch on another device."""
         return HistoryBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def mask(self) -> Tensor:
-        """[B, 1, N, N] bool, row sees column: `j <= i < ends[j]`."""
+        """Returns the [B, 1, N, N] bool mask; row i sees column j where `j <= i < ends[j]`."""
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         below = index[None, :] <= index[:, None]
         return (below & (index[None, :, None] < self.ends[:, None, :]))[:, None]
 
 
 class HistoryTrees:
-    """All training histories as trees, flat in memory; batches are cut from it by tree number."""
+    """All training histories as trees in flat arrays, cut into batches by tree number."""
 
     def __init__(
         self,
@@ -76,15 +85,24 @@ class HistoryTrees:
         trie: Trie,
         config: RecommenderConfig,
     ) -> None:
-        """Lay out the trees.
+        """Lays out the trees.
 
-        offsets [U+1], item_rows [n]: histories in CSR form, oldest first. codes [I, L].
-        A history longer than config.max_history_items is cut into consecutive ones, so that each
-        event is a target exactly once. Raises ValueError if there is no event.
+        A history longer than `config.max_history_items` is cut into consecutive ones, so that each
+        event is a target exactly once.
+
+        Args:
+            offsets: [U+1] start of each user's history in `item_rows`.
+            item_rows: [n] item rows of all histories, oldest first.
+            codes: [I, L] semantic ids of the items.
+            trie: Trie of the semantic ids.
+            config: Configuration of the recommender.
+
+        Raises:
+            ValueError: If there is no event.
         """
         if item_rows.shape[0] == 0:
             raise ValueError(
-                "there is no event to train on; leave-one-out keeps the last two apart"
+                "there is no event to train on; leave-one-out holds out the last two of each user"
             )
         starts = windows(offsets, config.max_history_items + 1)
         rows = item_rows.astype(np.int64)
@@ -92,7 +110,7 @@ class HistoryTrees:
         levels = config.num_levels
         tokens = codes.astype(np.int64) + np.asarray(config.level_offsets)
         open_levels = _open_levels(trie, config)
-        before = np.where(step_of > 0, np.roll(rows, 1), 0)
+        before = np.where(step_of > 0, np.roll(rows, 1), 0)  # the previous item of the history
         flat = config.input == "codes"
         if flat:
             branch = np.full(rows.shape[0], levels - 1)
@@ -101,6 +119,8 @@ class HistoryTrees:
             depths = np.where(open_levels, np.arange(levels), 0).max(1)
             branch = depths[rows]
             trunk = np.where(step_of > 0, config.num_code_tokens + before, BOS)
+        # Step s owns the nodes node_starts[s] .. node_starts[s + 1] - 1: one trunk node, then its
+        # branch. `inner` is a node's position in its step; 0 is the trunk node.
         node_starts = np.concatenate([[0], np.cumsum(1 + branch)])
         step = np.repeat(np.arange(rows.shape[0]), 1 + branch)
         inner = np.arange(node_starts[-1]) - node_starts[step]
@@ -125,11 +145,11 @@ class HistoryTrees:
 
     @property
     def num_events(self) -> int:
-        """Predicted items of one epoch."""
+        """Number of predicted items in one epoch."""
         return len(self.rows)
 
     def batch(self, trees: Ints) -> HistoryBatch:
-        """The trees of these numbers, padded to the largest of them."""
+        """Returns the trees with these numbers, padded to the largest of them."""
         sizes = np.diff(self.tree_starts)[trees]
         width = int(sizes.max())
         column = np.arange(width)
@@ -159,18 +179,22 @@ class HistoryTrees:
         return HistoryBatch(*(torch.from_numpy(array) for array in arrays))
 
     def epoch(self, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
-        """Tree numbers of each batch: trees of like size together, at most max_nodes padded nodes
-        in a batch.
+        """Returns the tree numbers of each batch.
 
-        The order depends on (seed, epoch) and nothing else.
+        A batch holds trees of similar size and at most `max_nodes` padded nodes. The order depends
+        only on (seed, epoch).
         """
         return bucketed(np.diff(self.tree_starts), seed, epoch, max_nodes)
 
 
 def bucketed(sizes: Ints, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
-    """Numbers of each batch: like sizes together, at most max_nodes of padded size in a batch.
+    """Returns the numbers of each batch, with similar sizes together.
 
-    The order depends on (seed, epoch) and nothing else.
+    Args:
+        sizes: [n] size of each element.
+        seed: Seed of the order.
+        epoch: Number of the epoch; the order depends only on (seed, epoch).
+        max_nodes: Maximum padded size of a batch, which is its count times its largest size.
     """
     noise = np.random.default_rng((seed, epoch))
     order = np.argsort(sizes * noise.uniform(0.9, 1.1, sizes.shape[0]), kind="stable")
@@ -178,7 +202,12 @@ def bucketed(sizes: Ints, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
 
 
 def windows(offsets: Ints, size: int) -> Ints:
-    """Offsets of histories cut into pieces of at most `size` events. offsets: [U+1]."""
+    """Returns the offsets of histories after cutting them into pieces of at most `size` events.
+
+    Args:
+        offsets: [U+1] start of each history.
+        size: Maximum number of events in a piece.
+    """
     counts = np.diff(offsets)
     pieces = -(-counts // size)
     first = np.repeat(offsets[:-1], pieces)
@@ -188,8 +217,11 @@ def windows(offsets: Ints, size: int) -> Ints:
 
 
 def _open_levels(trie: Trie, config: RecommenderConfig) -> NDArray[np.bool_]:
-    """[I, L] whether a level of an item costs anything: with `children`, where the prefix has
-    several; nowhere for a model that does not write one code after another."""
+    """Returns [I, L] bool: True where a level of an item has a loss.
+
+    With `children`, these are the levels whose prefix has several children. A model that is not
+    autoregressive has none.
+    """
     if not config.autoregressive:
         return np.zeros((trie.num_items, config.num_levels), dtype=np.bool_)
     if config.normalization == "vocabulary":
@@ -201,7 +233,7 @@ def _open_levels(trie: Trie, config: RecommenderConfig) -> NDArray[np.bool_]:
 
 
 def _ranges(starts: Ints, counts: Ints) -> Ints:
-    """starts[0] .. starts[0] + counts[0] - 1, starts[1] .. and so on."""
+    """Returns the integers of all ranges `starts[i] .. starts[i] + counts[i] - 1`, concatenated."""
     shift = np.repeat(starts - (np.cumsum(counts) - counts), counts)
     ranges: Ints = shift + np.arange(shift.shape[0])
     return ranges
@@ -218,6 +250,6 @@ def _cut(order: Ints, sizes: Ints, max_nodes: int) -> Iterator[Ints]:
 
 
 def _shuffled(batches: Iterator[Ints], noise: np.random.Generator) -> Iterator[Ints]:
-    kept = list(batches)
-    for index in noise.permutation(len(kept)):
-        yield kept[index]
+    collected = list(batches)
+    for index in noise.permutation(len(collected)):
+        yield collected[index]

@@ -1,8 +1,8 @@
-"""What a recommender is trained for: its levels, its dense head and its level heads.
+"""Losses of a recommender: its levels, its dense head and its level heads.
 
-Every loss is the mean over predicted items; that of the levels sums over an item's levels, so it is
-the negative log-probability of the item that the server reports as a score. A model that is not
-autoregressive has no such loss: its level heads are its trunk's own, and their loss is the mean
+Every loss is the mean over predicted items. The loss of the levels sums over an item's levels. It
+is the negative log-probability of the item, which the server reports as its score. A model that is
+not autoregressive lacks this loss. It trains its trunk on its level heads instead, with the mean
 over the levels (RPG, KDD 2025, section 3.2).
 """
 
@@ -26,11 +26,16 @@ MASKED = -1e9
 
 @dataclass(frozen=True)
 class Objective:
-    """Weights of the parts.
+    """Weights and settings of the losses.
 
-    mask_seen: items of the history (and prefixes that lead to nothing else) are taken out of the
-    softmax, which is how a server that filters them reads the model. dense_weight, heads_weight: 0
-    leaves that part out.
+    Attributes:
+        label_smoothing: Share of the target probability that is spread over all valid codes.
+        mask_seen: True leaves items of the history, and prefixes that lead only to them, out of the
+            softmax. This matches a server that filters them.
+        dense_weight: Weight of the dense head's loss; 0 leaves it out.
+        heads_weight: Weight of the level heads' loss; 0 leaves it out.
+        item_dropout: Probability that an item token of a history is hidden in training.
+        dense_negatives: Sampled items of the dense loss in a large catalogue.
     """
 
     label_smoothing: float = 0.0
@@ -43,7 +48,12 @@ class Objective:
 
 @dataclass(frozen=True)
 class Losses:
-    """total is what is minimised; the parts are detached means per predicted item."""
+    """Losses of one batch.
+
+    Attributes:
+        total: Scalar that is minimised.
+        parts: Detached means per predicted item, by name.
+    """
 
     total: Tensor
     parts: dict[str, Tensor]
@@ -52,8 +62,15 @@ class Losses:
 def tree_losses(
     model: Recommender, trie: Trie, paths: Tensor, batch: HistoryBatch, objective: Objective
 ) -> Losses:
-    """One pass over the trees of a batch, and every loss that hangs on it. paths: of
-    `node_paths`."""
+    """Runs the model once over a batch of trees and returns all losses.
+
+    Args:
+        model: The recommender.
+        trie: Trie of the semantic ids.
+        paths: [I, L + 1] trie nodes of each item, from `node_paths`.
+        batch: Trees with their targets.
+        objective: Weights and settings of the losses.
+    """
     tokens = batch.tokens
     if objective.item_dropout and model.training:
         hide = torch.rand(tokens.shape, device=tokens.device) < objective.item_dropout
@@ -86,8 +103,16 @@ def level_loss(
     hidden: Tensor,
     objective: Objective,
 ) -> Tensor:
-    """Summed negative log-likelihood of all targets. hidden [B * N, E], paths [I, L + 1] nodes of
-    each item."""
+    """Returns the summed negative log-likelihood of all targets.
+
+    Args:
+        model: The recommender.
+        trie: Trie of the semantic ids.
+        paths: [I, L + 1] trie nodes of each item.
+        batch: Trees with their targets.
+        hidden: [B * N, E] states of all nodes.
+        objective: Settings of the loss.
+    """
     total = hidden.new_zeros((), dtype=torch.float32)
     counts = torch.bincount(batch.target_levels, minlength=model.config.num_levels).tolist()
     start = 0
@@ -120,7 +145,16 @@ def level_loss(
 def dense_loss(
     model: Recommender, batch: HistoryBatch, trunk: Tensor, objective: Objective
 ) -> Tensor:
-    """Summed negative log-likelihood of the next items over all bound items. trunk: [q, E]."""
+    """Returns the summed negative log-likelihood of the next items over all bound items.
+
+    In a catalogue of more than 4 * `dense_negatives` items, the softmax is estimated from a sample.
+
+    Args:
+        model: The recommender.
+        batch: Trees with their targets.
+        trunk: [q, E] states of the predicted items' trunk nodes.
+        objective: Settings of the loss.
+    """
     seen = batch.histories[_tree_of(batch, batch.trunk_nodes)]
     index = torch.arange(seen.shape[1], device=seen.device)
     before = (index < batch.trunk_steps[:, None]) & (seen != batch.trunk_rows[:, None])
@@ -138,12 +172,18 @@ def dense_loss(
 def sampled_softmax_loss(
     model: Recommender, query: Tensor, targets: Tensor, hidden: Tensor, objective: Objective
 ) -> Tensor:
-    """Estimate of the summed cross-entropy over all items, from items drawn evenly with
-    replacement.
+    """Estimates the summed cross-entropy over all items from uniform draws with replacement.
 
-    query: [q, E]. targets: [q]. hidden: [x, 2] pairs (row of query, item row) that are no
-    negatives. Each drawn item stands for I / drawn of them. Source: Bengio and Senecal 2008,
-    uniform proposal.
+    Each drawn item represents I / drawn items.
+
+    Args:
+        model: The recommender.
+        query: [q, E] query vectors.
+        targets: [q] item rows.
+        hidden: [x, 2] pairs (row of `query`, item row) that must not be negatives.
+        objective: Gives the number of draws.
+
+    Source: Bengio and Senecal 2008, uniform proposal.
     """
     items, drawn = model.num_bound_items, objective.dense_negatives
     sample = torch.randint(items, (drawn,), device=query.device).sort().values
@@ -159,12 +199,20 @@ def sampled_softmax_loss(
 
 
 def hits(sample: Tensor, which: Tensor, rows: Tensor, num_queries: int) -> Tensor:
-    """[num_queries, n] bool: where a query meets an item that is no negative of it.
+    """Returns where a query meets an item that must not be its negative.
 
-    sample: [n] item rows, ascending, repeats allowed. which, rows [x]: pairs of query and item row.
+    Args:
+        sample: [n] item rows, ascending, repeats allowed.
+        which: [x] query of each pair.
+        rows: [x] item row of each pair.
+        num_queries: Number of queries.
+
+    Returns:
+        [num_queries, n] bool.
     """
     first = torch.searchsorted(sample, rows)
     count = torch.searchsorted(sample, rows, right=True) - first
+    # A pair marks the `count` equal entries of the ascending sample that begin at `first`.
     pair = torch.repeat_interleave(count)
     inside = torch.arange(len(pair)).to(pair) - (count.cumsum(0) - count)[pair]
     found = torch.zeros(num_queries, sample.shape[0], dtype=torch.bool, device=sample.device)
@@ -173,7 +221,15 @@ def hits(sample: Tensor, which: Tensor, rows: Tensor, num_queries: int) -> Tenso
 
 
 def heads_loss(model: Recommender, batch: HistoryBatch, trunk: Tensor) -> Tensor:
-    """Summed over all levels, each predicted from the state of the history alone. trunk: [q, E]."""
+    """Returns the level heads' cross-entropy, summed over all levels and items.
+
+    Each level is predicted only from the state of the history.
+
+    Args:
+        model: The recommender.
+        batch: Trees with their targets.
+        trunk: [q, E] states of the predicted items' trunk nodes.
+    """
     total = trunk.new_zeros((), dtype=torch.float32)
     offsets = model.config.level_offsets
     for level, offset in enumerate(offsets):
@@ -184,7 +240,7 @@ def heads_loss(model: Recommender, batch: HistoryBatch, trunk: Tensor) -> Tensor
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float) -> Tensor:
-    """Cross-entropy over the valid columns, the smoothed part spread over those alone."""
+    """Returns the summed cross-entropy over the valid columns; smoothing also covers only those."""
     log_p = logits.masked_fill(~valid, MASKED).log_softmax(-1)
     loss = -log_p.gather(1, targets[:, None]).sum()
     if smoothing:
@@ -196,10 +252,11 @@ def _cross_entropy(logits: Tensor, targets: Tensor, valid: Tensor, smoothing: fl
 def _seen_children(
     trie: Trie, paths: Tensor, batch: HistoryBatch, targets: slice, level: int, width: int
 ) -> Tensor:
-    """[m, width] children under which the history holds every item."""
+    """Returns the [m, width] children whose items are all in the history."""
     known = batch.histories >= 0
     seen = paths[batch.histories.clamp(min=0)]
     child, parent = seen[..., level + 1], seen[..., level]
+    # A child is complete once the history has as many items below it as the child has leaves.
     same = (child[:, :, None] == child[:, None, :]) & known[:, None, :]
     earlier = same.tril().sum(-1)
     size = trie.last_leaf[child] - trie.first_leaf[child]
@@ -221,7 +278,7 @@ def _tree_of(batch: HistoryBatch, nodes: Tensor) -> Tensor:
 
 
 def node_paths(trie: Trie) -> Tensor:
-    """[I, L + 1] trie node of each prefix of each item, the empty one first."""
+    """Returns the [I, L + 1] trie node of each prefix of each item, from the empty prefix on."""
     rows = torch.arange(trie.num_items, device=trie.device)
     nodes = trie.nodes_of_items(rows).long()
     return torch.cat([torch.zeros_like(nodes[:, :1]), nodes], dim=1)

@@ -1,5 +1,4 @@
-"""Training a recommender on a bundle: recipes, the trainee of the loop, and what the bundle
-keeps."""
+"""Training of a recommender: recipes, the trainee and the bundle's section."""
 
 from __future__ import annotations
 
@@ -31,12 +30,31 @@ from recserve.training.schedule import Schedule
 
 @dataclass(frozen=True)
 class RecommenderRecipe:
-    """What a recommender is trained with.
+    """Sizes of a recommender and settings of its training.
 
-    max_nodes: padded nodes of a batch, fewer where an epoch would have under 32 of them.
-    rerank_weight: of the dense head when finished beams are ranked, kept in the bundle as the
-    server's default. validation_users, validation_width: validation between epochs is on that many
-    users with that beam. autoregressive, level_temperature: as in RecommenderConfig.
+    Attributes:
+        input: Input form, `items` or `codes`.
+        normalization: Codes of a level's softmax: `children` or `vocabulary`.
+        hidden_size: Size of the hidden states.
+        num_layers: Number of layers.
+        num_heads: Number of attention heads.
+        intermediate_size: Size of the feed-forward layers.
+        dropout: Dropout of the decoder.
+        rope_theta: Base of the rotary embedding.
+        tied: As in RecommenderConfig.
+        id_embedding: True gives each item an embedding of its id; `items` form only.
+        item_vectors: True gives the model the catalogue's item vectors; `items` form only.
+        max_history_items: Maximum number of items in a history.
+        max_nodes: Maximum number of padded nodes in a batch. It is lowered if an epoch would have
+            fewer than MIN_BATCHES batches.
+        objective: Weights and settings of the losses.
+        schedule: Learning rate, averaging and stopping.
+        rerank_weight: Weight of the dense head when finished beams are ranked. The bundle stores it
+            as the server's default.
+        validation_users: Maximum number of users in the validation between epochs.
+        validation_width: Beam width of that validation.
+        autoregressive: As in RecommenderConfig.
+        level_temperature: As in RecommenderConfig.
     """
 
     input: str = "items"
@@ -61,7 +79,7 @@ class RecommenderRecipe:
     level_temperature: float = 0.0
 
     def config(self, catalog: Catalog) -> RecommenderConfig:
-        """The model's configuration on a catalogue."""
+        """Returns the model's configuration for a catalogue."""
         index = catalog.index
         items = self.input == "items"
         head_dim = self.hidden_size // self.num_heads
@@ -122,7 +140,7 @@ RECIPES = {"items": ITEMS, "codes": CODES}
 
 
 class RecommenderTrainee:
-    """A recommender with its history trees, as the loop sees it."""
+    """A recommender with its history trees and its validation, for the training loop."""
 
     def __init__(
         self,
@@ -151,19 +169,19 @@ class RecommenderTrainee:
         self.selection = "ndcg@10"
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Tree numbers of each batch."""
-        # A small catalogue still takes enough steps for the schedule to mean something.
+        """Returns the tree numbers of each batch."""
+        # With small data, batches shrink so that an epoch still has about MIN_BATCHES steps.
         most = max(int(self.data.tree_starts[-1]) // MIN_BATCHES, 256)
         return self.data.epoch(self.seed, epoch, min(self.recipe.max_nodes, most))
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
-        """Loss of the trees of these numbers."""
+        """Returns the loss of the trees with these numbers."""
         trees = self.data.batch(batch).to(self.device)
         losses = tree_losses(self.model, self.trie, self.paths, trees, self.recipe.objective)
         return StepLoss(losses.total, losses.parts, len(trees.trunk_rows))
 
     def validate(self) -> dict[str, float]:
-        """NDCG and recall at 10 of the slates that the server would give."""
+        """Returns NDCG and recall at 10 of the slates that a server with this model returns."""
         options = SlateOptions(
             self.recipe.validation_width,
             self.column == "filtered",
@@ -185,11 +203,22 @@ def train_recommender(
     recipe: RecommenderRecipe | None = None,
     console: Console | None = None,
 ) -> TrainReport:
-    """Train, keep the best epoch on validation and record it in the bundle.
+    """Trains a recommender and records its best epoch in the bundle.
 
-    recipe: None takes that of the bundle's ids and options.input. A large catalogue of a model with
-    level heads gets its item graph too. Raises ValueError if the bundle's events hold nothing out
-    to validate on, or for a checkpoint of another run.
+    A model with level heads over a large catalogue also gets an item graph.
+
+    Args:
+        bundle: The bundle with catalogue and events.
+        options: Options of the run.
+        recipe: Sizes and settings; None chooses by the kind of semantic ids and `options.input`.
+        console: Where progress is printed; None means standard error.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ValueError: If no event can be held out for validation, or if the checkpoint to resume
+            belongs to another run.
     """
     recipe = recipe_for(bundle, options, recipe)
     device = options.torch_device()
@@ -206,19 +235,21 @@ def train_recommender(
 def recipe_for(
     bundle: Bundle, options: TrainOptions, recipe: RecommenderRecipe | None = None
 ) -> RecommenderRecipe:
-    """The recipe with what the options say otherwise. Product ids have no order to write them in,
-    so a model of them that reads items predicts all levels at once.
+    """Returns the recipe with the changes that the options ask for.
+
+    Product codes have no order in which to generate them. So a model of product codes that reads
+    items predicts all levels at once.
     """
     if recipe is None and bundle.manifest.build.get("quantizer") == "product":
         recipe = PARALLEL if options.input == "items" else None
     recipe = recipe or RECIPES[options.input]
-    return replace(recipe, schedule=recipe.schedule.asked(options))
+    return replace(recipe, schedule=recipe.schedule.with_options(options))
 
 
 def section(
     recipe: RecommenderRecipe, options: TrainOptions, report: TrainReport
 ) -> dict[str, Any]:
-    """What the manifest says of the recommender."""
+    """Returns the manifest's section of the recommender."""
     return {
         "input": recipe.input,
         "normalization": recipe.normalization,

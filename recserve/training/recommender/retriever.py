@@ -1,12 +1,13 @@
-"""Training of the dense retriever: from each state of a frozen recommender, what comes later.
+"""Training of the dense retriever, which finds later events from each state of a recommender.
 
     loss of a group = min over its items i of -log( e^s(q,i) / (e^s(q,i) + sum_j e^s(q,j) / n_j) )
 
-q is the vector of the group's outcome and time offset, s the scaled cosine, j runs over the items
-that came in the same batch and over items drawn evenly, and n_j is how many j one expects among
-them, its frequency from a count-min sketch: so the sum estimates that over the whole catalogue.
-The minimum is taken at the nearest of the group's items, since all share q. Source: PinRec,
-arXiv 2504.10507, windowed relaxation and sampled softmax with frequency correction.
+q is the vector of the group's outcome and time offset, and s is the scaled cosine. j runs over
+items of the same batch and over uniformly drawn items. n_j is the expected number of j among them,
+where the item's frequency comes from a count-min sketch. So the sum estimates the sum over the
+whole catalogue. The minimum is at the nearest item of the group, since all its items share q.
+
+Source: PinRec, arXiv 2504.10507, windowed relaxation and sampled softmax with frequency correction.
 """
 
 from __future__ import annotations
@@ -48,11 +49,18 @@ LOOKAHEADS = (0.0, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class RetrieverRecipe:
-    """What a retriever is trained with.
+    """Settings of the training of a retriever.
 
-    horizon: events of a window. drawn, in_batch: negatives of either kind. max_nodes: padded tokens
-    of a batch. sketch_width, sketch_depth: of the count-min sketch. width: of the hidden layers, in
-    multiples of the recommender's size. validation_users: who is looked at between epochs.
+    Attributes:
+        horizon: Events in a window.
+        drawn: Uniformly drawn negatives per batch.
+        in_batch: Maximum number of negatives from the same batch.
+        max_nodes: Maximum number of padded tokens in a batch.
+        sketch_width: Counters per row of the count-min sketch.
+        sketch_depth: Rows of the count-min sketch.
+        width: Size of the hidden layers, in multiples of the recommender's hidden size.
+        validation_users: Maximum number of users in the validation between epochs.
+        schedule: Learning rate, averaging and stopping.
     """
 
     horizon: int = 8
@@ -67,7 +75,7 @@ class RetrieverRecipe:
 
 
 class RetrieverTrainee:
-    """A retriever beside its frozen recommender, as the loop sees it."""
+    """A retriever on its frozen recommender, for the training loop."""
 
     selection = "ndcg@10"
 
@@ -100,12 +108,13 @@ class RetrieverTrainee:
         self.model.start_from(target)
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Numbers of the histories of each batch."""
+        """Returns the history numbers of each batch."""
         return self.data.epoch(self.seed, epoch, self.recipe.max_nodes)
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
-        """Mean over the groups of the batch; the recommender keeps its dropout, as a noise that
-        the head must stand.
+        """Returns the mean loss over the groups of the batch.
+
+        The recommender runs with dropout, as noise that makes the retriever robust.
         """
         futures = self.data.batch(batch).to(self.trie.device)
         with torch.no_grad():
@@ -117,7 +126,7 @@ class RetrieverTrainee:
         return StepLoss(mean, {"retrieval": mean.detach()}, futures.outcomes.shape[0])
 
     def validate(self) -> dict[str, float]:
-        """Slates of the server's kind for the validation users, seen items filtered."""
+        """Returns NDCG and recall at 10 of the server's slates, with seen items filtered."""
         index = FaissIndex(item_vectors(self.model, self.target.eval()).numpy())
         slates = Slates(self.target, self.trie, self.codes, Heads(retriever=self.model), index)
         which = np.arange(len(self.cases))
@@ -125,8 +134,12 @@ class RetrieverTrainee:
         return slate_metrics(ranks_of(rows, self.cases.held), (10,))
 
     def look_ahead(self) -> dict[str, float]:
-        """Choose how far slates look ahead, by validation: from the offsets of next events alone
-        to those of the whole window. Returns the metric of each choice.
+        """Chooses by validation how far ahead the slates look, and sets it in the model.
+
+        The choices range from the time offsets of next events to those of the whole window.
+
+        Returns:
+            The selection metric of each choice.
         """
         tried: dict[str, float] = {}
         configs = {}
@@ -143,19 +156,22 @@ class RetrieverTrainee:
     def _negatives(self, futures: FutureBatch) -> Negatives:
         recipe, num_items = self.recipe, self.target.num_bound_items
         device = futures.tokens.device
-        came = futures.futures[:, 0]
-        came = came[torch.randperm(came.shape[0], device=device)[: recipe.in_batch]]
+        in_batch = futures.futures[:, 0]
+        in_batch = in_batch[torch.randperm(in_batch.shape[0], device=device)[: recipe.in_batch]]
         drawn = torch.randint(num_items, (recipe.drawn,), device=device)
-        rows = torch.cat([came, drawn]).sort().values
+        rows = torch.cat([in_batch, drawn]).sort().values
         share = self.sketch.estimate(rows.cpu().numpy()) / self.sketch.total
-        expected = came.shape[0] * share + recipe.drawn / num_items
+        expected = in_batch.shape[0] * share + recipe.drawn / num_items
         return Negatives(rows, torch.from_numpy(np.log(expected)).float().to(device))
 
 
 @dataclass(frozen=True)
 class Negatives:
-    """Sampled items. rows [n]: ascending, repeats allowed. log_expected [n]: log of how many of the
-    item one expects in such a sample.
+    """Sampled items.
+
+    Attributes:
+        rows: [n] item rows, ascending, repeats allowed.
+        log_expected: [n] log of the item's expected number of occurrences in such a sample.
     """
 
     rows: Tensor
@@ -169,7 +185,15 @@ def retrieval_loss(
     batch: FutureBatch,
     negatives: Negatives,
 ) -> Tensor:
-    """Mean loss of the groups. states [s, E] of the batch's states."""
+    """Returns the mean loss of the groups of a batch.
+
+    Args:
+        retriever: The retriever.
+        recommender: The frozen recommender, which embeds the items.
+        states: [s, E] states of the batch.
+        batch: Groups and their items.
+        negatives: Sampled items.
+    """
     query = retriever.queries(states[batch.group_states], batch.outcomes, batch.offsets)
     query = query * retriever.scale
     targets = retriever.items(recommender.embed_items(batch.target_rows))
@@ -181,6 +205,7 @@ def retrieval_loss(
     logits = F.linear(query, items).float() - negatives.log_expected
     window = batch.futures[batch.group_states]
     which, where = (window >= 0).nonzero(as_tuple=True)
+    # Items of the state's own future are not negatives.
     logits = logits.masked_fill(hits(negatives.rows, which, window[which, where], groups), MASKED)
     first = torch.zeros(groups, dtype=torch.int64, device=logits.device)
     return F.cross_entropy(torch.cat([nearest[:, None], logits], dim=1), first)
@@ -192,15 +217,25 @@ def train_retriever(
     recipe: RetrieverRecipe | None = None,
     console: Console | None = None,
 ) -> TrainReport:
-    """Train the dense retriever of the bundle's recommender and record it in the bundle.
+    """Trains the dense retriever of the bundle's recommender and records it in the bundle.
 
-    Raises BundleError if no recommender was trained.
+    Args:
+        bundle: A bundle with a recommender.
+        options: Options of the run.
+        recipe: Settings of the training; None means the defaults.
+        console: Where progress is printed; None means standard error.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        BundleError: If the bundle has no recommender.
     """
     recipe = recipe or RetrieverRecipe()
     frozen = FrozenRecommender.open(bundle, options.torch_device())
     trainee = RetrieverTrainee(recipe, frozen, options.seed)
     directory = bundle.directory(SECTION)
-    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     with torch.no_grad():
         ahead = trainee.look_ahead()
     save_retriever(trainee.model, directory)

@@ -1,5 +1,4 @@
-"""Training the SASRec baseline in the recommender's harness: same split, same loop, same
-validation."""
+"""Training of the SASRec baseline with the recommender's split, loop and validation."""
 
 from __future__ import annotations
 
@@ -30,10 +29,20 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SasRecRecipe:
-    """What SASRec is trained with. mask_seen: items of the history are no negatives.
+    """Sizes of SASRec and settings of its training.
 
-    max_nodes: padded positions of a batch. validation_users: users of the validation between
-    epochs.
+    Attributes:
+        hidden_size: Size of the hidden states.
+        num_layers: Number of layers.
+        num_heads: Number of attention heads.
+        dropout: Dropout of the network.
+        item_vectors: True gives the model the catalogue's item vectors.
+        cosine: As in SasRecConfig.
+        mask_seen: True leaves items of the history out of the negatives.
+        max_history_items: Maximum number of items in a history.
+        max_nodes: Maximum number of padded positions in a batch.
+        schedule: Learning rate, averaging and stopping.
+        validation_users: Maximum number of users in the validation between epochs.
     """
 
     hidden_size: int = 192
@@ -54,7 +63,7 @@ VECTORS = SasRecRecipe()
 
 
 class SasRecTrainee:
-    """SASRec and its histories, as the loop sees them."""
+    """SASRec with its histories and its validation, for the training loop."""
 
     selection = "ndcg@10"
 
@@ -90,11 +99,11 @@ class SasRecTrainee:
         self.cases = leave_one_out_cases(events, "valid").sample(recipe.validation_users)
 
     def plan(self, epoch: int) -> Sequence[Ints]:
-        """Numbers of the histories of each batch."""
+        """Returns the history numbers of each batch."""
         return bucketed(self.stops - self.starts - 1, self.seed, epoch, self.recipe.max_nodes)
 
     def loss(self, batch: Ints) -> StepLoss:
-        """Cross-entropy over all items at every position of these histories."""
+        """Returns the cross-entropy over all items, at every position of these histories."""
         cases = Cases(self.rows, self.starts[batch], self.stops[batch], batch, batch)
         rows = torch.from_numpy(cases.histories(np.arange(len(batch)))).to(self.device)
         hidden = self.model(rows[:, :-1].clamp(min=0))
@@ -107,7 +116,7 @@ class SasRecTrainee:
         return StepLoss(loss, {"items": loss.detach()}, len(targets))
 
     def validate(self) -> dict[str, float]:
-        """NDCG and recall at 10 over all items."""
+        """Returns NDCG and recall at 10 over all items."""
         column = "filtered" if self.recipe.mask_seen else "kept"
 
         def slates(which: Ints, filtered: bool) -> Ints:
@@ -117,7 +126,7 @@ class SasRecTrainee:
 
 
 def _seen_pairs(rows: Tensor, tree: Tensor, step: Tensor, targets: Tensor) -> Tensor:
-    """[x, 2] target number and item of its history, the target itself left out."""
+    """Returns [x, 2] pairs of a target's number and an earlier item, without the target itself."""
     seen = rows[tree]
     index = torch.arange(rows.shape[1], device=rows.device)
     before = (index <= step[:, None]) & (seen != targets[:, None])
@@ -131,12 +140,22 @@ def train_sasrec(
     recipe: SasRecRecipe = VECTORS,
     console: Console | None = None,
 ) -> TrainReport:
-    """Train, keep the best epoch on validation and record it in the bundle.
+    """Trains SASRec and records its best epoch in the bundle.
 
-    Raises ValueError if the bundle's events hold nothing out to validate on, or for a checkpoint of
-    another run.
+    Args:
+        bundle: The bundle with catalogue and events.
+        options: Options of the run.
+        recipe: Sizes and settings.
+        console: Where progress is printed; None means standard error.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ValueError: If no event can be held out for validation, or if the checkpoint to resume
+            belongs to another run.
     """
-    recipe = replace(recipe, schedule=recipe.schedule.asked(options))
+    recipe = replace(recipe, schedule=recipe.schedule.with_options(options))
     device = options.torch_device()
     trainee = SasRecTrainee(recipe, bundle.catalog(), bundle.events(), options.seed, device)
     directory = bundle.directory("sasrec")

@@ -1,7 +1,7 @@
-"""Training a small language model from plain text: tokenizer, model, and the folder that serves.
+"""Training of a small language model from plain text: tokenizer, model and model folder.
 
-The folder is in Hugging Face's layout (a Llama with tied embeddings), so that this server and other
-software read it alike.
+The folder has Hugging Face's layout (a Llama with tied embeddings), so that this server and other
+software can load it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,26 @@ from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule
 
 END = "<|endoftext|>"
-PART = 2**18  # characters encoded at once; a tokenizer needs a hundred bytes for each
+PART = 2**18  # characters per call of the tokenizer, which needs about 100 bytes for each
 
 
 @dataclass(frozen=True)
 class LanguageRecipe:
-    """Sizes of model and training.
+    """Sizes of a language model and settings of its training.
 
-    vocab_size: tokens, END included. batch, window: texts of a step and tokens of each. steps: of
-    an epoch. validation: share of the tokens kept apart, from the end.
+    Attributes:
+        vocab_size: Number of tokens, including END.
+        hidden_size: Size of the hidden states.
+        num_layers: Number of layers.
+        num_heads: Number of attention heads.
+        num_kv_heads: Number of key and value heads.
+        intermediate_size: Size of the feed-forward layers.
+        max_positions: Maximum length of a sequence, in tokens.
+        batch: Windows per step.
+        window: Tokens per window.
+        steps: Steps per epoch.
+        validation: Share of the tokens, from the end, that is held out.
+        schedule: Learning rate, averaging and stopping.
     """
 
     vocab_size: int = 1024
@@ -56,7 +67,7 @@ class LanguageRecipe:
     )
 
     def config(self) -> LanguageModelConfig:
-        """The model's shape."""
+        """Returns the configuration of the model."""
         decoder = DecoderConfig(
             self.hidden_size,
             self.num_layers,
@@ -69,8 +80,8 @@ class LanguageRecipe:
         return LanguageModelConfig(decoder, self.vocab_size, True, 0, (0,))
 
 
-# About 11 million weights, for megabytes of books; the default is a minute's work for a demo. An
-# epoch, after which there is a checkpoint, is 0.2 million tokens.
+# About 11 million weights, for megabytes of books. The default recipe trains in about a minute, for
+# a demo. An epoch, which ends with a checkpoint, is 0.2 million tokens.
 BOOKS = LanguageRecipe(
     vocab_size=4096,
     hidden_size=384,
@@ -84,53 +95,57 @@ BOOKS = LanguageRecipe(
         100, 5e-3, warmup=0.03, averaging=0.98, betas=(0.9, 0.95), orthogonal=("decoder.",)
     ),
 )
-# A seventh of that, two layers: drafts for a model whose tokenizer it shares.
+# A draft model for BOOKS with a seventh of its weights and two layers; both share a tokenizer.
 DRAFT = replace(
     BOOKS, hidden_size=192, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=512
 )
 
 
 class LanguageTrainee:
-    """A language model on one long row of tokens, as the loop sees it."""
+    """A language model on one long row of tokens, for the training loop."""
 
     selection = "log_likelihood"
 
     def __init__(
         self, recipe: LanguageRecipe, tokens: NDArray[np.int64], seed: int, device: torch.device
     ) -> None:
-        """Raises ValueError where the text is shorter than a window and its validation."""
-        kept = int(tokens.shape[0] * recipe.validation)
-        if min(kept, tokens.shape[0] - kept) <= recipe.window:
+        """Splits the tokens and initialises the model.
+
+        Raises:
+            ValueError: If training or validation has no more tokens than one window.
+        """
+        held_out = int(tokens.shape[0] * recipe.validation)
+        if min(held_out, tokens.shape[0] - held_out) <= recipe.window:
             raise ValueError(
                 f"the text has {tokens.shape[0]} tokens; training and validation each need more "
                 f"than a window of {recipe.window}"
             )
         torch.manual_seed(seed)
         self.recipe, self.seed, self.device = recipe, seed, device
-        self.tokens = torch.from_numpy(tokens[:-kept]).to(device)
-        self.held_out = torch.from_numpy(tokens[-kept:]).to(device)
+        self.tokens = torch.from_numpy(tokens[:-held_out]).to(device)
+        self.held_out = torch.from_numpy(tokens[-held_out:]).to(device)
         self.model = LanguageModel(recipe.config()).to(device)
         for name, weight in self.model.named_parameters():
-            if weight.ndim > 1:  # what adds to the stream adds the less the more layers there are
+            if weight.ndim > 1:  # projections into the residual stream shrink with the depth
                 adds = name.endswith(("output.weight", "down.weight"))
                 std = 0.02 / (2 * recipe.num_layers) ** 0.5 if adds else 0.02
                 torch.nn.init.normal_(weight, std=std)
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Where the windows of each batch begin."""
+        """Returns the first token of each window, for each batch."""
         random = np.random.default_rng((self.seed, epoch))
         last = self.tokens.shape[0] - self.recipe.window - 1
         return list(random.integers(0, last + 1, (self.recipe.steps, self.recipe.batch)))
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
-        """Cross-entropy of the next token, mean over all positions."""
+        """Returns the cross-entropy of the next token, as the mean over all positions."""
         step = torch.arange(self.recipe.window + 1, device=self.device)
         rows = self.tokens[torch.from_numpy(batch).to(self.device)[:, None] + step]
         mean = self._cross_entropy(rows)
         return StepLoss(mean, {"loss": mean.detach()}, batch.shape[0] * self.recipe.window)
 
     def validate(self) -> dict[str, float]:
-        """Mean log-likelihood of a token of the held-out text, at most 64 windows of it."""
+        """Returns the mean log-likelihood of a held-out token, over at most 64 windows."""
         window = self.recipe.window
         count = min((self.held_out.shape[0] - 1) // window, 64)
         starts = torch.arange(count, device=self.device)[:, None] * window
@@ -141,7 +156,7 @@ class LanguageTrainee:
         return {self.selection: -total / count}
 
     def _cross_entropy(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [B, window + 1] tokens -> mean."""
+        """Returns the mean cross-entropy of rows [B, window + 1] of tokens."""
         positions = torch.arange(self.recipe.window, device=self.device).expand(rows.shape[0], -1)
         hidden = self.model(rows[:, :-1], positions, DenseAttention())
         logits = self.model.logits(hidden).flatten(0, 1).float()
@@ -156,23 +171,33 @@ def train_language_model(
     console: Console | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> TrainReport:
-    """Tokenizer and model from texts, written to the folder `out`, which is made when all that was
-    given is known to be good.
+    """Trains a tokenizer and a model on texts and writes them to a folder.
 
-    tokenizer: one that was trained before, None: a new one. Raises ValueError where there is too
-    little text, or where the tokenizer is not of the recipe's size.
+    Args:
+        texts: The texts.
+        out: Folder of the model; it is created after the arguments are checked.
+        options: Options of the run.
+        recipe: Sizes and settings; None means the defaults.
+        console: Where progress is printed; None means standard error.
+        tokenizer: A trained tokenizer; None trains a new one.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ValueError: If there is too little text, or if the tokenizer does not fit the recipe.
     """
     recipe = recipe or LanguageRecipe()
     if tokenizer is None:
         tokenizer = train_tokenizer(texts, recipe.vocab_size, END)
     elif tokenizer.get_vocab_size() != recipe.vocab_size or tokenizer.token_to_id(END) != 0:
         raise ValueError(
-            f"the tokenizer has {tokenizer.get_vocab_size()} tokens and {END} as number "
-            f"{tokenizer.token_to_id(END)}; the recipe wants {recipe.vocab_size} and 0"
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens and {END} has id "
+            f"{tokenizer.token_to_id(END)}; the recipe needs {recipe.vocab_size} and 0"
         )
     tokens = encode(tokenizer, texts)
     trainee = LanguageTrainee(recipe, tokens, options.seed, options.torch_device())
-    report = fit(trainee, recipe.schedule.asked(options), options, out / "training", console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, out / "training", console)
     save_language_model(trainee.model, out)
     tokenizer.save(str(out / "tokenizer.json"))
     fields = {"bos_token": END, "eos_token": END, "model_max_length": recipe.max_positions}
@@ -181,7 +206,10 @@ def train_language_model(
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.int64]:
-    """One row of tokens: each text after an END, a long one encoded in parts that end lines."""
+    """Returns all texts as one row of tokens, with an END before each text.
+
+    A long text is encoded in parts that end at line ends.
+    """
     end = tokenizer.token_to_id(END)
     rows: list[NDArray[np.int64]] = []
     for text in texts:
@@ -197,7 +225,11 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.int64]:
 
 
 def read_texts(paths: Iterable[Path]) -> Iterator[str]:
-    """UTF-8 texts of files, `.zst` ones unpacked. Raises ValueError for a file that is no text."""
+    """Yields the UTF-8 texts of files; files with suffix `.zst` are decompressed.
+
+    Raises:
+        ValueError: If a file does not exist or is not UTF-8 text.
+    """
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
@@ -210,7 +242,11 @@ def read_texts(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def standard_library(max_bytes: int = 4_000_000) -> list[str]:
-    """Sources of Python's standard library in alphabetical order, tests left out."""
+    """Returns the sources of Python's standard library in alphabetical order, without tests.
+
+    Args:
+        max_bytes: Bound on the total size, in characters.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts, size = [], 0
     for path in sorted(folder.rglob("*.py")):

@@ -1,8 +1,10 @@
-"""Training of Medusa heads: they learn what the frozen target will say some tokens later.
+"""Training of Medusa heads, which predict later tokens of a frozen target model.
 
-Head k reads the target's hidden state at position t and is pulled by cross-entropy towards the
-target's own distribution of token t + k + 2, weighted 0.8 ** k; later heads have less to know.
-Source: Medusa (arXiv 2401.10774), section 2.2 (Medusa-1); there the text's token is the label.
+Head k reads the target's hidden state at position t. It is trained by cross-entropy with the
+target's own distribution of token t + k + 2, with weight 0.8 ** k. The weight falls because later
+heads have less information.
+
+Source: Medusa (arXiv 2401.10774), section 2.2 (Medusa-1), which uses the text's token as the label.
 """
 
 from __future__ import annotations
@@ -31,8 +33,15 @@ DISCOUNT = 0.8
 
 @dataclass(frozen=True)
 class MedusaRecipe:
-    """num_heads, num_layers of the heads. window: tokens of a training row; batch: rows of a step.
-    validation_rows: rows of the validation text that are measured.
+    """Sizes of Medusa heads and settings of their training.
+
+    Attributes:
+        num_heads: Number of heads.
+        num_layers: Layers of each head.
+        window: Tokens of a training row.
+        batch: Rows per step.
+        validation_rows: Maximum number of validation rows that are measured.
+        schedule: Learning rate, averaging and stopping.
     """
 
     num_heads: int = 4
@@ -46,10 +55,7 @@ class MedusaRecipe:
 
 
 class MedusaTrainee:
-    """Heads on a frozen target, as the loop sees them.
-
-    train, valid [n] int64 tokens. Raises ValueError for a text shorter than a window.
-    """
+    """Medusa heads on a frozen target, for the training loop."""
 
     selection = "accept_length"
 
@@ -61,6 +67,18 @@ class MedusaTrainee:
         valid: NDArray[np.int64],
         seed: int,
     ) -> None:
+        """Splits the texts into rows and initialises the heads from the target.
+
+        Args:
+            recipe: Sizes and settings.
+            target: The frozen language model.
+            train: [n] int64 training tokens.
+            valid: [n] int64 validation tokens.
+            seed: Seed of weights and order.
+
+        Raises:
+            ValueError: If either text is shorter than a window.
+        """
         if min(len(train), len(valid)) < recipe.window:
             raise ValueError(
                 f"the text has {len(train)} tokens for training and {len(valid)} for validation; "
@@ -81,13 +99,15 @@ class MedusaTrainee:
         self.model.start_from(target)
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Row numbers of each batch."""
+        """Returns the row numbers of each batch."""
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(len(self.train))
         return np.array_split(order, -(-len(order) // self.recipe.batch))
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
-        """Cross-entropy with the target's distribution, discounted by head; mean over tokens."""
+        """Returns the discounted cross-entropy with the target's distribution, as the mean over
+        tokens.
+        """
         hidden, wanted = self._target(self.train[batch])
         total = hidden.new_zeros((), dtype=torch.float32)
         parts: dict[str, Tensor] = {}
@@ -100,16 +120,20 @@ class MedusaTrainee:
         return StepLoss(total, parts, hidden.shape[0] * hidden.shape[1])
 
     def validate(self) -> dict[str, float]:
-        """Mean accept length of the heads' best chain, and how often each head's best is right."""
+        """Returns the mean accept length of the heads' best chain, and each head's accuracy."""
         right = self.hits()[..., 0]
         metrics = {f"head_{k}": float(own.float().mean()) for k, own in enumerate(right)}
         return {"accept_length": float(right.cumprod(0).sum(0).float().mean()), **metrics}
 
     @torch.inference_mode()
     def hits(self) -> Tensor:
-        """[K, n, RANKS] whether each head's guess of each rank is what the target says there.
+        """Returns whether each head's guess of each rank equals the target's token.
 
-        Measured along the validation text at the n positions that all heads look ahead of.
+        The n measured positions of the validation text are those from which all heads can look
+        ahead.
+
+        Returns:
+            [K, n, RANKS] bool.
         """
         count, width = self.recipe.num_heads, min(RANKS, self.target.config.vocab_size)
         found = []
@@ -126,13 +150,15 @@ class MedusaTrainee:
         return torch.cat(found, dim=1)
 
     def accuracies(self) -> list[list[float]]:
-        """How often the guess of each rank is right, by head: what a tree is made of."""
+        """Returns the accuracy of each head's guess of each rank, from which the draft tree is
+        built.
+        """
         shares: list[list[float]] = self.hits().float().mean(1).tolist()
         return shares
 
     @torch.no_grad()
     def _target(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Final hidden states [b, T, E] and logits [b, T, V] of some rows."""
+        """Returns final hidden states [b, T, E] and logits [b, T, V] of some rows."""
         tokens = torch.from_numpy(rows).to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)
         hidden = self.target(tokens, positions, DenseAttention())
@@ -140,7 +166,7 @@ class MedusaTrainee:
 
 
 def _rows(text: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    """[n, window], the rest left out."""
+    """Returns the text as [n, window] rows; a shorter remainder is dropped."""
     count = len(text) // window
     return np.ascontiguousarray(text[: count * window].reshape(count, window), dtype=np.int64)
 
@@ -154,12 +180,22 @@ def train_medusa(
     recipe: MedusaRecipe | None = None,
     console: Console | None = None,
 ) -> TrainReport:
-    """Train heads for a target and write them, with their measured accuracies, to `directory`.
+    """Trains heads for a target and writes them with their measured accuracies.
 
-    train, valid [n] int64 tokens of text, best of the kind the target writes.
+    Args:
+        target: The language model.
+        train: [n] int64 training tokens, preferably of the kind of text that the target writes.
+        valid: [n] int64 validation tokens.
+        directory: Folder that receives the heads.
+        options: Options of the run.
+        recipe: Sizes and settings; None means the defaults.
+        console: Where progress is printed; None means standard error.
+
+    Returns:
+        The report of the run.
     """
     recipe = recipe or MedusaRecipe()
     trainee = MedusaTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     save_medusa(trainee.model, directory, trainee.accuracies())
     return report

@@ -16,7 +16,7 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.attention import DenseAttention
 from recserve.models.recommender import Recommender
 from recserve.training.evaluation.cases import leave_one_out_cases
-from recserve.training.evaluation.evaluation import evaluate_bundle
+from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.training.evaluation.slates import SlateOptions, Slates, dense_slates
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.objectives import Objective
@@ -153,11 +153,11 @@ def test_training_learns_the_ring_and_the_bundle_keeps_it(
     opened = Bundle.open(path)
     opened.verify()
     assert opened.manifest.recommender["input"] == input
-    evaluation = evaluate_bundle(opened, "test", "beam", (1, 10), width=20)
+    evaluation = evaluate_bundle(opened, EvaluationOptions(strategy="beam", k=(1, 10), width=20))
     assert evaluation.columns["filtered"]["recall@1"] > 0.8
     assert evaluation.users == 80
     assert "recall@1" in str(evaluation) and "filtered" in str(evaluation)
-    few = evaluate_bundle(opened, "test", "auto", (5,), users=20)
+    few = evaluate_bundle(opened, EvaluationOptions(strategy="auto", k=(5,), users=20))
     assert (few.users, few.strategy) == (20, "beam")
     assert (path / "recommender" / "training.png").exists()
 
@@ -165,12 +165,12 @@ def test_training_learns_the_ring_and_the_bundle_keeps_it(
 def test_sasrec_learns_the_ring(built: Path, copied: Callable[[Path], Path]) -> None:
     bundle = Bundle.open(copied(built))
     with pytest.raises(BundleError, match="no sasrec was trained"):
-        evaluate_bundle(bundle, "test", "sasrec")
+        evaluate_bundle(bundle, EvaluationOptions(strategy="sasrec"))
     recipe = replace(
         PLAIN, hidden_size=32, dropout=0.0, schedule=Schedule(40, 1e-2, 0.01), max_nodes=128
     )
     train_sasrec(bundle, CPU, recipe, Console(quiet=True))
-    evaluation = evaluate_bundle(bundle, "test", "sasrec", (1, 10))
+    evaluation = evaluate_bundle(bundle, EvaluationOptions(strategy="sasrec", k=(1, 10)))
     assert evaluation.columns["kept"]["recall@10"] > 0.8
     assert evaluation.dense_weight == 0.0
 
@@ -204,9 +204,9 @@ def test_interrupted_training_goes_on_as_if_it_had_not_been(
 def test_evaluation_refuses(built: Path) -> None:
     bundle = Bundle.open(built)
     with pytest.raises(ValueError, match="strategy is 'greedy'; choose one of"):
-        evaluate_bundle(bundle, "test", "greedy")
+        EvaluationOptions(strategy="greedy")
     with pytest.raises(ValueError, match=r"k is \(5, 100\); cut-offs lie between 1 and"):
-        evaluate_bundle(bundle, "test", "beam", (5, 100))
+        EvaluationOptions(strategy="beam", k=(5, 100))
     with pytest.raises(BundleError, match="no recommender was trained"):
         evaluate_bundle(bundle)
 

@@ -11,7 +11,12 @@ from recserve.bundle.bundle import Bundle
 from recserve.cli.app import app
 from recserve.core.request import Slate
 from recserve.training.evaluation.cases import Cases
-from recserve.training.evaluation.fidelity import _figures, compare_strategies, illegal_share
+from recserve.training.evaluation.fidelity import (
+    StrategyRun,
+    _figures,
+    compare_strategies,
+    illegal_share,
+)
 from tests.support.tiny_bundle import shared_bundle
 
 CASES = Cases(np.arange(10), np.array([0, 4]), np.array([3, 8]), np.array([7, 1]), np.arange(2))
@@ -24,7 +29,10 @@ def slate(*rows: int) -> Slate:
 def test_shares_are_counted_as_they_are_named():
     reference = [slate(7, 5, 6), slate(3, 1, 9)]
     drafted = [slate(5, 7, 8), slate(3, 1, 9)]
-    found = _figures("x", CASES, drafted, reference, (3,), 0.0, [3.0, 1.0, 2.0], [1.0])
+    run = StrategyRun(
+        strategy="x", slates=drafted, illegal=0.0, cold_ms=[3.0, 1.0, 2.0], warm_ms=[1.0]
+    )
+    found = _figures(run, reference, CASES, (3,))
     assert found.overlap == pytest.approx((2 / 3 + 1) / 2)
     assert found.identical == 0.5
     assert found.cold_ms == 2.0

@@ -18,7 +18,7 @@ from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
 from recserve.schemas.items import RecommendRequest
 from recserve.service import Service
-from recserve.training.evaluation.evaluation import evaluate_bundle
+from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.training.item_drafters.draft_head import train_drafter
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.futures import Futures
@@ -229,7 +229,7 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
             shares["+".join(mix)] = np.mean([shares_of(answer) for answer in answers], axis=0)
     assert shares["repin"][0] > 0.8 and shares["click"][1] > 0.8
     assert min(shares["repin+click"]) > 0.35
-    found = evaluate_bundle(opened, "test", "dense", (5,), users=20, width=10)
+    found = evaluate_bundle(opened, EvaluationOptions(strategy="dense", k=(5,), users=20, width=10))
     assert found.strategy == "dense" and found.users == 20
 
 
@@ -258,7 +258,7 @@ def test_heads_of_another_recommender_are_left_out(tmp_path, caplog):
     for section in ("retriever", "drafters/nezha"):
         assert f"{section} belongs to another recommender" in caplog.text
     with pytest.raises(BundleError, match="no retriever for this recommender"):
-        evaluate_bundle(bundle, "test", "dense", (5,), width=10)
+        evaluate_bundle(bundle, EvaluationOptions(strategy="dense", k=(5,), width=10))
 
 
 def test_a_bundle_without_a_recommender_is_refused(tmp_path):

@@ -54,7 +54,7 @@ def test_what_drafts_for_a_model_shares_its_tokens(text, tmp_path, monkeypatch):
 
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):
     tokenizer = language_model.train_tokenizer([RHYME * 10], 280, END)
-    with pytest.raises(ValueError, match="tokenizer has 280 tokens .* recipe wants 4096 and 0"):
+    with pytest.raises(ValueError, match="tokenizer has 280 tokens .* recipe needs 4096 and 0"):
         train_language_model([RHYME], tmp_path, TrainOptions(), BOOKS, tokenizer=tokenizer)
 
 
