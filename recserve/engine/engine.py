@@ -213,9 +213,19 @@ class Engine:
         """Whether its thread runs; False before `start`, after `close` and if it died."""
         return self._thread is not None and self._thread.is_alive()
 
-    def room(self, model: str) -> int:
-        """Tokens that the pool of a model holds: `recommender`, `ranker` or `text`."""
+    def token_capacity(self, model: str) -> int:
+        """Returns how many tokens the key-value pool of a model holds.
+
+        Args:
+            model: `recommender`, `ranker` or `text`.
+        """
         return self.schedulers[model].allocator.num_pages * self.config.page_size
+
+    def room(self, model: str) -> int:
+        """Deprecated name of `token_capacity`."""
+        message = "Engine.room is Engine.token_capacity now"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.token_capacity(model)
 
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
@@ -289,7 +299,7 @@ class Engine:
 
     def _route(self, request: Request | TextQuery) -> QueuedItems | QueuedText:
         """Returns the request with its scheduler and its strategy or drafter."""
-        model, name = _destination(request)
+        model, name = _model_and_method(request)
         if model not in self.schedulers:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self.schedulers)}")
         submitted_s, scheduler = time.monotonic(), self.schedulers[model]
@@ -308,7 +318,7 @@ class Engine:
         return QueuedRequest(request, future, submitted_s, scheduler, self._strategies[name])
 
 
-def _destination(request: Request | TextQuery) -> tuple[str, str]:
+def _model_and_method(request: Request | TextQuery) -> tuple[str, str]:
     """Returns the names of the request's model and of its strategy or drafter."""
     match request:
         case SlateQuery():

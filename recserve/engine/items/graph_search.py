@@ -17,7 +17,7 @@ from torch import Tensor
 from recserve.core.finite import flaws_of
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.engine.items.search_scorers import LevelScorer, Step
+from recserve.engine.items.search_scorers import ExtendedBeams, LevelScorer
 from recserve.kernels import dispatch
 from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
 from recserve.kernels.trie.trie_children import (
@@ -206,17 +206,23 @@ class GraphSearch:
         left = self._filter.of(self.shape.requests)
         for level, children in enumerate(self.trie.widths):
             logits, normalizers = self.scorer.logits(states, level)
-            keep = columns[level + 1]
-            query = ChildQuery(nodes, log_probs, logits, children, keep, normalizers, left)
+            num_beams = columns[level + 1]
+            query = ChildQuery(nodes, log_probs, logits, children, num_beams, normalizers, left)
             found = dispatch.best_children(trie, query)
-            rank = torch.arange(keep, device=nodes.device)
+            rank = torch.arange(num_beams, device=nodes.device)
             log_probs = found.log_probs.masked_fill(rank >= widths, DEAD)
             nodes = torch.where(log_probs > DEAD, found.nodes, trie.any_leaf)
             above = found.parents[..., None].expand(-1, -1, level)
             paths = torch.cat([paths.gather(1, above), nodes[..., None]], dim=-1)
             if level + 1 < trie.num_levels:
                 codes = trie.codes_of(nodes).clamp(max=trie.codebook_sizes[level] - 1)
-                step = Step(level, nodes, log_probs > DEAD, found.parents, codes)
+                step = ExtendedBeams(
+                    level=level,
+                    nodes=nodes,
+                    alive=log_probs > DEAD,
+                    parents=found.parents,
+                    codes=codes,
+                )
                 states = self.scorer.deeper(states, step)
                 of_beams = flaws_of(states).view(nodes.shape)
                 flaws = flaws + of_beams.masked_fill(~step.alive, 0.0).sum(1)
@@ -258,7 +264,7 @@ class GraphSearch:
             row[0] = request_of(sequence).width
             self.scorer.write(row[1:], sequence)
         words[count:, 0] = 0  # keeps no beams
-        self.scorer.write_nobody(words[count:, 1:])
+        self.scorer.write_padding(words[count:, 1:])
         self._block.copy_(self._host, non_blocking=True)
         if self._uploaded is not None:
             self._uploaded.record()

@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +24,10 @@ from recserve.core.request import (
     Timing,
 )
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, Strategy, TreeStrategy
-from recserve.engine.runtime.flawed_states import checked, isolate
+from recserve.core.strategy import Draft, Strategy
+from recserve.engine.items.cohort import Cohort, checked, isolate
 from recserve.engine.runtime.page_placement import PagePlacement
-from recserve.engine.runtime.runner import Piece, Runner
+from recserve.engine.runtime.runner import ForwardPiece, Runner
 from recserve.engine.runtime.scheduler import PageOwner, RequestTooLarge, Scheduler, expired
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import slots_of_pages
@@ -38,28 +37,7 @@ from recserve.models.inputs import NodeInputs
 log = logging.getLogger(__name__)
 
 
-Answer = tuple[Sequence, Result | Exception]
-
-
-@dataclass
-class Cohort:
-    """Requests that started together and step together."""
-
-    strategy: Strategy
-    sequences: list[Sequence]
-    state: Any
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing is left to score; without trees that is so from the start."""
-        strategy = self.strategy
-        return not isinstance(strategy, TreeStrategy) or strategy.finished(self.state)
-
-    @property
-    def tree_strategy(self) -> TreeStrategy:
-        """The strategy of a cohort that is not finished."""
-        assert isinstance(self.strategy, TreeStrategy)
-        return self.strategy
+FinishedItem = tuple[Sequence, Result | Exception]
 
 
 class ItemScheduler(Scheduler[Request, Result, Strategy]):
@@ -105,14 +83,14 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         rows, found = root.keys.shape[0], placed.found
         slots = slots_of_pages(placed.pages, self.page_size, self.runner.pool.keys.device)
         sequence = Sequence(
-            request,
-            future,
-            submitted_s,
-            placed.pages,
-            slots[:rows],
-            found.length,
-            found.last_hidden,
-            slots[placed.num_prefix_pages * self.page_size :],
+            request=request,
+            future=future,
+            submitted_s=submitted_s,
+            pages=placed.pages,
+            root_slots=slots[:rows],
+            num_computed=found.length,
+            last_hidden=found.last_hidden,
+            tree_slots=slots[placed.num_prefix_pages * self.page_size :],
             placeholders=strategy.placeholders,
             placeholder_states=found.placeholder_states,
             metadata=found.metadata,
@@ -125,12 +103,12 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         (self.warm if sequence.computed else self.cold).append((sequence, strategy))
         return True
 
-    def begin(self) -> list[Answer]:
+    def begin(self) -> list[FinishedItem]:
         """Start the requests whose roots are cached; the answers of those that need no forward."""
         warm, self.warm = self.warm, []
         return self._start(warm) + self._finish()
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[FinishedItem]:
         """One forward over everything that waits for one; the answers it completed."""
         cold = self.cold
         began = time.perf_counter()
@@ -141,9 +119,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         if not pieces:
             return []
         hidden = self.runner.forward(pieces)
-        started, flawed = list[tuple[Sequence, Strategy]](), list[Answer]()
+        started, flawed = list[tuple[Sequence, Strategy]](), list[FinishedItem]()
         for (sequence, strategy), states in zip(cold, hidden, strict=False):
-            if self._keep_root(sequence, states):
+            if self._store_root(sequence, states):
                 started.append((sequence, strategy))
             else:
                 flawed.append((sequence, NotFinite()))
@@ -188,7 +166,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 cohort.sequences = []
         self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
 
-    def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[Answer]:
+    def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[FinishedItem]:
         """Cohorts of requests with a computed root; the errors of those that cannot start."""
         groups: dict[tuple[int, int], tuple[Strategy, list[Sequence]]] = {}
         for sequence, strategy in ready:
@@ -196,28 +174,28 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             by_trie = isinstance(request, SlateQuery | LikelihoodQuery)
             key = (id(strategy), id(request.trie) if by_trie else 0)  # type: ignore[union-attr]
             groups.setdefault(key, (strategy, []))[1].append(sequence)
-        failed: list[Answer] = []
+        failed: list[FinishedItem] = []
         for strategy, sequences in groups.values():
             failed += self._start_group(strategy, sequences)
         return failed
 
-    def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[Answer]:
+    def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[FinishedItem]:
         """One cohort; where a request spoils it, it alone fails and the others start without it."""
         try:
             self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
         except Exception as error:
             if len(sequences) == 1:
-                failed: list[Answer] = [(sequences[0], error)]
+                failed: list[FinishedItem] = [(sequences[0], error)]
                 self._discard(failed)
                 return failed
             return [answer for s in sequences for answer in self._start_group(strategy, [s])]
         return []
 
-    def _finish(self) -> list[Answer]:
+    def _finish(self) -> list[FinishedItem]:
         """Answers of the cohorts that have nothing left to propose; one that fails fails alone.
         What is to be searched again starts anew, beside whatever is warm by then.
         """
-        done: list[Answer] = []
+        done: list[FinishedItem] = []
         running = []
         for cohort in self.cohorts:
             try:
@@ -234,7 +212,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         self.cohorts = running
         return done
 
-    def _discard(self, answers: Seq[Answer]) -> None:
+    def _discard(self, answers: Seq[FinishedItem]) -> None:
         """Release the sequences of answers; of roots that are not finite nothing is found again."""
         for sequence, result in answers:
             if isinstance(result, NotFinite):
@@ -246,9 +224,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
 
     def _answers(
         self, cohort: Cohort, results: Seq[Result | Continuation | NotFinite]
-    ) -> list[Answer]:
+    ) -> list[FinishedItem]:
         """The answers among the results; the other requests wait for their next search."""
-        answers: list[Answer] = []
+        answers: list[FinishedItem] = []
         for sequence, result in zip(cohort.sequences, results, strict=True):
             if sequence.flawed:
                 answers.append((sequence, NotFinite()))
@@ -262,7 +240,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 self.warm.append((sequence, cohort.strategy))
         return answers
 
-    def _place(self, cohort: Cohort, draft: Draft) -> Piece:
+    def _place(self, cohort: Cohort, draft: Draft) -> ForwardPiece:
         """The draft with a slot for every node: old ones keep theirs, new ones get one."""
         counts = _computed(draft)
         taken = []
@@ -276,9 +254,16 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             slots = draft.scored.clamp(min=0)
             slots[draft.queries] = new
         roots = tuple(sequence.root_slots for sequence in cohort.sequences)
-        return Piece(draft.tree, draft.inputs, draft.queries, slots, roots, counts=counts)
+        return ForwardPiece(
+            tree=draft.tree,
+            inputs=draft.inputs,
+            queries=draft.queries,
+            slots=slots,
+            root_slots=roots,
+            counts=counts,
+        )
 
-    def _prefill_piece(self, sequence: Sequence) -> Piece:
+    def _prefill_piece(self, sequence: Sequence) -> ForwardPiece:
         """The root's uncomputed rows as a chain under the computed ones, placeholders behind."""
         root, start = sequence.request.root, sequence.num_computed
         inputs, slots = root.inputs.select(slice(start, None)), sequence.root_slots
@@ -296,9 +281,17 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         if start < root.shared:
             shared = on_device([root.shared], inputs.tokens.device)
             tree = replace(tree, shared=shared)
-        return Piece(tree, inputs, None, places, (slots[:start],), num_states, [len(inputs)])
+        return ForwardPiece(
+            tree=tree,
+            inputs=inputs,
+            queries=None,
+            slots=places,
+            root_slots=(slots[:start],),
+            num_states=num_states,
+            counts=[len(inputs)],
+        )
 
-    def _keep_root(self, sequence: Sequence, states: Tensor) -> bool:
+    def _store_root(self, sequence: Sequence, states: Tensor) -> bool:
         """The root is computed: remember its last state, and let others find it.
 
         Returns False where its states are not finite, and keeps nothing of it. On a device nobody

@@ -25,11 +25,11 @@ from recserve.search.strategies.beam import request_of
 from recserve.search.verify import level_scores
 
 Words = NDArray[np.int64]
-ALONE = 2**40  # past every leaf rank: nodes of dead beams, which are nobody's
+DEAD_LEAF = 2**40  # past every leaf rank: nodes of dead beams, which are nobody's
 
 
 @dataclass(frozen=True)
-class Step:
+class ExtendedBeams:
     """Beams one level deeper. level: of the nodes above. nodes, alive, codes [B, n] of the new
     ones, parents [B, n]: columns of the level above.
     """
@@ -58,7 +58,7 @@ class LevelScorer(Protocol):
         """The numbers of a request [num_words]."""
         ...
 
-    def write_nobody(self, words: Words) -> None:
+    def write_padding(self, words: Words) -> None:
         """Those of requests that are not there [n, num_words]."""
         ...
 
@@ -74,7 +74,7 @@ class LevelScorer(Protocol):
         """Of a level's codes [B * n, C], and what normalises them, as verify.beam.level_scores."""
         ...
 
-    def deeper(self, states: Tensor, step: Step) -> Tensor:
+    def deeper(self, states: Tensor, step: ExtendedBeams) -> Tensor:
         """States [B * n, *] of the new nodes."""
         ...
 
@@ -105,7 +105,7 @@ class HeadScorer:
     def write(self, words: Words, sequence: Sequence) -> None:
         """As LevelScorer."""
 
-    def write_nobody(self, words: Words) -> None:
+    def write_padding(self, words: Words) -> None:
         """As LevelScorer."""
 
     def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
@@ -130,7 +130,7 @@ class HeadScorer:
         context = self._contexts[:, level].repeat_interleave(beams, 0)
         return self.head.level_logits(context, states, level), None
 
-    def deeper(self, states: Tensor, step: Step) -> Tensor:
+    def deeper(self, states: Tensor, step: ExtendedBeams) -> Tensor:
         """As LevelScorer."""
         requests = step.nodes.shape[0]
         first = torch.arange(requests, device=states.device) * (states.shape[0] // requests)
@@ -227,7 +227,7 @@ class TargetScorer:
             words[place : place + count] = own[taken : taken + count]
             place, taken = place + columns, taken + count
 
-    def write_nobody(self, words: Words) -> None:
+    def write_padding(self, words: Words) -> None:
         """As LevelScorer."""
         words[:, 0] = 0
         words[:, 1:] = self.runner.pool.spare_slot
@@ -245,7 +245,7 @@ class TargetScorer:
         """As LevelScorer."""
         return level_scores(self.model, states, level)
 
-    def deeper(self, states: Tensor, step: Step) -> Tensor:
+    def deeper(self, states: Tensor, step: ExtendedBeams) -> Tensor:
         """As LevelScorer: one forward of the new nodes."""
         new = self._placed(step)
         nodes = new if self._nodes is None else self._nodes.and_also(new)
@@ -266,11 +266,11 @@ class TargetScorer:
         index = torch.arange(tokens.shape[0], device=codes.device)
         depths = index % size
         tree = TokenTree(
-            tokens,
-            torch.where(depths > 0, index - 1, -1),
-            depths,
-            index - depths + size,
-            torch.arange(requests + 1, device=codes.device) * (count * size),
+            tokens=tokens,
+            parents=torch.where(depths > 0, index - 1, -1),
+            depths=depths,
+            ends=index - depths + size,
+            offsets=torch.arange(requests + 1, device=codes.device) * (count * size),
         )
         slots = self._words[:, 1 + self.root_width + sum(self.columns) :].flatten()
         hidden = self._forward(TreeBatch(tree, None, slots, self._roots()), tokens)
@@ -286,11 +286,11 @@ class TargetScorer:
         words = self._words
         return RootTable(words[:, 1 : 1 + self.root_width], self._rows, words[:, 0])
 
-    def _placed(self, step: Step) -> _Nodes:
+    def _placed(self, step: ExtendedBeams) -> _Nodes:
         """The new nodes; those of dead beams stand alone behind all others."""
         leaves = self.trie.trie.leaves(step.nodes)
         above = sum(self.columns[: step.level])
-        alone = ALONE + above + _count(step.nodes)
+        alone = DEAD_LEAF + above + _count(step.nodes)
         return _Nodes(
             torch.where(step.alive, leaves.first, alone),
             torch.where(step.alive, leaves.last, alone + 1),
@@ -312,11 +312,11 @@ class TargetScorer:
 
         first, last = nodes.first.gather(1, order), nodes.last.gather(1, order)
         tree = TokenTree(
-            packed(nodes.tokens),
-            torch.full((order.numel(),), -1, device=order.device),  # attention reads ends alone
-            packed(nodes.depths),
-            (torch.searchsorted(first, last) + start).flatten(),
-            torch.arange(start.shape[0] + 1, device=start.device) * count,
+            tokens=packed(nodes.tokens),
+            parents=torch.full((order.numel(),), -1, device=order.device),  # attention reads `ends`
+            depths=packed(nodes.depths),
+            ends=(torch.searchsorted(first, last) + start).flatten(),
+            offsets=torch.arange(start.shape[0] + 1, device=start.device) * count,
         )
         queries, column = place[:, -new:].sort(1)
         slots = self._words[:, 1 + self.root_width :][:, :count]

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
-from recserve.engine.runtime.runner import Piece, Runner
+from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, RankerTrunk, Runner
 from recserve.kernels.cpu.exact_attention import ExactPool, ExactTreeAttention
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.models.inputs import NodeInputs
@@ -27,7 +26,7 @@ Model = LanguageModel | Recommender | Ranker
 
 NODES = 24
 CHUNKS = (1, 2, 5, 17, 45)  # of a root
-BESIDE = (0, 1, 14, 61, 300)  # rows of another root in the same forward
+OTHER_ROWS = (0, 1, 14, 61, 300)  # rows of another root in the same forward
 
 
 class NotInvariant(ValueError):
@@ -56,7 +55,7 @@ def invariant_runner(
     keep_rows_alike(model)
     if isinstance(model, Recommender):
         model.one_by_one = True
-    slots = 2 * (sum(CHUNKS) + NODES) + max(BESIDE)
+    slots = 2 * (sum(CHUNKS) + NODES) + max(OTHER_ROWS)
     scratch = ExactPool(trunk.kv_shape, slots, 1, kv_dtype, trunk.device)
     with torch.inference_mode():
         if difference := _Trial(Runner(trunk, scratch, ExactTreeAttention), model).difference():
@@ -82,24 +81,24 @@ class _Trial:
         root, nodes = _inputs(self.model, rows, draw), _inputs(self.model, NODES, draw)
         tree = _tree(nodes.tokens, draw)
         places = torch.randperm(self.runner.pool.num_pages, generator=draw)
-        near, far, strange = torch.split(places, [rows + NODES, rows + NODES, max(BESIDE)])
+        near, far, strange = torch.split(places, [rows + NODES, rows + NODES, max(OTHER_ROWS)])
         near = near.sort().values
         states = self._forward(chain(root.tokens), root, near[:rows], near[:0])
         found = self._forward(tree, nodes, near[rows:], near[:rows])
         said = self._read(found)
         start = 0
-        for size, beside in zip(CHUNKS, BESIDE, strict=True):
+        for size, num_others in zip(CHUNKS, OTHER_ROWS, strict=True):
             part = root.select(slice(start, start + size))
-            others = _inputs(self.model, beside, draw)
+            others = _inputs(self.model, num_others, draw)
             got = self._forward(
                 chain(part.tokens), part, far[start : start + size], far[:start], others, strange
             )
             if not torch.equal(got, states[start : start + size]):
-                return f"for {size} rows of a root beside {beside} others"
+                return f"for {size} rows of a root with {num_others} other rows"
             start += size
         got = self._forward(tree, nodes, far[rows:], far[:rows], others, strange)
         if not torch.equal(got, found):
-            return f"for a tree beside {len(others)} rows"
+            return f"for a tree with {len(others)} other rows"
         path, slots = [NODES - 1], far[rows:]
         while int(tree.parents[path[0]]) >= 0:
             path.insert(0, int(tree.parents[path[0]]))
@@ -122,10 +121,10 @@ class _Trial:
         others: NodeInputs | None = None,
         strange: Tensor | None = None,
     ) -> Tensor:
-        pieces = [Piece(tree, inputs, None, slots, (root,))]
+        pieces = [_piece(tree, inputs, slots, root)]
         if others is not None and strange is not None and len(others):
             place = strange[: len(others)]
-            pieces.insert(0, Piece(chain(others.tokens), others, None, place, (strange[:0],)))
+            pieces.insert(0, _piece(chain(others.tokens), others, place, strange[:0]))
         return self.runner.forward(pieces)[-1]
 
     def _read(self, hidden: Tensor) -> Tensor:
@@ -140,6 +139,10 @@ class _Trial:
         if model.config.dense_head and model.num_bound_items:
             said.append(model.dense_scores(hidden))
         return torch.cat([part.float() for part in said], dim=1)
+
+
+def _piece(tree: TokenTree, inputs: NodeInputs, slots: Tensor, root: Tensor) -> ForwardPiece:
+    return ForwardPiece(tree=tree, inputs=inputs, queries=None, slots=slots, root_slots=(root,))
 
 
 def _tree(tokens: Tensor, draw: torch.Generator) -> TokenTree:

@@ -92,7 +92,7 @@ class PrefixCache:
             PrefixMetadata(),
         )
         for end in range(min(n, full + size - 1), full - 1, -1):
-            digest = self._tail_digest(digests[len(pages)], raw[full * 8 : end * 8])
+            digest = self._end_digest(digests[len(pages)], raw[full * 8 : end * 8])
             entry = self._entries.get(digest)
             if entry is not None:
                 length, partial = end, entry.page
@@ -118,7 +118,14 @@ class PrefixCache:
         self._allocator.share(held)
         self.num_hit_tokens += length
         self.num_missed_tokens += n - length
-        return Match(pages, partial, length, last_hidden, placeholder_states, metadata)
+        return Match(
+            pages=pages,
+            partial=partial,
+            length=length,
+            last_hidden=last_hidden,
+            placeholder_states=placeholder_states,
+            metadata=metadata,
+        )
 
     def insert(
         self,
@@ -136,7 +143,7 @@ class PrefixCache:
         full = len(digests) - 1
         last = pages[full] if keys.shape[0] % size else None
         whole = _Entry(last, last_hidden, placeholder_states, metadata or PrefixMetadata())
-        self._put(self._tail_digest(digests[full], raw[full * size * 8 :]), whole)
+        self._put(self._end_digest(digests[full], raw[full * size * 8 :]), whole)
         # Deepest first: a beginning is evicted after everything that stands on it.
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], _Entry(pages[number]))
@@ -147,13 +154,13 @@ class PrefixCache:
         """
         size, raw, kept, n = self._page_size, _raw(root.keys), root.kept, root.keys.shape[0]
         pages = self._page_digests(raw, root.shared)
-        tails = [
-            self._tail_digest(pages[start // size], raw[start * 8 : end * 8])
+        of_ends = [
+            self._end_digest(pages[start // size], raw[start * 8 : end * 8])
             for start in range(kept - kept % size, n + 1, size)
             for end in range(start, min(start + size, n + 1))
             if end > kept or not kept
         ]
-        return [*tails, *pages[1 + kept // size :]]
+        return [*of_ends, *pages[1 + kept // size :]]
 
     def drop(self, digests: Iterable[Digest]) -> None:
         """Forget these entries, those that are here, and their pages, also where others share
@@ -214,7 +221,7 @@ class PrefixCache:
         return digests
 
     @staticmethod
-    def _tail_digest(before: Digest, raw: bytes) -> Digest:
+    def _end_digest(before: Digest, raw: bytes) -> Digest:
         return blake2b(before + raw, digest_size=16, person=b"tail").digest()
 
 

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool, TreeBatch
-from recserve.kernels.reference import Activation
+from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
+from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import TokenTree, merge
 from recserve.models.attention import Attend, PagedAttention
 from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
+from recserve.models.ranker import Ranker
+from recserve.models.recommender import Recommender
 
 
 class Trunk(Protocol):
-    """What the runner needs of a network; engine/runtime/networks.py adapts the models to it."""
+    """What the runner needs of a network."""
 
     activation: Activation
 
@@ -30,8 +33,46 @@ class Trunk(Protocol):
         ...
 
 
+class DecoderTrunk:
+    """Decoder over tokens: of a history and its codes, or of a text."""
+
+    activation = SOFTMAX
+
+    def __init__(self, model: Recommender | LanguageModel) -> None:
+        self.model = model
+        decoder = model.config.decoder
+        self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
+        self.dtype: torch.dtype = model.tokens.weight.dtype
+        self.device: torch.device = model.tokens.weight.device
+
+    def hidden(
+        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        """[Tq, E], or [R, E] of the given rows."""
+        return self.model(inputs.tokens, positions, attend, rows)  # type: ignore[no-any-return]
+
+
+class RankerTrunk:
+    """HSTU-style layers over profile, history and candidate rows; positions are the rows' own."""
+
+    def __init__(self, model: Ranker) -> None:
+        self.model = model
+        config = model.config
+        self.activation = Activation(config.normalizer)
+        self.kv_shape = KVShape(config.num_layers, config.num_heads, config.head_dim)
+        self.dtype: torch.dtype = model.vector_projection.weight.dtype
+        self.device: torch.device = model.vector_projection.weight.device
+
+    def hidden(
+        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        """[Tq, E], or [R, E] of the given rows."""
+        assert inputs.groups is not None
+        return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
-class Piece:
+class ForwardPiece:
     """Trees of some sequences, placed: what goes into a forward beside other pieces.
 
     slots [T]: pool slot of each node. root_slots: for each tree the slots of the root it stands on.
@@ -62,7 +103,7 @@ class Runner:
         self.pool = pool
         self.attention = attention
 
-    def forward(self, pieces: Seq[Piece]) -> list[Tensor]:
+    def forward(self, pieces: Seq[ForwardPiece]) -> list[Tensor]:
         """Hidden states of each piece, [Tq, E] or [num_states, E]."""
         inputs = NodeInputs.cat([piece.inputs for piece in pieces])
         hidden = self.hidden(pack(pieces), inputs, _read(pieces, self.pool.keys.device))
@@ -76,11 +117,11 @@ class Runner:
         return self.trunk.hidden(inputs, batch.positions(), attend, rows)
 
 
-def _num_states(piece: Piece) -> int:
+def _num_states(piece: ForwardPiece) -> int:
     return len(piece.inputs) if piece.num_states is None else piece.num_states
 
 
-def _read(pieces: Seq[Piece], device: torch.device) -> Tensor | None:
+def _read(pieces: Seq[ForwardPiece], device: torch.device) -> Tensor | None:
     """Rows whose hidden states are read; None: all."""
     if all(piece.num_states is None for piece in pieces):
         return None
@@ -92,11 +133,17 @@ def _read(pieces: Seq[Piece], device: torch.device) -> Tensor | None:
     return on_device(rows, device)
 
 
-def pack(pieces: Seq[Piece]) -> TreeBatch:
+def pack(pieces: Seq[ForwardPiece]) -> TreeBatch:
     """All pieces as one batch."""
     if len(pieces) == 1:
         only = pieces[0]
-        return TreeBatch(only.tree, only.queries, only.slots, only.root_slots, only.counts)
+        return TreeBatch(
+            tree=only.tree,
+            queries=only.queries,
+            slots=only.slots,
+            root_slots=only.root_slots,
+            counts=only.counts,
+        )
     queries = []
     start = 0
     for piece in pieces:
@@ -114,7 +161,7 @@ def pack(pieces: Seq[Piece]) -> TreeBatch:
     )
 
 
-def _counts(pieces: Seq[Piece]) -> list[int] | None:
+def _counts(pieces: Seq[ForwardPiece]) -> list[int] | None:
     counts: list[int] = []
     for piece in pieces:
         if piece.counts is None:

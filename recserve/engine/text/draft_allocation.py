@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recserve.engine.runtime.costs import Cost
+from recserve.engine.text.step_cost import Cost
 from recserve.speculation.draft import Budget, TextDraft
 
 MAX_DEPTH = 16  # at this depth a draft gets its whole budget

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from recserve.engine.runtime.costs import step_clock, text_step_cost
 from recserve.engine.text.draft_allocation import DraftAllocation
 from recserve.engine.text.sequence import NO_BUDGET, TextSequence
+from recserve.engine.text.step_cost import step_clock, text_step_cost
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter

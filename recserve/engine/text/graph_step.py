@@ -23,14 +23,9 @@ from torch import Tensor
 
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.text.device_rows import PAD_ROW, TextRow, TextRows
+from recserve.engine.text.groups import TextGroup
 from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import (
-    StepOutputs,
-    TextGroup,
-    move_accepted,
-    outputs_of,
-    put_probs,
-)
+from recserve.engine.text.step import StepOutputs, move_accepted, outputs_of, put_probs
 from recserve.engine.text.trees import (
     DEPTHS,
     ENDS,
@@ -180,7 +175,12 @@ class GraphStep:
         columns, table = self._columns, self._table
         trees = columns.trees
         tree = TokenTree(
-            trees[TOKENS], trees[PARENTS], trees[DEPTHS], trees[ENDS], columns.offsets, trees[KINDS]
+            tokens=trees[TOKENS],
+            parents=trees[PARENTS],
+            depths=trees[DEPTHS],
+            ends=trees[ENDS],
+            offsets=columns.offsets,
+            kinds=trees[KINDS],
         )
         roots = RootTable(self.rows.slots, columns.rows, columns.lengths - 1)
         owners = tree.tree_ids()
@@ -250,9 +250,16 @@ class GraphStep:
         sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, some]
         bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
-        trees, last_tokens = parts[0].reshape(5, nodes), parts[7].reshape(texts, -1)
-        offsets, rows, lengths, numbers, rules, drawn = parts[1:7]
-        return _StepColumns(trees, offsets, rows, lengths, numbers, rules, drawn, last_tokens)
+        return _StepColumns(
+            trees=parts[0].reshape(5, nodes),
+            offsets=parts[1],
+            rows=parts[2],
+            lengths=parts[3],
+            numbers=parts[4],
+            rules=parts[5],
+            drawn=parts[6],
+            last_tokens=parts[7].reshape(texts, -1),
+        )
 
     def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
         """Columns of the same shapes whatever the parameters are."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import all_finite
-from recserve.engine.runtime.runner import Piece
+from recserve.engine.runtime.runner import ForwardPiece
 from recserve.engine.text.sequence import TextSequence
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
@@ -23,13 +23,18 @@ class Chunk:
     sequence: TextSequence
     size: int
 
-    def piece(self) -> Piece:
+    def piece(self) -> ForwardPiece:
         """A chain after what is computed; only its last state is read."""
         slots, start = self.sequence.slots, self.sequence.num_computed
         stop = start + self.size
         tokens = torch.tensor(self.sequence.context.tokens[start:stop], device=slots.device)
-        return Piece(
-            chain(tokens), NodeInputs(tokens), None, slots[start:stop], (slots[:start],), 1
+        return ForwardPiece(
+            tree=chain(tokens),
+            inputs=NodeInputs(tokens),
+            queries=None,
+            slots=slots[start:stop],
+            root_slots=(slots[:start],),
+            num_states=1,
         )
 
     def done(self, last_hidden: Tensor) -> None:
@@ -54,7 +59,7 @@ def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk]:
     return found
 
 
-def is_coming(text: TextSequence, others: Iterable[TextSequence], page_size: int) -> bool:
+def computed_by_another(text: TextSequence, others: Iterable[TextSequence], page_size: int) -> bool:
     """Whether one of the others is about to compute at least a page of what this one begins with:
     waiting for it costs no more time than computing it twice.
     """

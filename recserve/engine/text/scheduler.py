@@ -13,7 +13,6 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -24,11 +23,12 @@ from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
 from recserve.engine.text.draft_proposer import DraftProposer
-from recserve.engine.text.groups import TextGroups
+from recserve.engine.text.groups import TextGroup, TextGroups
+from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.pages import TextPages
-from recserve.engine.text.prefill import Chunk, chunks, is_coming
+from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import TextGroup, VerifiedPaths, token_logprobs
+from recserve.engine.text.step import VerifiedPaths, token_logprobs
 from recserve.engine.text.step_graphs import StepGraphs
 from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
@@ -36,24 +36,8 @@ from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.draft import empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.logits_processor import TokenCounts
-from recserve.speculation.verifiers.registry import check_rule
 
-Answer = tuple[TextSequence, Completion | Exception]
-
-
-class PromptTooLong(ValueError):
-    """A prompt leaves no position for a token of output."""
-
-
-@dataclass(frozen=True)
-class TextLimits:
-    """prefill_tokens: most prompt tokens computed in a step, over all texts. draft_nodes: most
-    nodes of a draft. load_aware: drafts are as large as the load lets them pay, or none.
-    """
-
-    prefill_tokens: int = 512
-    draft_nodes: int = 64
-    load_aware: bool = False
+FinishedText = tuple[TextSequence, Completion | Exception]
 
 
 class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
@@ -89,27 +73,10 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
 
     def check(self, request: TextQuery, drafter: Drafter) -> None:
         """Raises ValueError for a request that could not run even alone."""
-        config, params = self.model.config, request.params
-        prompt, positions = request.prompt, config.decoder.max_positions
-        if prompt.ndim != 1 or not prompt.shape[0]:
-            raise ValueError(f"prompt is {prompt.shape}; it must be [n] with at least one token")
-        if prompt.shape[0] >= positions:
-            raise PromptTooLong(
-                f"the prompt has {prompt.shape[0]} tokens; the model has {positions} positions and "
-                "needs one for the output"
-            )
-        named = [*params.logit_bias, *params.stop_token_ids]
-        named += [token for word in params.bad_words for token in word]
-        for name, low, high in (
-            ("prompt", int(prompt.min()), int(prompt.max())),
-            ("a sampling parameter", min(named, default=0), max(named, default=0)),
-        ):
-            if low < 0 or high >= config.vocab_size:
-                raise ValueError(
-                    f"{name} names tokens {low}..{high}; the vocabulary has {config.vocab_size}"
-                )
-        check_rule(request.speculation.verifier, params)
-        pages = self.pages.pages_of(min(prompt.shape[0] + params.max_tokens, positions))
+        config = self.model.config
+        check_query(request, config)
+        length = request.prompt.shape[0] + request.params.max_tokens
+        pages = self.pages.pages_of(min(length, config.decoder.max_positions))
         if pages > self.allocator.num_pages:
             raise RequestTooLarge(
                 f"prompt and max_tokens need {pages} pages of {self.pages.size} tokens, the pool "
@@ -127,10 +94,19 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         prompt = request.prompt.tolist()
         device = self.runner.pool.keys.device
         context = TextContext(
-            next(self._ids), prompt, len(prompt), request.params, request.speculation
+            id=next(self._ids),
+            tokens=prompt,
+            num_prompt=len(prompt),
+            params=request.params,
+            speculation=request.speculation,
         )
         sequence = TextSequence(
-            request, future, submitted_s, context, drafter, self.model.config.decoder.max_positions
+            request=request,
+            future=future,
+            submitted_s=submitted_s,
+            context=context,
+            drafter=drafter,
+            limit=self.model.config.decoder.max_positions,
         )
         if self._place(sequence):
             insort(self.running, sequence, key=_turn)
@@ -145,7 +121,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         sequence.timing.queue_ms = (time.monotonic() - submitted_s) * 1e3
         return True
 
-    def begin(self) -> list[Answer]:
+    def begin(self) -> list[FinishedText]:
         """Nothing is answered without a forward but what is too late."""
         now = time.monotonic()
         if now <= self._earliest_s:
@@ -162,7 +138,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             (s, DeadlineExceeded("the deadline passed while the text was written")) for s in late
         ]
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[FinishedText]:
         """One forward over everything that waits for one; the answers it completed.
 
         A text whose prompt ends in this step makes its first step in the same forward: the keys and
@@ -171,7 +147,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         self._resume()
         self._preempt_for_pages()
         began = time.perf_counter()
-        failed: list[Answer] = []
+        failed: list[FinishedText] = []
         parts = chunks(self.running, self.limits.prefill_tokens)
         groups = self._groups(parts, failed)
         parts = [part for part in parts if part.sequence.pages]
@@ -200,14 +176,14 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
                 timing.nodes += 1 + size
         return failed + done
 
-    def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[Answer]:
+    def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[FinishedText]:
         """One forward over the groups' trees and the chunks of prompts."""
         pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
         hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)])
         for part, state in zip(parts, hidden[len(groups) :], strict=True):
             part.done(state[0])
             self.pages.cache_prefix(part.sequence)
-        done: list[Answer] = []
+        done: list[FinishedText] = []
         for group, piece, own in zip(groups, pieces, hidden, strict=False):
             logits = self.model.logits(own)
             verified = group.verify(self.runner.pool, piece, own, logits)
@@ -226,7 +202,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         """Stop the texts whose futures were cancelled."""
         self._drop([s for s in self.running + self.preempted if s.future.cancelled()])
 
-    def _groups(self, parts: Seq[Chunk], failed: list[Answer]) -> list[TextGroup]:
+    def _groups(self, parts: Seq[Chunk], failed: list[FinishedText]) -> list[TextGroup]:
         """The texts that step with their drafts, grouped by acceptance rule."""
         stepping: Seq[TextSequence] = self.running
         if parts:
@@ -250,13 +226,13 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         hidden: Tensor,
         logits: Tensor,
         last_hidden: Seq[Tensor] | None = None,
-    ) -> list[Answer]:
+    ) -> list[FinishedText]:
         """Appends the accepted tokens, passes outcomes to the drafters, and returns what ended.
 
         hidden [T, E], logits [T, V]: of the group's nodes, and of padding after them. last_hidden:
         of a replay, [E] for each text: its state at the last accepted node.
         """
-        done: list[Answer] = []
+        done: list[FinishedText] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         counted, first = last_hidden is not None, 0
         for number, sequence in enumerate(group.sequences):
@@ -288,7 +264,13 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             elif sequence in self._proposer.called:
                 accepted = tuple([node - first - 1 for node in path[1:]])
                 outcome = TextOutcome(
-                    sequence.context, draft, accepted, tuple(added), hidden, logits, first
+                    context=sequence.context,
+                    draft=draft,
+                    accepted=accepted,
+                    tokens=tuple(added),
+                    all_hidden=hidden,
+                    all_logits=logits,
+                    first=first,
                 )
                 drafter = sequence.drafter
                 outcomes.setdefault(id(drafter), (drafter, []))[1].append(outcome)
@@ -309,7 +291,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     def _place(self, sequence: TextSequence) -> bool:
         """Gives it pages, unless none is free or another text computes its beginning."""
         before = self.running[: bisect_right(self.running, _turn(sequence), key=_turn)]
-        sequence.waits = is_coming(sequence, before, self.pages.size)
+        sequence.waits = computed_by_another(sequence, before, self.pages.size)
         if sequence.waits or not self.pages.place(sequence):
             return False
         if not sequence.timing.forwards:

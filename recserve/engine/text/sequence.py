@@ -139,10 +139,10 @@ class TextSequence:
         """The answer; the text must have ended."""
         assert self.finish_reason is not None
         return Completion(
-            np.array(self.context.tokens[self.context.num_prompt :], dtype=np.int64),
-            self.finish_reason,
-            self.stop_token,
-            tuple(self.logprobs),
-            self.counts,
-            self.timing,
+            tokens=np.array(self.context.tokens[self.context.num_prompt :], dtype=np.int64),
+            finish_reason=self.finish_reason,
+            stop_token=self.stop_token,
+            logprobs=tuple(self.logprobs),
+            counts=self.counts,
+            timing=self.timing,
         )

@@ -1,12 +1,14 @@
-"""Outputs that are not finite, on the host: whose they are, and how a step goes on without them.
+"""Requests that step together, and their results that are not finite.
 
-On a CUDA device nobody looks at states: flags stay beside them (core/finite.py) until scores are
-read.
+On the CPU, states that are not finite are removed here. On a CUDA device the flags of
+core/finite.py travel with the states until scores are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +17,33 @@ from torch import Tensor
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.request import Result, Scores, Slate
 from recserve.core.sequence import Sequence
-from recserve.engine.runtime.runner import Piece
+from recserve.core.strategy import Strategy, TreeStrategy
+from recserve.engine.runtime.runner import ForwardPiece
 from recserve.kernels.paged_kv import KVPool
 
 
-def isolate(sequences: Seq[Sequence], piece: Piece, states: Tensor, pool: KVPool) -> Tensor:
+@dataclass
+class Cohort:
+    """Requests that started together and step together."""
+
+    strategy: Strategy
+    sequences: list[Sequence]
+    state: Any
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to score; without trees that is so from the start."""
+        strategy = self.strategy
+        return not isinstance(strategy, TreeStrategy) or strategy.finished(self.state)
+
+    @property
+    def tree_strategy(self) -> TreeStrategy:
+        """The strategy of a cohort that is not finished."""
+        assert isinstance(self.strategy, TreeStrategy)
+        return self.strategy
+
+
+def isolate(sequences: Seq[Sequence], piece: ForwardPiece, states: Tensor, pool: KVPool) -> Tensor:
     """Returns the states that a step goes on with, and marks the sequences with flawed ones.
 
     Args:
