@@ -32,14 +32,14 @@ from recserve.speculation.drafters.none import NoDrafter
 
 @dataclass(frozen=True)
 class EngineModels:
-    """The models of one engine; each may be missing.
+    """The models of one engine. Each of them is optional.
 
     Attributes:
         recommender: Generates items.
         ranker: Scores given items.
         heads: Networks that strategies other than `beam` need.
         text: Writes and scores text.
-        drafters: Drafters of the language model, by name; `none` is always there.
+        drafters: Drafters of the language model, by name. `build_engine` adds `none`.
     """
 
     recommender: Recommender | None = None
@@ -50,14 +50,14 @@ class EngineModels:
 
 
 def build_engine(models: EngineModels, config: EngineConfig | None = None) -> Engine:
-    """Returns an engine that serves the models; `start` runs it on a thread.
+    """Returns an engine that serves the models. Its `start` runs the steps on a thread.
 
     Args:
-        models: What is served.
-        config: Sizes and modes; None: the defaults.
+        models: The models to serve.
+        config: Sizes and modes. None selects the defaults.
 
     Raises:
-        NotInvariant: If `invariant` is set and this machine cannot compute a model so.
+        NotInvariant: If `invariant` is set and this machine cannot compute a model that way.
         ValueError: If `graphs` is set and the language model is not on a CUDA device.
     """
     config = config or EngineConfig()
@@ -65,7 +65,7 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
 
 
 class ModelEngine(Engine):
-    """Deprecated for one release, under the name `recserve.Engine`: use `build_engine`."""
+    """Deprecated class behind the name `recserve.Engine`; use `build_engine`."""
 
     def __init__(
         self,

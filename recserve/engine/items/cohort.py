@@ -1,7 +1,7 @@
-"""Requests that step together, and their results that are not finite.
+"""Requests that step together, and the removal of their states that are not finite.
 
-On the CPU, states that are not finite are removed here. On a CUDA device the flags of
-core/finite.py travel with the states until scores are read.
+On the CPU, `isolate` finds states that are not finite after each forward pass. On a CUDA device the
+flags of core/finite.py travel with the states until scores are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from recserve.kernels.paged_kv import KVPool
 
 @dataclass
 class Cohort:
-    """Requests that started together and step together."""
+    """Requests of one strategy that started together and step together.
+
+    Attributes:
+        strategy: The strategy of all requests.
+        sequences: The requests.
+        state: The strategy's state of the search.
+    """
 
     strategy: Strategy
     sequences: list[Sequence]
@@ -32,7 +38,7 @@ class Cohort:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to score; without trees that is so from the start."""
+        """Whether the trees are finished. A strategy without trees is finished from the start."""
         strategy = self.strategy
         return not isinstance(strategy, TreeStrategy) or strategy.finished(self.state)
 
@@ -44,17 +50,19 @@ class Cohort:
 
 
 def isolate(sequences: Seq[Sequence], piece: ForwardPiece, states: Tensor, pool: KVPool) -> Tensor:
-    """Returns the states that a step goes on with, and marks the sequences with flawed ones.
+    """Replaces states that are not finite by zeros, and marks their sequences as flawed.
+
+    The search goes on with the zeros because it compares sums of states, and NaN compares as false
+    with everything.
 
     Args:
-        sequences: Those of the piece's trees, in order.
-        piece: The nodes that were computed.
-        states: [Tq, E] of these nodes.
-        pool: Holds their keys and values; flawed ones become zero.
+        sequences: The sequences of the piece's trees, in order.
+        piece: The trees whose nodes were computed.
+        states: [Tq, E] hidden states of these nodes.
+        pool: The pool that holds their keys and values. Those of flawed nodes become zero.
 
     Returns:
-        [Tq, E], zeros in place of what is not finite: searches compare sums of these, and NaN
-        compares as false with everything.
+        [Tq, E] finite states. On a CUDA device, the input itself.
     """
     if states.is_cuda or all_finite(states):
         return states
@@ -69,7 +77,10 @@ def isolate(sequences: Seq[Sequence], piece: ForwardPiece, states: Tensor, pool:
 
 
 def checked(result: Result | NotFinite) -> Result | NotFinite:
-    """Returns the result, or NotFinite if one of its scores is not; the host has them already."""
+    """Returns the result, or NotFinite if one of its scores is not finite.
+
+    The scores are on the host already, so the check does not wait for a device.
+    """
     scores = result.scores if isinstance(result, Slate) else None
     if isinstance(result, Scores):
         scores = result.values

@@ -1,4 +1,4 @@
-"""One model's side of the engine: its pages, its prefix cache, its running requests, its step."""
+"""The scheduler of item requests: one model's admission, pages, steps and delivery."""
 
 from __future__ import annotations
 
@@ -41,10 +41,18 @@ FinishedItem = tuple[Sequence, Result | Exception]
 
 
 class ItemScheduler(Scheduler[Request, Result, Strategy]):
-    """Admission, forward, verification and release of the requests of one model."""
+    """Admits, steps and releases the item requests of one model.
+
+    Attributes:
+        cohorts: Requests whose search runs.
+        cold: Admitted requests whose root still needs a forward pass, with their strategies.
+        warm: Admitted requests whose root is computed, with their strategies.
+    """
 
     def __init__(self, runner: Runner, sharing: PageOwner | None = None) -> None:
-        """sharing: a scheduler of the same runner; both use its pages and prefix cache."""
+        """Shares the pages and the prefix cache of `sharing`, a scheduler of the same runner, if
+        given.
+        """
         self.runner = runner
         self.page_size = runner.pool.page_size
         self._pages = PagePlacement(runner.pool, sharing)
@@ -55,11 +63,11 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
 
     @property
     def num_running(self) -> int:
-        """Requests admitted and not answered."""
+        """Number of requests that are admitted and have no result."""
         return len(self.cold) + len(self.warm) + sum(len(c.sequences) for c in self.cohorts)
 
     def check(self, request: Request, strategy: Strategy) -> None:
-        """Raises RequestTooLarge if the request could not run even alone."""
+        """Raises RequestTooLarge if the request needs more pages than the pool has."""
         rows = len(request.root.inputs)
         pages = self._pages.pages_of(rows) + self._pages.pages_of(strategy.tree_capacity(request))
         if pages > self.allocator.num_pages:
@@ -71,8 +79,8 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
     def admit(
         self, request: Request, future: Future[Result], submitted_s: float, strategy: Strategy
     ) -> bool:
-        """Take a request in if its pages can be had now; all that it will ever need are
-        reserved.
+        """Takes a request in and reserves all pages that it will need. Returns False if too few
+        are free.
         """
         root = request.root
         placed = self._pages.place(
@@ -104,12 +112,14 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return True
 
     def begin(self) -> list[FinishedItem]:
-        """Start the requests whose roots are cached; the answers of those that need no forward."""
+        """Starts the requests with computed roots. Returns the results that need no forward
+        pass.
+        """
         warm, self.warm = self.warm, []
         return self._start(warm) + self._finish()
 
     def step(self) -> list[FinishedItem]:
-        """One forward over everything that waits for one; the answers it completed."""
+        """Runs one forward pass over all requests. Returns the results that it completes."""
         cold = self.cold
         began = time.perf_counter()
         drafts = [(cohort, cohort.tree_strategy.propose(cohort.state)) for cohort in self.cohorts]
@@ -141,13 +151,13 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return flawed + self._start(started) + self._finish()
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        """Give back the pages of sequences that ended."""
+        """Releases the pages of finished sequences."""
         for sequence in sequences:
             self.allocator.release(sequence.pages)
             sequence.pages = []
 
     def drop_all(self) -> list[Sequence]:
-        """Forget everything that runs; the sequences are released and returned."""
+        """Removes all running requests, releases their pages, and returns them."""
         dropped = [s for s, _ in [*self.cold, *self.warm]]
         dropped += [s for cohort in self.cohorts for s in cohort.sequences]
         self.cold, self.warm, self.cohorts = [], [], []
@@ -155,7 +165,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return dropped
 
     def drop_cancelled(self) -> None:
-        """Stop the work of requests whose futures were cancelled, where they can be left out."""
+        """Removes cancelled requests. A cohort is removed once all of its requests are
+        cancelled.
+        """
         for name in ("cold", "warm"):
             pairs = getattr(self, name)
             self.release([s for s, _ in pairs if s.future.cancelled()])
@@ -167,7 +179,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
 
     def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[FinishedItem]:
-        """Cohorts of requests with a computed root; the errors of those that cannot start."""
+        """Groups requests with computed roots into cohorts. Returns the errors of those that
+        fail.
+        """
         groups: dict[tuple[int, int], tuple[Strategy, list[Sequence]]] = {}
         for sequence, strategy in ready:
             request = sequence.request
@@ -180,7 +194,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return failed
 
     def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[FinishedItem]:
-        """One cohort; where a request spoils it, it alone fails and the others start without it."""
+        """Starts one cohort. If that fails, each request starts alone, so that only the faulty
+        ones fail.
+        """
         try:
             self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
         except Exception as error:
@@ -192,8 +208,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return []
 
     def _finish(self) -> list[FinishedItem]:
-        """Answers of the cohorts that have nothing left to propose; one that fails fails alone.
-        What is to be searched again starts anew, beside whatever is warm by then.
+        """Returns the results of finished cohorts. A cohort that raises an error fails alone.
+
+        Requests that continue with another search become warm again.
         """
         done: list[FinishedItem] = []
         running = []
@@ -213,7 +230,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return done
 
     def _discard(self, answers: Seq[FinishedItem]) -> None:
-        """Release the sequences of answers; of roots that are not finite nothing is found again."""
+        """Releases the sequences, and removes the roots of results that are not finite from the
+        cache.
+        """
         for sequence, result in answers:
             if isinstance(result, NotFinite):
                 log.error("the model's output for a request is not finite; its root is dropped")
@@ -225,7 +244,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
     def _answers(
         self, cohort: Cohort, results: Seq[Result | Continuation | NotFinite]
     ) -> list[FinishedItem]:
-        """The answers among the results; the other requests wait for their next search."""
+        """Returns the results among `results`. Continuations wait for their next search."""
         answers: list[FinishedItem] = []
         for sequence, result in zip(cohort.sequences, results, strict=True):
             if sequence.flawed:
@@ -241,7 +260,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return answers
 
     def _place(self, cohort: Cohort, draft: Draft) -> ForwardPiece:
-        """The draft with a slot for every node: old ones keep theirs, new ones get one."""
+        """Assigns a slot to every node of a draft. Nodes computed earlier keep their slots."""
         counts = _computed(draft)
         taken = []
         for sequence, count in zip(cohort.sequences, counts, strict=True):
@@ -264,7 +283,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         )
 
     def _prefill_piece(self, sequence: Sequence) -> ForwardPiece:
-        """The root's uncomputed rows as a chain under the computed ones, placeholders behind."""
+        """Returns the uncomputed rows of a root as a chain, followed by the placeholders."""
         root, start = sequence.request.root, sequence.num_computed
         inputs, slots = root.inputs.select(slice(start, None)), sequence.root_slots
         places, kinds = slots[start:], None
@@ -292,10 +311,11 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         )
 
     def _store_root(self, sequence: Sequence, states: Tensor) -> bool:
-        """The root is computed: remember its last state, and let others find it.
+        """Stores a computed root in the prefix cache. Returns False if its states are not
+        finite.
 
-        Returns False where its states are not finite, and keeps nothing of it. On a device nobody
-        waits to know that: the answer tells, and the root is dropped then.
+        On a CUDA device, the check would make the host wait. There the result shows whether the
+        states are finite, and `_discard` drops the root.
         """
         if not states.is_cuda and not all_finite(states):
             return False
@@ -319,7 +339,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
 
 
 def _computed(draft: Draft) -> list[int]:
-    """How many nodes of each tree are computed; of several trees one look at the device."""
+    """Returns the number of computed nodes of each tree. It reads the device if there are
+    several.
+    """
     if draft.tree.num_trees == 1:
         return [len(draft.inputs)]
     offsets = draft.tree.offsets
