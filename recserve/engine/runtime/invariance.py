@@ -1,9 +1,9 @@
-"""The invariant mode: a request's bits depend on the request alone, and that is tried beforehand.
+"""The invariant mode: the bits of a result depend on the request alone.
 
-Products never compute one row by itself (models/packing.py), attention sums exactly
-(exact_attention.py). That products of two rows and of hundreds agree is how this machine's
-library happens to work for these shapes and this number of threads, so it is tried at start, on the
-served weights, and the mode is refused where it does not hold.
+Matrix products never compute a single row by itself (models/packing.py), and attention sums exactly
+(exact_attention.py). Whether products of two rows and of hundreds of rows agree depends on the
+machine's library, on the shapes and on the number of threads. The mode therefore tests this at
+start on the served weights, and refuses to serve where it does not hold.
 """
 
 from __future__ import annotations
@@ -30,13 +30,23 @@ OTHER_ROWS = (0, 1, 14, 61, 300)  # rows of another root in the same forward
 
 
 class NotInvariant(ValueError):
-    """This machine cannot compute this model so that no bit depends on company."""
+    """This machine's results for this model depend on the other requests in the batch."""
 
 
 def invariant_runner(
     trunk: DecoderTrunk | RankerTrunk, num_pages: int, page_size: int, kv_dtype: torch.dtype
 ) -> Runner:
-    """A runner that has been tried. Raises NotInvariant, saying why and what to do."""
+    """Returns a runner that has passed the test.
+
+    Args:
+        trunk: The model's layers.
+        num_pages: Pages of the key-value pool.
+        page_size: Tokens per page.
+        kv_dtype: Element type of the key-value pool.
+
+    Raises:
+        NotInvariant: If the test fails. The message says why and what to do.
+    """
     model = trunk.model
     name = type(model).__name__
     if trunk.device.type != "cpu":
@@ -69,13 +79,13 @@ def invariant_runner(
 
 @dataclass(frozen=True)
 class _Trial:
-    """One root and one tree under it, computed in different company."""
+    """Computes one root and one tree under it, together with different other rows."""
 
     runner: Runner
     model: Model
 
     def difference(self) -> str | None:
-        """Where bits differ, None if nowhere."""
+        """Returns where bits differ, or None if they differ nowhere."""
         draw = torch.Generator().manual_seed(0)
         rows = sum(CHUNKS)
         root, nodes = _inputs(self.model, rows, draw), _inputs(self.model, NODES, draw)
@@ -128,7 +138,7 @@ class _Trial:
         return self.runner.forward(pieces)[-1]
 
     def _read(self, hidden: Tensor) -> Tensor:
-        """[n, ...] all that strategies read of a state."""
+        """Returns [n, ...] with everything that strategies read of hidden states."""
         model = self.model
         if isinstance(model, Ranker):
             return model.heads(hidden)
@@ -146,7 +156,7 @@ def _piece(tree: TokenTree, inputs: NodeInputs, slots: Tensor, root: Tensor) -> 
 
 
 def _tree(tokens: Tensor, draw: torch.Generator) -> TokenTree:
-    """A drawn tree whose last node lies below another one."""
+    """Returns a random tree whose last node has a parent."""
     parents = [-1]
     for node in range(1, len(tokens)):
         parent = node - 1
@@ -157,7 +167,7 @@ def _tree(tokens: Tensor, draw: torch.Generator) -> TokenTree:
 
 
 def _inputs(model: Model, rows: int, draw: torch.Generator) -> NodeInputs:
-    """Drawn rows such as the model reads."""
+    """Returns random input rows that the model accepts."""
 
     def numbers(low: int, high: int) -> Tensor:
         return torch.randint(low, high, (rows,), generator=draw)

@@ -1,4 +1,4 @@
-"""One forward of one model over packed trees."""
+"""The runner: one forward pass of one model over packed trees."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ from recserve.models.recommender import Recommender
 
 
 class Trunk(Protocol):
-    """What the runner needs of a network."""
+    """What the runner needs of a network.
+
+    Attributes:
+        activation: Activation of the attention scores.
+    """
 
     activation: Activation
 
     def hidden(
         self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Packed rows to final hidden states [Tq, E], or [R, E] of the given rows [R]."""
+        """Returns final hidden states [Tq, E] of packed rows, or [R, E] of the given rows [R]."""
         ...
 
 
 class DecoderTrunk:
-    """Decoder over tokens: of a history and its codes, or of a text."""
+    """A decoder over tokens: a history's items or codes, or a text."""
 
     activation = SOFTMAX
 
@@ -48,12 +52,14 @@ class DecoderTrunk:
     def hidden(
         self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """[Tq, E], or [R, E] of the given rows."""
+        """Returns [Tq, E], or [R, E] of the given rows."""
         return self.model(inputs.tokens, positions, attend, rows)  # type: ignore[no-any-return]
 
 
 class RankerTrunk:
-    """HSTU-style layers over profile, history and candidate rows; positions are the rows' own."""
+    """HSTU-style layers over profile, history and candidate rows. The rows carry their
+    positions.
+    """
 
     def __init__(self, model: Ranker) -> None:
         self.model = model
@@ -66,19 +72,24 @@ class RankerTrunk:
     def hidden(
         self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """[Tq, E], or [R, E] of the given rows."""
+        """Returns [Tq, E], or [R, E] of the given rows."""
         assert inputs.groups is not None
         return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class ForwardPiece:
-    """Trees of some sequences, placed: what goes into a forward beside other pieces.
+    """Trees of some sequences with their slots, as one part of a forward pass.
 
-    slots [T]: pool slot of each node. root_slots: for each tree the slots of the root it stands on.
-    num_states: only the states of so many computed nodes, the last ones, are read, and the others
-    leave keys and values; None: all. counts [B]: computed nodes of each tree, None: the host does
-    not know.
+    Attributes:
+        tree: All nodes, those computed now and those computed earlier.
+        inputs: Input rows of the nodes computed now.
+        queries: [Tq] nodes computed now, ascending. None computes all nodes.
+        slots: [T] pool slot of each node.
+        root_slots: For each tree the slots of the root that it hangs under.
+        num_states: Number of computed nodes, from the end, whose hidden states are read. The others
+            only write keys and values. None reads all.
+        counts: [B] computed nodes of each tree. None if the host does not know them.
     """
 
     tree: TokenTree
@@ -91,7 +102,13 @@ class ForwardPiece:
 
 
 class Runner:
-    """A network and its pool. attention: how the nodes of a batch attend."""
+    """A network and its key-value pool.
+
+    Attributes:
+        trunk: The network.
+        pool: The key-value pool.
+        attention: Computes the attention of a batch.
+    """
 
     def __init__(
         self,
@@ -104,7 +121,7 @@ class Runner:
         self.attention = attention
 
     def forward(self, pieces: Seq[ForwardPiece]) -> list[Tensor]:
-        """Hidden states of each piece, [Tq, E] or [num_states, E]."""
+        """Returns the hidden states of each piece, [Tq, E] or [num_states, E]."""
         inputs = NodeInputs.cat([piece.inputs for piece in pieces])
         hidden = self.hidden(pack(pieces), inputs, _read(pieces, self.pool.keys.device))
         if len(pieces) == 1:
@@ -112,7 +129,7 @@ class Runner:
         return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
 
     def hidden(self, batch: TreeBatch, inputs: NodeInputs, rows: Tensor | None = None) -> Tensor:
-        """Hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
+        """Returns the hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
         attend = PagedAttention(batch, self.pool, self.trunk.activation, self.attention)
         return self.trunk.hidden(inputs, batch.positions(), attend, rows)
 
@@ -122,7 +139,7 @@ def _num_states(piece: ForwardPiece) -> int:
 
 
 def _read(pieces: Seq[ForwardPiece], device: torch.device) -> Tensor | None:
-    """Rows whose hidden states are read; None: all."""
+    """Returns the rows whose hidden states are read. None reads all."""
     if all(piece.num_states is None for piece in pieces):
         return None
     rows: list[int] = []
@@ -134,7 +151,7 @@ def _read(pieces: Seq[ForwardPiece], device: torch.device) -> Tensor | None:
 
 
 def pack(pieces: Seq[ForwardPiece]) -> TreeBatch:
-    """All pieces as one batch."""
+    """Returns all pieces as one batch."""
     if len(pieces) == 1:
         only = pieces[0]
         return TreeBatch(
