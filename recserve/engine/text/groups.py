@@ -1,4 +1,4 @@
-"""Texts that step together, by what judges them."""
+"""Groups of texts that one acceptance rule verifies together."""
 
 from __future__ import annotations
 
@@ -42,10 +42,17 @@ from recserve.speculation.verifiers.registry import (
 
 @dataclass(frozen=True)
 class TextGroup:
-    """Texts judged together, with their drafts, in the same order.
+    """Texts that are verified together, with their drafts. All lists have the same order.
 
-    rule: of all, or MIXED; rules: of each. sequences and contexts, which are theirs, stay the same
-    lists while the same texts step. sizes: nodes of each draft. depth: most levels below a node 0.
+    Attributes:
+        rule: Acceptance rule of all texts, or MIXED.
+        rules: Acceptance rule of each text.
+        sequences: The texts. The list object stays the same while the same texts step.
+        drafts: Draft of each text.
+        table: Sampling parameters.
+        contexts: Context of each text. The list object stays the same while the same texts step.
+        sizes: Nodes of each draft.
+        depth: Most levels below a node 0.
     """
 
     rule: str
@@ -58,7 +65,9 @@ class TextGroup:
     depth: int
 
     def piece(self, tree: TokenTree) -> ForwardPiece:
-        """The packed trees, placed where their path will stay if it is the first of each."""
+        """Returns the packed trees with slots. A path of first children already lies in its
+        final slots.
+        """
         roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
         return ForwardPiece(
             tree=tree,
@@ -70,11 +79,11 @@ class TextGroup:
 
     @property
     def last_tokens(self) -> list[int]:
-        """[B] node 0 of every tree."""
+        """[B] token of node 0 of every tree."""
         return [context.tokens[-1] for context in self.contexts]
 
     def slots(self) -> Tensor:
-        """[T] the slot of each node."""
+        """Returns [T] pool slot of each node."""
         slots = [
             s.slots[s.length - 1 : s.length + len(d)]
             for s, d in zip(self.sequences, self.drafts, strict=True)
@@ -83,13 +92,20 @@ class TextGroup:
 
     @property
     def chains(self) -> bool:
-        """Whether no draft forks, so that every path that is accepted lies right already."""
+        """Whether no draft forks. Every accepted path then lies in its final slots already."""
         return all(draft.depth == len(draft) for draft in self.drafts)
 
     def verify(
         self, pool: KVPool, piece: ForwardPiece, hidden: Tensor, logits: Tensor
     ) -> VerifiedPaths:
-        """Verify the trees and move accepted paths into place. logits [T, V]: raw."""
+        """Verifies the trees and moves accepted paths to their final slots.
+
+        Args:
+            pool: The key-value pool.
+            piece: The trees that were computed.
+            hidden: [T, E] final hidden states.
+            logits: [T, V] raw logits.
+        """
         greedy = self.accept_greedy(logits)
         if greedy is not None:
             move_paths(pool, greedy.paths, piece.slots)
@@ -100,10 +116,15 @@ class TextGroup:
         return outputs_of(piece.tree, accepted, logits, hidden).paths()
 
     def accept_greedy(self, logits: Tensor) -> VerifiedPaths | None:
-        """The accepted paths where the most likely token is written, computed on the host.
+        """Returns the accepted paths of greedy texts, computed on the host.
 
-        After a forward on the CPU, a few Python numbers cost less than tensor operators. None where
-        other parameters count, and where the logits [T, V] are on a device.
+        After a forward pass on the CPU, a few Python numbers cost less than tensor operators.
+
+        Args:
+            logits: [T, V] raw logits.
+
+        Returns:
+            None if other sampling parameters apply or the logits are on a device.
         """
         if logits.is_cuda or not (self.table.greedy and self.table.plain):
             return None
@@ -117,7 +138,7 @@ class TextGroup:
         return VerifiedPaths(paths, tokens, flawed=flawed_texts(logits, chosen, paths))
 
     def accept(self, tree: TokenTree, logits: Tensor) -> Accepted:
-        """Accepted nodes and bonus tokens. logits [T, V] raw."""
+        """Returns accepted nodes and bonus tokens for raw logits [T, V]."""
         depth = self.depth
         table, everywhere = self.table, logits.is_cuda
         past = past_of(table, self.contexts, [s.token_counts for s in self.sequences])
@@ -141,8 +162,14 @@ class TextGroup:
 
 
 class TextGroups:
-    """together: all texts are one group, each judged by its own rule; greedy ones by that of the
-    others, if those have one for all, which costs them noise and saves a second judgement.
+    """Groups texts by acceptance rule, and reuses the groups while the same texts step.
+
+    With `together`, all texts form one group in which each has its own rule. Greedy texts then use
+    the rule of the others if that rule verifies them too. This costs noise and saves a second verification.
+
+    Attributes:
+        device: Device of the sampling tables.
+        together: Whether all texts form one group.
     """
 
     def __init__(self, device: torch.device, together: bool) -> None:
@@ -154,7 +181,7 @@ class TextGroups:
     def of(
         self, sequences: Seq[TextSequence], drafts: dict[TextSequence, TextDraft]
     ) -> list[TextGroup]:
-        """drafts: of at least these sequences."""
+        """Returns the groups of texts that step. `drafts` has a draft for each of them."""
         if self._stepped != sequences:
             self._bare, self._stepped = self._parted(sequences), list(sequences)
         groups = []

@@ -1,9 +1,9 @@
-"""Schedules the texts of one language model: admission, pages, steps and preemption.
+"""The scheduler of texts: admission, pages, steps and preemption for one language model.
 
-A text steps many times. Keys and values exist for all its committed tokens but the last, which is
-node 0 of the step's tree. Accepted nodes move to the slots right after it. Pages are allocated as a
-text grows. When none is left, the text that would be served last is preempted: its computed tokens
-go to the prefix cache. It resumes from there and computes again only what was evicted meanwhile.
+A text steps many times. Keys and values exist for all its committed tokens except the last, which
+is node 0 of the step's tree. Accepted nodes move to the slots right after it. Pages are allocated
+as a text grows. When none is left, the text that would be served last is preempted: its computed
+tokens go to the prefix cache. It resumes from there and computes only what was evicted meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,15 @@ FinishedText = tuple[TextSequence, Completion | Exception]
 
 
 class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
-    """The side of the engine that writes text."""
+    """Admits, steps and releases the texts of one language model.
+
+    Attributes:
+        limits: Most prompt tokens of a step and most nodes of a draft.
+        pages: The pages of the texts.
+        running: Texts that have pages, by priority and then by age.
+        preempted: Texts that wait for pages or for another text that computes their beginning.
+        graphs: Captured steps. None launches the kernels of every step one by one.
+    """
 
     def __init__(
         self,
@@ -50,7 +58,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         limits: TextLimits | None = None,
         graphs: StepGraphs | None = None,
     ) -> None:
-        """graphs: recorded steps; None: every step is launched as it comes."""
+        """Starts with no texts. `graphs` holds captured steps; None launches every step."""
         self.runner, self.model = runner, model
         self.limits = limits or TextLimits()
         self.pages = TextPages(runner.pool)
@@ -68,11 +76,11 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
 
     @property
     def num_running(self) -> int:
-        """Requests admitted and not answered."""
+        """Number of requests that are admitted and have no result."""
         return len(self.running) + len(self.preempted)
 
     def check(self, request: TextQuery, drafter: Drafter) -> None:
-        """Raises ValueError for a request that could not run even alone."""
+        """Raises ValueError if the request cannot run, even alone."""
         config = self.model.config
         check_query(request, config)
         length = request.prompt.shape[0] + request.params.max_tokens
@@ -86,8 +94,11 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     def admit(
         self, request: TextQuery, future: Future[Any], submitted_s: float, drafter: Drafter
     ) -> bool:
-        """Take a request in if pages for its prompt can be had now, or another text is computing
-        what it begins with, and nobody else waits for pages.
+        """Takes a request in if its prompt's pages are free or another text is computing its
+        beginning.
+
+        Returns:
+            False if the pages are not free or another text waits for pages.
         """
         if any(not s.waits for s in self.preempted):
             return False
@@ -122,7 +133,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         return True
 
     def begin(self) -> list[FinishedText]:
-        """Nothing is answered without a forward but what is too late."""
+        """Returns the errors of texts whose deadline has passed. A result needs a forward pass."""
         now = time.monotonic()
         if now <= self._earliest_s:
             return []
@@ -139,10 +150,10 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         ]
 
     def step(self) -> list[FinishedText]:
-        """One forward over everything that waits for one; the answers it completed.
+        """Runs one forward pass over all texts. Returns the results that it completes.
 
-        A text whose prompt ends in this step makes its first step in the same forward: the keys and
-        values of the prompt are written, layer by layer, before its tree attends to them.
+        A text whose prompt ends in this step takes its first step in the same forward pass. In each
+        layer, the keys and values of the prompt are written before the text's tree attends to them.
         """
         self._resume()
         self._preempt_for_pages()
@@ -177,7 +188,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         return failed + done
 
     def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[FinishedText]:
-        """One forward over the groups' trees and the chunks of prompts."""
+        """Runs one forward pass over the trees of the groups and the chunks of prompts."""
         pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
         hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)])
         for part, state in zip(parts, hidden[len(groups) :], strict=True):
@@ -193,17 +204,17 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         return done + [(sequence, NotFinite()) for sequence in flawed]
 
     def drop_all(self) -> list[TextSequence]:
-        """Forget everything that runs; the sequences are released and returned."""
+        """Removes all texts, releases their pages, and returns them."""
         dropped = self.running + self.preempted
         self._drop(dropped)
         return dropped
 
     def drop_cancelled(self) -> None:
-        """Stop the texts whose futures were cancelled."""
+        """Removes the texts whose futures were cancelled."""
         self._drop([s for s in self.running + self.preempted if s.future.cancelled()])
 
     def _groups(self, parts: Seq[Chunk], failed: list[FinishedText]) -> list[TextGroup]:
-        """The texts that step with their drafts, grouped by acceptance rule."""
+        """Returns the texts that step with their drafts, grouped by acceptance rule."""
         stepping: Seq[TextSequence] = self.running
         if parts:
             rows = {part.sequence: part.size for part in parts}
@@ -227,10 +238,14 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         logits: Tensor,
         last_hidden: Seq[Tensor] | None = None,
     ) -> list[FinishedText]:
-        """Appends the accepted tokens, passes outcomes to the drafters, and returns what ended.
+        """Appends the accepted tokens, passes outcomes to the drafters, and returns results.
 
-        hidden [T, E], logits [T, V]: of the group's nodes, and of padding after them. last_hidden:
-        of a replay, [E] for each text: its state at the last accepted node.
+        Args:
+            group: The texts.
+            verified: Their accepted paths.
+            hidden: [T, E] states of the group's nodes, followed by padding.
+            logits: [T, V] logits of the same nodes.
+            last_hidden: After a replay, the [E] state of each text at its last accepted node.
         """
         done: list[FinishedText] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
@@ -280,7 +295,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         return done
 
     def _resume(self) -> None:
-        """Resumes preempted texts, in order, until one finds no pages."""
+        """Resumes preempted texts in order, until one finds no pages."""
         if not self.preempted:
             return
         waiting, self.preempted = self.preempted, []
@@ -289,7 +304,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             insort(self.running if found else self.preempted, sequence, key=_turn)
 
     def _place(self, sequence: TextSequence) -> bool:
-        """Gives it pages, unless none is free or another text computes its beginning."""
+        """Gives a text its pages, unless none is free or another text computes its beginning."""
         before = self.running[: bisect_right(self.running, _turn(sequence), key=_turn)]
         sequence.waits = computed_by_another(sequence, before, self.pages.size)
         if sequence.waits or not self.pages.place(sequence):
@@ -300,7 +315,9 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         return True
 
     def _preempt_for_pages(self) -> None:
-        """Gives every text that steps a slot for node 0; preempts those that are served last."""
+        """Gives every text that steps a slot for node 0. Preempts the texts that are served
+        last.
+        """
         for sequence in [s for s in self.running if len(s.context.tokens) > s.capacity]:
             while sequence.pages and not self.pages.grow(sequence, sequence.length):
                 self._preempt(self.running[-1])
@@ -312,7 +329,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         insort(self.preempted, sequence, key=_turn)
 
     def _drop(self, sequences: Seq[TextSequence]) -> None:
-        """Removes texts: releases their pages and their drafters' state."""
+        """Removes texts, and releases their pages and their drafters' state."""
         if not sequences:
             return
         for sequence in sequences:
