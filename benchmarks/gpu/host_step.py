@@ -35,7 +35,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.graph_search import SearchLeaves, SearchShape
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step import StepOutputs
-from recserve.engine.text.step_graphs import SHAPES, GraphLimits, Step, StepGraphs
+from recserve.engine.text.step_graphs import SHAPES, GraphLimits, StepFunction, StepGraphs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.ngram import NgramDrafter
@@ -61,7 +61,7 @@ class NoReplay:
     def __init__(self) -> None:
         self.accept = 0
 
-    def __call__(self, step: Step) -> Step:
+    def __call__(self, step: StepFunction) -> StepFunction:
         outputs = step()
         forms = {0: found(outputs, 0), ACCEPTED: found(outputs, ACCEPTED)}
         return lambda: forms[self.accept]

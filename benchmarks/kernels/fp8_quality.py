@@ -24,8 +24,7 @@ from benchmarks.support.timing import machine
 from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.networks import DecoderTrunk
-from recserve.engine.runtime.runner import Piece, Runner
+from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, Runner
 from recserve.kernels.fp8 import FP8
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import chain
@@ -64,7 +63,7 @@ def predictions(model: LanguageModel, text: torch.Tensor, dtype: torch.dtype) ->
     trunk = DecoderTrunk(model)
     inputs, slots = text[:-1], torch.arange(len(text) - 1)
     runner = Runner(trunk, KVPool(trunk.kv_shape, len(slots), 1, dtype))
-    piece = Piece(chain(inputs), NodeInputs(inputs), None, slots, (slots[:0],))
+    piece = ForwardPiece(chain(inputs), NodeInputs(inputs), None, slots, (slots[:0],))
     return model.logits(runner.forward([piece])[0]).float().log_softmax(-1)
 
 

@@ -1,1 +1,1 @@
-"""Pages, prefix cache, scheduler, runner and the step."""
+"""The engine: it queues requests, schedules them, runs forward passes and delivers results."""

@@ -11,9 +11,9 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import cuda_searches
 from recserve.engine.runtime.invariance import invariant_runner
-from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
-from recserve.engine.runtime.runner import Runner
-from recserve.engine.text.scheduler import TextLimits, TextScheduler
+from recserve.engine.runtime.runner import DecoderTrunk, RankerTrunk, Runner
+from recserve.engine.text.limits import TextLimits
+from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import cuda_graphs
 from recserve.kernels.fp8 import pool_dtype
 from recserve.kernels.paged_kv import KVPool
@@ -32,14 +32,14 @@ from recserve.speculation.drafters.none import NoDrafter
 
 @dataclass(frozen=True)
 class EngineModels:
-    """The models of one engine; each may be missing.
+    """The models of one engine. Each of them is optional.
 
     Attributes:
         recommender: Generates items.
         ranker: Scores given items.
         heads: Networks that strategies other than `beam` need.
         text: Writes and scores text.
-        drafters: Drafters of the language model, by name; `none` is always there.
+        drafters: Drafters of the language model, by name. `build_engine` adds `none`.
     """
 
     recommender: Recommender | None = None
@@ -50,14 +50,14 @@ class EngineModels:
 
 
 def build_engine(models: EngineModels, config: EngineConfig | None = None) -> Engine:
-    """Returns an engine that serves the models; `start` runs it on a thread.
+    """Returns an engine that serves the models. Its `start` runs the steps on a thread.
 
     Args:
-        models: What is served.
-        config: Sizes and modes; None: the defaults.
+        models: The models to serve.
+        config: Sizes and modes. None selects the defaults.
 
     Raises:
-        NotInvariant: If `invariant` is set and this machine cannot compute a model so.
+        NotInvariant: If `invariant` is set and this machine cannot compute a model that way.
         ValueError: If `graphs` is set and the language model is not on a CUDA device.
     """
     config = config or EngineConfig()
@@ -65,7 +65,7 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
 
 
 class ModelEngine(Engine):
-    """Deprecated for one release, under the name `recserve.Engine`: use `build_engine`."""
+    """Deprecated class behind the name `recserve.Engine`; use `build_engine`."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ def _assemble(models: EngineModels, config: EngineConfig) -> EngineParts:
     if models.recommender is not None:
         _add_recommender(parts, models.recommender, models.heads or Heads(), config)
     if models.ranker is not None:
-        lane = ItemScheduler(_runner(RankerTrunk(models.ranker.eval()), config))
-        parts.schedulers["ranker"] = lane
-        parts.background["ranker"] = ItemScheduler(lane.runner, sharing=lane)
+        scheduler = ItemScheduler(_runner(RankerTrunk(models.ranker.eval()), config))
+        parts.schedulers["ranker"] = scheduler
+        parts.background["ranker"] = ItemScheduler(scheduler.runner, sharing=scheduler)
         parts.strategies["ranker"] = RankStrategy(models.ranker)
     parts.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
     if models.text is not None:
@@ -105,9 +105,9 @@ def _add_recommender(
     parts: EngineParts, model: Recommender, heads: Heads, config: EngineConfig
 ) -> None:
     runner = _runner(DecoderTrunk(model.eval()), config)
-    lane = ItemScheduler(runner)
-    parts.schedulers["recommender"] = lane
-    parts.background["recommender"] = ItemScheduler(runner, sharing=lane)
+    scheduler = ItemScheduler(runner)
+    parts.schedulers["recommender"] = scheduler
+    parts.background["recommender"] = ItemScheduler(runner, sharing=scheduler)
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}
@@ -124,9 +124,9 @@ def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) ->
     graphs = cuda_graphs(
         runner, model, config.max_running, config.graphs, config.graph_limits, parts.drafters
     )
-    lane = TextScheduler(runner, model, TextLimits(load_aware=config.load_aware), graphs)
-    parts.schedulers["text"] = lane
-    parts.schedulers["text_scores"] = ItemScheduler(runner, sharing=lane)
+    scheduler = TextScheduler(runner, model, TextLimits(load_aware=config.load_aware), graphs)
+    parts.schedulers["text"] = scheduler
+    parts.schedulers["text_scores"] = ItemScheduler(runner, sharing=scheduler)
     parts.strategies["text_scores"] = TextScoreStrategy(model)
 
 

@@ -1,4 +1,4 @@
-"""The engine: queues requests, steps them, and delivers their results.
+"""The engine: it queues requests, steps them, and delivers their results.
 
 A request waits in a bounded queue until its pages are free. It then shares each forward pass with
 the other requests of its model. `build_engine` (build.py) assembles an engine.
@@ -50,16 +50,16 @@ T = TypeVar("T")
 
 @dataclass
 class EngineParts:
-    """What an engine runs.
+    """The components that `build_engine` passes to an engine.
 
     Attributes:
-        schedulers: One for each kind of request, by model name.
+        schedulers: One scheduler for each kind of request, by model name.
         background: Schedulers of background requests, by model name. They share the pages of the
             scheduler of the same name.
         strategies: Strategies of item requests, by name.
-        strategy_names: Those that a SlateQuery may name.
+        strategy_names: Names that a SlateQuery may use.
         drafters: Drafters of text requests, by name.
-        searches: Searches that are replayed as CUDA graphs; None: none are.
+        searches: Searches that are replayed as CUDA graphs. None replays none.
     """
 
     schedulers: dict[str, ItemScheduler | TextScheduler] = field(default_factory=dict)
@@ -71,12 +71,12 @@ class EngineParts:
 
 
 class Engine:
-    """Runs requests of a recommender, a ranker and a language model, or of any of them.
+    """Runs requests of a recommender, a ranker and a language model, or of a subset of them.
 
     Attributes:
         schedulers, background, drafters: As in EngineParts.
         strategies: Names that a SlateQuery may use.
-        searches: Searches that are replayed as CUDA graphs; None: none are.
+        searches: Searches that are replayed as CUDA graphs. None replays none.
         queue: Requests that wait for admission.
         background_queue: Background requests that wait for admission.
     """
@@ -105,13 +105,14 @@ class Engine:
     def submit(self, request: TextQuery) -> Future[Completion]: ...
 
     def submit(self, request: Request | TextQuery) -> Future[Result] | Future[Completion]:
-        """Queues a request. Its future gets the result or the error.
+        """Queues a request and returns the future of its result.
 
-        Background requests have a queue of their own. They run while no item request does.
+        Background requests have a separate queue. They run while no item request runs.
 
         Raises:
             QueueFull: If the queue is full.
-            RequestTooLarge: If the request needs more pages than there are.
+            RequestTooLarge: If the request needs more pages than the pool has.
+            RuntimeError: If the engine is closed.
             ValueError: If its model, strategy, drafter or verifier is not available.
         """
         entry = self._route(request)
@@ -126,33 +127,36 @@ class Engine:
         return entry.future
 
     def offer(self, name: str, strategy: Strategy) -> None:
-        """Computes requests that name this strategy with it, from now on."""
+        """Adds a strategy under a name, or replaces the strategy of that name."""
         self._strategies[name] = strategy
 
     def replay(self, searches: SearchGraphs | None) -> None:
-        """Replays captured searches for the requests that they fit, from now on."""
+        """Uses captured searches for the requests that fit them. None launches all searches."""
         self.searches = searches
         if searches is not None:
             searches.serve(self._strategies)
 
     def record(self, trie: TrieView) -> None:
-        """Record searches over this catalogue and what comes after it, where they are recorded at
-        all; requests are answered in between. Safe from any thread.
+        """Captures searches over a catalogue and its later changes, if this engine captures
+        searches.
+
+        The engine answers requests between two captures. The method is safe to call from any
+        thread.
         """
         if self.searches is not None:
             self.searches.record(trie, self._stepping, lambda: not self._closing)
 
     def prepare(self, trie: TrieView) -> None:
-        """Deprecated name of `record`: nothing is measured before requests any more."""
+        """Deprecated name of `record`."""
         warnings.warn("Engine.prepare is Engine.record now", DeprecationWarning, stacklevel=2)
         self.record(trie)
 
     def run(self, request: Request) -> Result:
-        """Answer one request; steps the engine itself when its thread is not running."""
+        """Returns the result of one request. Steps the engine itself if `start` was not called."""
         return self.run_many([request])[0]
 
     def run_many(self, requests: list[Request]) -> list[Result]:
-        """Answers in order; more requests than the queue holds are fed as there is room."""
+        """Returns results in order. The number of requests may exceed the queue's capacity."""
         futures: list[Future[Result]] = []
         for start in range(0, len(requests), self.config.max_queue):
             part = [self.submit(r) for r in requests[start : start + self.config.max_queue]]
@@ -166,11 +170,11 @@ class Engine:
         return [future.result() for future in futures]
 
     def cancel(self, future: Future[T]) -> None:
-        """Cancels a request. A forward pass that runs is finished."""
+        """Cancels a request. A forward pass that includes it runs to its end."""
         future.cancel()
 
     def forget(self, *roots: RootKeys) -> None:
-        """Drop roots from every prefix cache, all between the same two steps."""
+        """Removes roots from every prefix cache, all of them between the same two steps."""
         if not roots:
             return
         caches = [scheduler.cache for scheduler in self.schedulers.values()]
@@ -180,19 +184,19 @@ class Engine:
                 cache.drop(digests)
 
     def forget_all(self) -> None:
-        """Drop every cached root."""
+        """Removes all roots from every prefix cache."""
         with self._stepping:
             for scheduler in self.schedulers.values():
                 scheduler.cache.clear()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the engine between two steps: what is submitted inside shares the next step."""
+        """Stops the engine between two steps. Requests submitted inside share the next step."""
         with self._stepping:
             yield
 
     def start(self) -> None:
-        """Run the steps on a thread of their own."""
+        """Starts a thread that runs the steps."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
             self._thread.start()
@@ -210,15 +214,28 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs; False before `start`, after `close` and if it died."""
+        """Whether the engine's thread runs. False before `start`, after `close` or a crash."""
         return self._thread is not None and self._thread.is_alive()
 
-    def room(self, model: str) -> int:
-        """Tokens that the pool of a model holds: `recommender`, `ranker` or `text`."""
+    def token_capacity(self, model: str) -> int:
+        """Returns how many tokens the key-value pool of a model holds.
+
+        Args:
+            model: `recommender`, `ranker` or `text`.
+        """
         return self.schedulers[model].allocator.num_pages * self.config.page_size
 
+    def room(self, model: str) -> int:
+        """Deprecated name of `token_capacity`."""
+        message = "Engine.room is Engine.token_capacity now"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.token_capacity(model)
+
     def stats(self) -> EngineStats:
-        """Safe to call from any thread; the figures may be one step apart."""
+        """Returns the engine's statistics. It is safe to call from any thread.
+
+        Figures of different components may be one step apart.
+        """
         text = self.schedulers.get("text")
         graphs = text.graphs if isinstance(text, TextScheduler) else None
         schedulers = list(self.schedulers.values())
@@ -228,7 +245,11 @@ class Engine:
         return stats_of(load, schedulers, graphs, self.searches)
 
     def step(self) -> bool:
-        """Admit, one forward per model, deliver. False when nothing is left to do."""
+        """Admits requests, runs one forward pass per model, and delivers the results.
+
+        Returns:
+            False if no request is queued or running after the step.
+        """
         # To enter the mode costs more than to ask for it: who steps often enters it once.
         if torch.is_inference_mode_enabled():
             return self._step()
@@ -255,10 +276,10 @@ class Engine:
             return bool(queued) or running + self._num_background() > 0
 
     def _step_background(self) -> None:
-        """Runs one step of one background request, while no item request is running.
+        """Runs one step of one background request if no item request is running.
 
-        A new item request waits for at most that step. Text requests do not hold background
-        requests up, because a text takes seconds.
+        A new item request waits for at most that step. Running texts do not delay background
+        requests, because a text takes seconds.
         """
         if not (self.background_queue or self._num_background()):
             return
@@ -289,7 +310,7 @@ class Engine:
 
     def _route(self, request: Request | TextQuery) -> QueuedItems | QueuedText:
         """Returns the request with its scheduler and its strategy or drafter."""
-        model, name = _destination(request)
+        model, name = _model_and_method(request)
         if model not in self.schedulers:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self.schedulers)}")
         submitted_s, scheduler = time.monotonic(), self.schedulers[model]
@@ -308,7 +329,7 @@ class Engine:
         return QueuedRequest(request, future, submitted_s, scheduler, self._strategies[name])
 
 
-def _destination(request: Request | TextQuery) -> tuple[str, str]:
+def _model_and_method(request: Request | TextQuery) -> tuple[str, str]:
     """Returns the names of the request's model and of its strategy or drafter."""
     match request:
         case SlateQuery():

@@ -1,4 +1,4 @@
-"""Sizes of the engine."""
+"""Sizes and modes of the engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ class EngineConfig:
 
     Attributes:
         page_size: Tokens per page.
-        kv_bytes: Size of each model's key-value cache. States that the prefix cache stores with its
-            roots come on top.
-        kv_dtype: Element type of the key-value caches; None: each model's own type.
+        kv_bytes: Bytes of each model's key-value cache. The hidden states that the prefix cache
+            stores with its roots need memory in addition.
+        kv_dtype: Element type of the key-value caches. None selects each model's own type.
         max_queue: Most requests that wait for admission.
         max_running: Most requests that share a model's forward pass.
-        load_aware: Reduces text drafts while the load leaves no capacity for them.
-        graphs: Captures text steps and searches as CUDA graphs at start; None: on CUDA devices.
-        graph_limits: Which text steps are captured, and at what cost.
-        search_limits: Which searches are captured, and at what cost.
-        invariant: No bit of a result depends on other requests, drafts or the cache (see
-            runtime/invariance.py). Needs packed models on a CPU, and offers only the
+        load_aware: Reduces text drafts when the load leaves no capacity for them.
+        graphs: Captures text steps and searches as CUDA graphs at start. None captures them on CUDA
+            devices.
+        graph_limits: Which text steps are captured, and how much time and memory that may take.
+        search_limits: Which searches are captured, and how much time and memory that may take.
+        invariant: Makes every bit of a result independent of other requests, drafts and the cache
+            (see runtime/invariance.py). It needs packed models on a CPU and offers only the
             strategies that allow it.
     """
 

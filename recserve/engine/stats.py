@@ -13,17 +13,17 @@ from recserve.engine.text.step_graphs import CapturedStep, StepGraphs
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Figures of one moment.
+    """Figures at one moment.
 
     Attributes:
         queue_depth: Requests that wait for admission.
         running: Requests that are admitted and have no result.
         pages_free: Free pages, over all models.
-        pages_cached: Pages of the prefix caches.
+        pages_cached: Pages that the prefix caches hold.
         pages_total: All pages.
         prefix_hit_tokens: Root tokens found in a prefix cache so far.
         prefix_missed_tokens: Root tokens not found in a prefix cache so far.
-        background: Background requests, waiting or running; the other figures leave them out.
+        background: Background requests, waiting or running. The other figures exclude them.
         graph_steps: Text steps by outcome (engine/text/step_graphs.py).
         graph_searches: Searches by outcome (engine/items/search_graphs.py).
         graph_seconds: Capture time of each graph, by its name.
@@ -71,7 +71,7 @@ def stats_of(
 
     Args:
         load: Numbers of requests.
-        owners: Pages of all schedulers; those that share a pool count once.
+        owners: The page owners of all schedulers. Owners that share a pool count once.
         graphs: Captured text steps.
         searches: Captured searches.
     """

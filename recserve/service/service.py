@@ -74,7 +74,7 @@ class Service:
         self.item_parts = item_parts
         self._texts: Texts | None = None
         if text is not None:
-            context = min(text.context, engine.room("text"))
+            context = min(text.context, engine.token_capacity("text"))
             self._texts = Texts(engine, replace(text, context=context))
         self._closed = False
 

@@ -33,15 +33,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("strategy,how,form,kernels", CASES)
-def test_recommendations(strategy, how, form, kernels, launches):
+@pytest.mark.parametrize("strategy,variant,form,kernels", CASES)
+def test_recommendations(strategy, variant, form, kernels, launches):
     here = recommending("cpu", form)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "KERNELS", "torch")
-        expected = here.engine.run_many(here.ask(strategy, how))
+        expected = here.engine.run_many(here.ask(strategy, variant))
     with PretendCuda() as device:
         there = recommending("cuda", form)
-        requests = there.ask(strategy, how)
+        requests = there.ask(strategy, variant)
         assert_same(there.engine.run_many(requests), expected)
         assert set(launches) == kernels
         if strategy == "nezha":

@@ -65,7 +65,7 @@ def expected(model):
     return out
 
 
-def asked(expected, name, drafter="none"):
+def queries_of(expected, name, drafter="none"):
     """Requests of 8 texts, every second with other parameters, and their tokens."""
     others, requests, wanted = list(PARAMETERS), [], []
     for number, prompt in enumerate(prompts(8)):
@@ -82,13 +82,13 @@ def asked(expected, name, drafter="none"):
 )
 def test_texts_are_those_of_plain_decoding(name, kind, model, expected):
     """Alone and together, from an empty cache and a warm one, in prefills of three tokens."""
-    requests, wanted, known = asked(expected, name, "table")
+    requests, wanted, known = queries_of(expected, name, "table")
     table = {"table": TableDrafter(kind if kind != "none" else "mixed", known)}
     engine = engine_for(model, kv_dtype="fp8", drafters=table)
     if kind == "none":
         requests = [replace(r, speculation=Speculation()) for r in requests]
-        lane = engine.schedulers["text"]
-        lane.limits = replace(lane.limits, prefill_tokens=3)
+        scheduler = engine.schedulers["text"]
+        scheduler.limits = replace(scheduler.limits, prefill_tokens=3)
     assert engine.run(requests[3]).tokens.tolist() == wanted[3]
     for _ in range(2):
         answers = engine.run_many(requests)
@@ -102,16 +102,16 @@ def test_texts_are_those_of_plain_decoding(name, kind, model, expected):
 @pytest.mark.parametrize("record", [recorder.record, lambda step: step], ids=["replay", "anew"])
 def test_recorded_steps_write_the_same(name, record, model, expected):
     """Steps in fixed shapes over a pool in which what nobody wrote is large."""
-    requests, wanted, known = asked(expected, name, "table")
+    requests, wanted, known = queries_of(expected, name, "table")
     engine = engine_for(model, kv_dtype="fp8", drafters={"table": TableDrafter("tree", known)})
-    lane, counted = engine.schedulers["text"], Counted(record)
+    scheduler, counted = engine.schedulers["text"], Counted(record)
     with torch.inference_mode():
         limits = GraphLimits(SHAPES, seconds=float("inf"))
-        graphs = StepGraphs(lane.runner, model, 64, limits, counted)
-        for stored in (lane.runner.pool.keys, lane.runner.pool.values):
+        graphs = StepGraphs(scheduler.runner, model, 64, limits, counted)
+        for stored in (scheduler.runner.pool.keys, scheduler.runner.pool.values):
             codes, exponents = parts(stored)
             codes.fill_(0x70), exponents.fill_(133)
-    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextScheduler(scheduler.runner, model, scheduler.limits, graphs)
     answers = [engine.run(requests[0]), *engine.run_many(requests)]
     assert [a.tokens.tolist() for a in answers] == [wanted[0], *wanted]
     assert counted.replays > 4
@@ -119,7 +119,7 @@ def test_recorded_steps_write_the_same(name, record, model, expected):
 
 def test_as_many_more_tokens_fit_as_bytes_are_saved(model):
     sizes = {
-        kv_dtype: engine_for(model, pages=200, kv_dtype=kv_dtype).room("text")
+        kv_dtype: engine_for(model, pages=200, kv_dtype=kv_dtype).token_capacity("text")
         for kv_dtype in (None, "fp8")
     }
     slot = 2 * 2 * 2  # keys and values, layers, heads; of 8 numbers each
@@ -165,7 +165,7 @@ def test_invariant_texts_have_the_same_bits():
     """Codes times a power of two lie on the grid that exact sums are made of."""
     model = invariant_texts.packed(invariant_texts.long_sums())
     sizes = replace(invariant_texts.SIZES, kv_dtype="fp8")
-    requests, report = invariant_texts.asked(), invariant_texts.report
+    requests, report = invariant_texts.text_queries(), invariant_texts.report
     alone = [
         report(build_engine(EngineModels(text=model), sizes), [request])[0] for request in requests
     ]
@@ -175,7 +175,7 @@ def test_invariant_texts_have_the_same_bits():
             EngineModels(text=model, drafters={"t": TableDrafter(kind, known)}), sizes
         )
         for _ in range(2):
-            assert report(engine, invariant_texts.asked("t")) == alone, kind
+            assert report(engine, invariant_texts.text_queries("t")) == alone, kind
 
 
 def test_it_is_a_setting_of_the_server(tmp_path):
@@ -194,13 +194,17 @@ def test_it_is_a_setting_of_the_server(tmp_path):
             candidates = [Candidate(item_id=item) for item in ids[:40]]
             slate = service.recommend(RecommendRequest(user=user, k=10))
             ranked = service.rank(RankRequest(user=user, candidates=candidates))
-            rooms = [service.engine.room(name) for name in ("recommender", "ranker")]
-            return rooms, [i.score for i in slate.items], {i.item_id: i.score for i in ranked.items}
+            capacities = [service.engine.token_capacity(name) for name in ("recommender", "ranker")]
+            return (
+                capacities,
+                [i.score for i in slate.items],
+                {i.item_id: i.score for i in ranked.items},
+            )
         finally:
             service.close()
 
-    (rooms, scores, ranks), (more, others, marks) = answered(None), answered("fp8")
-    assert all(3 < b / a < 4 for a, b in zip(rooms, more, strict=True))
+    (capacities, scores, ranks), (more, others, marks) = answered(None), answered("fp8")
+    assert all(3 < b / a < 4 for a, b in zip(capacities, more, strict=True))
     assert scores != others and ranks != marks
     np.testing.assert_allclose(others, scores, atol=0.2)
     np.testing.assert_allclose([marks[item] for item in ranks], list(ranks.values()), atol=0.2)

@@ -22,7 +22,7 @@ from recserve.search.recommend_strategy import Heads
 from recserve.service import Service, ServiceOptions
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering
-from tests.support.invariant_texts import SIZES, asked, long_sums, packed, report
+from tests.support.invariant_texts import SIZES, long_sums, packed, report, text_queries
 from tests.support.rankers import draw_rows, make_ranker, ranking_root
 from tests.support.recommenders import CATALOGUES, draw_root, make
 from tests.support.text_engines import assert_no_leak
@@ -45,24 +45,25 @@ def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(
         pytest.skip(f"this processor has no packed products of {dtype}")
     model = packed(long_sums(dtype))
     alone = [
-        report(build_engine(EngineModels(text=model), SIZES), [request])[0] for request in asked()
+        report(build_engine(EngineModels(text=model), SIZES), [request])[0]
+        for request in text_queries()
     ]
-    texts = {tuple(r.prompt.tolist()): t for r, (t, _) in zip(asked(), alone, strict=True)}
+    texts = {tuple(r.prompt.tolist()): t for r, (t, _) in zip(text_queries(), alone, strict=True)}
     for kind in ("tree", "right", "mixed"):
         engine = build_engine(
             EngineModels(text=model, drafters={"t": TableDrafter(kind, texts)}), SIZES
         )
-        assert report(engine, asked("t")) == alone, kind
-        assert report(engine, asked("t")) == alone, f"{kind}, from the cache"
+        assert report(engine, text_queries("t")) == alone, kind
+        assert report(engine, text_queries("t")) == alone, f"{kind}, from the cache"
         assert_no_leak(engine)
-    lane = engine.schedulers["text"]
-    lane.limits = replace(lane.limits, prefill_tokens=7)
-    assert report(engine, asked("t")) == alone, "in chunks"
+    scheduler = engine.schedulers["text"]
+    scheduler.limits = replace(scheduler.limits, prefill_tokens=7)
+    assert report(engine, text_queries("t")) == alone, "in chunks"
     few = build_engine(
         EngineModels(text=model), replace(SIZES, kv_bytes=14 * 4 * 2 * 2 * 2 * 8 * dtype.itemsize)
     )
     assert few.schedulers["text"].allocator.num_pages == 14
-    assert report(few, asked()) == alone, "with so few pages that some are preempted"
+    assert report(few, text_queries()) == alone, "with so few pages that some are preempted"
 
 
 def same_slates(left, right) -> None:
@@ -119,7 +120,9 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
         return honest(self, x) * (1 + 1e-6 * (x.shape[0] < 4))
 
     monkeypatch.setattr(PackedLinear, "forward", lonely)
-    with pytest.raises(NotInvariant, match="other bits for 1 rows of a root beside 0 others, with"):
+    with pytest.raises(
+        NotInvariant, match="other bits for 1 rows of a root with 0 other rows, with"
+    ):
         build_engine(EngineModels(text=packed(long_sums())), SIZES)
     monkeypatch.undo()
     build_engine(EngineModels(text=packed(long_sums())), SIZES)
@@ -129,7 +132,7 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
         return lambda *rows: attention(*rows) * (1 + 1e-6 * (len(batch.root_slots) > 1))
 
     monkeypatch.setattr(invariance, "ExactTreeAttention", crowded)
-    with pytest.raises(NotInvariant, match="other bits for 2 rows of a root beside 1 others"):
+    with pytest.raises(NotInvariant, match="other bits for 2 rows of a root with 1 other rows"):
         build_engine(EngineModels(text=packed(long_sums())), SIZES)
 
 

@@ -90,46 +90,46 @@ def assert_same(got, wanted):
     assert getattr(got, "exact", None) == getattr(wanted, "exact", None)
 
 
-def assert_clean(lane):
+def assert_clean(scheduler):
     """No number of the pool is wrong, and every page is free or held by the cache alone."""
-    for stored in (lane.runner.pool.keys, lane.runner.pool.values):
+    for stored in (scheduler.runner.pool.keys, scheduler.runner.pool.values):
         for part in parts(stored):
             assert torch.isfinite(part.float()).cpu().all()
-    assert lane.num_running == 0
-    held = {e.page for e in lane.cache._entries.values() if e.page is not None}
-    assert lane.allocator.num_free + len(held) == lane.allocator.num_pages
+    assert scheduler.num_running == 0
+    held = {e.page for e in scheduler.cache._entries.values() if e.page is not None}
+    assert scheduler.allocator.num_free + len(held) == scheduler.allocator.num_pages
 
 
-def num_cached(lane, request):
+def num_cached(scheduler, request):
     """Rows of a request's root that the prefix cache holds."""
-    found = lane.cache.match(request.root.keys, request.root.shared)
-    lane.allocator.release(found.pages + ([] if found.partial is None else [found.partial]))
+    found = scheduler.cache.match(request.root.keys, request.root.shared)
+    scheduler.allocator.release(found.pages + ([] if found.partial is None else [found.partial]))
     return found.length if found.last_hidden is not None else 0
 
 
-def assert_one_fails(engine, lane, requests, which, forward, **fault):
+def assert_one_fails(engine, scheduler, requests, which, forward, **fault):
     """The request `which` fails by a fault in the forward; the others never notice."""
     wanted = outcomes(engine, requests)
     engine.forget_all()
-    broken = Fault(lane.runner, which, forward, **fault)
+    broken = Fault(scheduler.runner, which, forward, **fault)
     with torch.inference_mode():
         got = outcomes(engine, requests)
     broken.end()
     for number, (answer, expected) in enumerate(zip(got, wanted, strict=True)):
         if number == which:
             assert isinstance(answer, NotFinite), answer
-            assert num_cached(lane, requests[number]) == 0
+            assert num_cached(scheduler, requests[number]) == 0
         else:
             assert_same(answer, expected)
-            assert num_cached(lane, requests[number]) == len(requests[number].root.keys)
-    assert_clean(lane)
+            assert num_cached(scheduler, requests[number]) == len(requests[number].root.keys)
+    assert_clean(scheduler)
     for request, expected in zip(requests, wanted, strict=True):
         assert_same(outcomes(engine, [request])[0], expected)
     return got
 
 
-def asked(world, strategy, how="plain"):
-    requests = world.ask(strategy, how, (3, 9, 6))
+def queries_of(world, strategy, variant="plain"):
+    requests = world.ask(strategy, variant, (3, 9, 6))
     if strategy == "specgr":
         requests = [replace(request, index=world.index) for request in requests]
     return requests
@@ -144,50 +144,50 @@ def world(request):
 @pytest.mark.parametrize("which", [0, 2])
 @pytest.mark.parametrize("strategy", [*IN_TREES, *AT_ONCE])
 def test_a_root_that_is_not_finite(world, strategy, which, value):
-    lane = world.engine.schedulers["recommender"]
-    requests = asked(world, strategy)
-    assert_one_fails(world.engine, lane, requests, which, 0, value=value)
+    scheduler = world.engine.schedulers["recommender"]
+    requests = queries_of(world, strategy)
+    assert_one_fails(world.engine, scheduler, requests, which, 0, value=value)
 
 
 @pytest.mark.parametrize("which", [0, 2])
 @pytest.mark.parametrize("strategy", IN_TREES)
 def test_a_tree_that_is_not_finite(world, strategy, which, monkeypatch):
     monkeypatch.setattr("recserve.search.specgr.MIN_LIFT", 1e9)  # specgr goes on to its beams
-    lane = world.engine.schedulers["recommender"]
-    assert_one_fails(world.engine, lane, asked(world, strategy), which, 1)
+    scheduler = world.engine.schedulers["recommender"]
+    assert_one_fails(world.engine, scheduler, queries_of(world, strategy), which, 1)
 
 
-@pytest.mark.parametrize("how", ["filters", "diversity", "weighed"])
+@pytest.mark.parametrize("variant", ["filters", "diversity", "weighed"])
 @pytest.mark.parametrize("strategy", ["beam", "speculative"])
-def test_a_tree_that_is_not_finite_under_filters_caps_and_weights(strategy, how):
+def test_a_tree_that_is_not_finite_under_filters_caps_and_weights(strategy, variant):
     world = recommending("cpu")
-    lane = world.engine.schedulers["recommender"]
-    requests = world.ask(strategy, how, (3, 9))
-    assert_one_fails(world.engine, lane, requests, 0, 1)
+    scheduler = world.engine.schedulers["recommender"]
+    requests = world.ask(strategy, variant, (3, 9))
+    assert_one_fails(world.engine, scheduler, requests, 0, 1)
 
 
 @pytest.mark.parametrize("strategy", IN_TREES)
 def test_the_last_forward_is_looked_at_like_the_first(world, strategy):
-    lane = world.engine.schedulers["recommender"]
-    request = asked(world, strategy)[0]
-    counted = Fault(lane.runner, 0, 10**9)
+    scheduler = world.engine.schedulers["recommender"]
+    request = queries_of(world, strategy)[0]
+    counted = Fault(scheduler.runner, 0, 10**9)
     outcomes(world.engine, [request])
     forwards = 10**9 - counted.left
-    lane.runner.hidden = counted.hidden
-    assert_one_fails(world.engine, lane, [request], 0, forwards - 1)
+    scheduler.runner.hidden = counted.hidden
+    assert_one_fails(world.engine, scheduler, [request], 0, forwards - 1)
 
 
 def test_a_warmed_root_that_is_not_finite_is_not_kept(world):
-    lane = world.engine.schedulers["recommender"]
-    assert_one_fails(world.engine, lane, asked(world, "warm")[:1], 0, 0)
+    scheduler = world.engine.schedulers["recommender"]
+    assert_one_fails(world.engine, scheduler, queries_of(world, "warm")[:1], 0, 0)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("forward", [0, 1])
 def test_a_ranking_that_is_not_finite(which, forward):
     world = ranking("cpu")
-    lane = world.engine.schedulers["ranker"]
-    assert_one_fails(world.engine, lane, world.ask(), which, forward)
+    scheduler = world.engine.schedulers["ranker"]
+    assert_one_fails(world.engine, scheduler, world.ask(), which, forward)
 
 
 @pytest.mark.parametrize("forward", [0, 1])
@@ -222,10 +222,10 @@ def test_a_request_that_fails_alone_leaves_nothing_in_its_pages(kernels, monkeyp
     if kernels == "torch":
         monkeypatch.setattr(dispatch, "KERNELS", "torch")
     world = recommending("cpu")
-    lane = world.engine.schedulers["recommender"]
-    everything = asked(world, "beam")
+    scheduler = world.engine.schedulers["recommender"]
+    everything = queries_of(world, "beam")
     for which in range(3):
-        assert_one_fails(world.engine, lane, everything[: which + 1], which, 0)
+        assert_one_fails(world.engine, scheduler, everything[: which + 1], which, 0)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
@@ -234,7 +234,7 @@ def test_a_fault_inside_the_network_stays_with_its_request(kernels, monkeypatch)
     if kernels == "torch":
         monkeypatch.setattr(dispatch, "KERNELS", "torch")
     world = recommending("cpu")
-    engine, requests = world.engine, asked(world, "beam")
+    engine, requests = world.engine, queries_of(world, "beam")
     wanted = outcomes(engine, requests)
     engine.forget_all()
     forward, calls = world.model.decoder.forward, []
@@ -275,42 +275,42 @@ def test_on_a_device_the_answer_tells(asked_for, which, plain_kernels, monkeypat
     monkeypatch.setattr("recserve.search.specgr.MIN_LIFT", 1e9)
     with PretendCuda():
         world = recommending("cuda")
-        lane = world.engine.schedulers["recommender"]
-        requests = asked(world, strategy)
-        assert_one_fails(world.engine, lane, requests, which, forward, **ON_DEVICE)
+        scheduler = world.engine.schedulers["recommender"]
+        requests = queries_of(world, strategy)
+        assert_one_fails(world.engine, scheduler, requests, which, forward, **ON_DEVICE)
 
 
 def test_on_a_device_a_ranking_tells(plain_kernels):
     with PretendCuda():
         world = ranking("cuda")
-        lane = world.engine.schedulers["ranker"]
-        assert_one_fails(world.engine, lane, world.ask(), 1, 1, **ON_DEVICE)
+        scheduler = world.engine.schedulers["ranker"]
+        assert_one_fails(world.engine, scheduler, world.ask(), 1, 1, **ON_DEVICE)
 
 
 def test_on_a_device_a_ranking_under_such_a_root_tells(plain_kernels):
     """Of the root a ranking reads keys and values alone."""
     with PretendCuda():
         world = ranking("cuda")
-        lane = world.engine.schedulers["ranker"]
-        assert_one_fails(world.engine, lane, world.ask()[:1], 0, 0)
+        scheduler = world.engine.schedulers["ranker"]
+        assert_one_fails(world.engine, scheduler, world.ask()[:1], 0, 0)
 
 
 SEARCHES = (SearchShape(4, 16, 24), SearchShape(4, 16, None), SearchShape(4, 16, 24, True))
 
 
-@pytest.mark.parametrize("how", ["plain", "filters", "weighed"])
+@pytest.mark.parametrize("variant", ["plain", "filters", "weighed"])
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_recorded_search_tells(how, level, plain_kernels, monkeypatch):
+def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
     """Its forwards are those of the scorer, one for each level."""
     world = recommending("cpu")
-    engine, lane = world.engine, world.engine.schedulers["recommender"]
+    engine, scheduler = world.engine, world.engine.schedulers["recommender"]
     limits = SearchLimits(SEARCHES, capacity=40, seconds=float("inf"))
     head = engine._strategies["nezha"].head
     with torch.inference_mode():
-        graphs = SearchGraphs(lane.runner, world.model, head, limits, lambda step: step)
+        graphs = SearchGraphs(scheduler.runner, world.model, head, limits, lambda step: step)
         engine.replay(graphs)
         engine.record(world.trie)
-    requests = world.ask("beam", how)
+    requests = world.ask("beam", variant)
     wanted = outcomes(engine, requests)
     engine.forget_all()
     forward, calls = TargetScorer._forward, []
@@ -330,7 +330,7 @@ def test_a_recorded_search_tells(how, level, plain_kernels, monkeypatch):
     assert graphs.counts["replayed"] == 2 and calls
     assert_same(got[0], wanted[0])
     assert isinstance(got[1], NotFinite)
-    assert num_cached(lane, requests[1]) == 0
+    assert num_cached(scheduler, requests[1]) == 0
     for request, expected in zip(requests, wanted, strict=True):
         assert_same(outcomes(engine, [request])[0], expected)
 
@@ -340,16 +340,16 @@ def test_a_recorded_search_from_roots_that_are_not_finite_tells(which, plain_ker
     """Placeholders behind the root too, which `nezha` reads."""
     with PretendCuda():
         world = recommending("cuda")
-        engine, lane = world.engine, world.engine.schedulers["recommender"]
+        engine, scheduler = world.engine, world.engine.schedulers["recommender"]
         limits = SearchLimits(SEARCHES, capacity=40, seconds=float("inf"))
         head = engine._strategies["nezha"].head
         with torch.inference_mode():
-            graphs = SearchGraphs(lane.runner, world.model, head, limits, lambda step: step)
+            graphs = SearchGraphs(scheduler.runner, world.model, head, limits, lambda step: step)
             engine.replay(graphs)
             engine.record(world.trie)
         for strategy in ("beam", "nezha"):
             requests = world.ask(strategy)
-            assert_one_fails(engine, lane, requests, which, 0, **ON_DEVICE)
+            assert_one_fails(engine, scheduler, requests, which, 0, **ON_DEVICE)
         assert not graphs.counts["size"]
 
 
@@ -375,10 +375,10 @@ def texts(parameters="greedy", speculation=None, count=3):
 
 
 def assert_one_text_fails(engine, requests, which, tree, forward, **fault):
-    lane = engine.schedulers["text"]
+    scheduler = engine.schedulers["text"]
     wanted = outcomes(engine, requests)
     engine.forget_all()
-    broken = Fault(lane.runner, tree, forward, **fault)
+    broken = Fault(scheduler.runner, tree, forward, **fault)
     with torch.inference_mode():
         got = outcomes(engine, requests)
     broken.end()
@@ -387,7 +387,7 @@ def assert_one_text_fails(engine, requests, which, tree, forward, **fault):
             assert isinstance(answer, NotFinite), answer
         else:
             assert_same(answer, expected)
-    assert_clean(lane)
+    assert_clean(scheduler)
     for request, expected in zip(requests, wanted, strict=True):
         assert_same(outcomes(engine, [request])[0], expected)
 
@@ -422,8 +422,8 @@ def test_a_chunk_of_a_long_prompt_whose_states_are_not_finite():
     """The text does not step yet; the texts beside it do."""
     model = shared_model()
     engine = engine_for(model)
-    lane = engine.schedulers["text"]
-    lane.limits = replace(lane.limits, prefill_tokens=12)
+    scheduler = engine.schedulers["text"]
+    scheduler.limits = replace(scheduler.limits, prefill_tokens=12)
     requests = [TextQuery(np.arange(30) % 40, SamplingParams(temperature=0.0, max_tokens=4))]
     assert_one_text_fails(engine, requests, 0, 0, 1)
     short = TextQuery(np.arange(6), SamplingParams(temperature=0.0, max_tokens=9))
@@ -469,12 +469,12 @@ def packed_model(dtype):
 def test_a_recorded_step_tells(parameters):
     model = shared_model()
     engine = engine_for(model)
-    lane = engine.schedulers["text"]
+    scheduler = engine.schedulers["text"]
     shapes = (StepShape(8, 4, 0), StepShape(24, 8, 4))
     with torch.inference_mode():
         limits = GraphLimits(shapes, seconds=float("inf"))
-        graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step)
-    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
+        graphs = StepGraphs(scheduler.runner, model, 64, limits, lambda step: step)
+    engine.schedulers["text"] = TextScheduler(scheduler.runner, model, scheduler.limits, graphs)
     assert_one_text_fails(engine, texts(parameters), 1, 1, 2, written=False)
     assert graphs.counts["replayed"] > 4
 

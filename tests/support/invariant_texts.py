@@ -35,7 +35,7 @@ def report(engine: Engine, requests: list[TextQuery]) -> list[tuple[list[int], l
     return [(a.tokens.tolist(), [r.top_values for r in a.logprobs]) for a in answers]
 
 
-def asked(drafter: str = "none", **fields) -> list[TextQuery]:
+def text_queries(drafter: str = "none", **fields) -> list[TextQuery]:
     """Returns sampled requests with these parameters."""
     return [
         TextQuery(

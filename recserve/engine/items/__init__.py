@@ -1,1 +1,1 @@
-"""The scheduler of item requests."""
+"""The scheduler of item requests, and item searches as CUDA graphs."""

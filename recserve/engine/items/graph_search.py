@@ -1,9 +1,10 @@
-"""Beam search down the trie as one function of fixed shapes, with a forward for each level.
+"""Beam search down the trie as one function of fixed shapes, with a forward pass for each level.
 
-A search whose kernels are launched one by one asks the device how far it may go, and starts
-hundreds of small operators. This one asks nothing: it keeps as many beams as there may be, scores
-those too that need no score, and lays out its trees on the device. So it can be captured once for
-a number of requests and beams; a replay is one upload and one launch. Both give the same beams.
+A search whose kernels are launched one by one reads sizes from the device and starts hundreds of
+small operators. This one reads nothing from the device. It carries the largest possible number of
+beams, scores beams that need no score, and lays out its trees on the device. It can therefore be
+captured once for a number of requests and beams. A replay is one upload and one launch. Both kinds
+of search give the same beams.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from recserve.core.finite import flaws_of
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.engine.items.search_scorers import LevelScorer, Step
+from recserve.engine.items.search_scorers import ExtendedBeams, LevelScorer
 from recserve.kernels import dispatch
 from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
 from recserve.kernels.trie.trie_children import (
@@ -37,8 +38,13 @@ from recserve.search.strategies.beam import request_of
 
 @dataclass(frozen=True)
 class SearchShape:
-    """A bucket. requests B, and beams W of each, at most. excluded: leaves that a request leaves
-    out, at most; None: any, by bitmap. weighed: with the W best items of a dense head beside.
+    """A bucket: the largest search that one graph holds.
+
+    Attributes:
+        requests: B, most requests.
+        width: W, most beams of a request.
+        excluded: Most leaves that a request excludes. None allows any number, as a bitmap.
+        weighed: Whether the search also scores the W best items of a dense head.
     """
 
     requests: int
@@ -47,7 +53,7 @@ class SearchShape:
     weighed: bool = False
 
     def holds(self, size: SearchSize) -> bool:
-        """Whether all of it fits."""
+        """Returns whether requests of this size fit."""
         most, excluded = self.excluded, size.excluded
         return (
             size.requests <= self.requests
@@ -58,7 +64,7 @@ class SearchShape:
 
     @property
     def name(self) -> str:
-        """As `8x64`, requests and beams; `8x64 weighed filtered` with dense_candidates and by
+        """`8x64` for requests and beams; `8x64 weighed filtered` with dense candidates and a
         bitmap.
         """
         words = (self.weighed, " weighed"), (self.excluded is None, " filtered")
@@ -67,7 +73,7 @@ class SearchShape:
 
 @dataclass(frozen=True)
 class SearchSize:
-    """What requests need of a bucket; the fields are those of `SearchShape`."""
+    """What some requests need of a bucket. The fields are those of `SearchShape`."""
 
     requests: int
     width: int
@@ -76,7 +82,7 @@ class SearchSize:
 
     @staticmethod
     def of(requests: Seq[SlateQuery]) -> SearchSize:
-        """Counted on the host."""
+        """Returns the size of requests over one trie. It reads nothing from the device."""
         hidden = hidden_leaves(requests[0].trie)
         excluded: int | None = None
         if all(request.allowed is None for request in requests):
@@ -92,9 +98,14 @@ class SearchSize:
 
 @dataclass(frozen=True)
 class SearchLeaves:
-    """What a search ends with: paths [B, W, L] trie nodes, log_probs [B, W], -inf where dead; flaws
-    [B] of the states that live beams were scored by, as in core/finite.py. dense_candidates [B, W]
-    log-probabilities of the dense_candidates, whatever where there is none.
+    """The results of a search, on the device.
+
+    Attributes:
+        paths: [B, W, L] trie nodes of each beam.
+        log_probs: [B, W] of the beams, -inf where a beam is dead.
+        flaws: [B] flags of the states that scored live beams, as in core/finite.py.
+        dense_candidates: [B, W] log-probabilities of the dense candidates, meaningless where a
+            request has fewer. None without dense candidates.
     """
 
     paths: Tensor
@@ -104,7 +115,12 @@ class SearchLeaves:
 
 
 def columns_of(widths: Seq[int], width: int) -> tuple[int, ...]:
-    """Beams kept at each level 0 : L + 1. widths: most children of a node of each level."""
+    """Returns the number of beams at each level 0 : L + 1.
+
+    Args:
+        widths: Most children of a node of each level.
+        width: Most beams.
+    """
     columns = [1]
     for children in widths:
         columns.append(min(width, columns[-1] * children))
@@ -112,13 +128,22 @@ def columns_of(widths: Seq[int], width: int) -> tuple[int, ...]:
 
 
 class FixedFilter:
-    """What requests leave out, where all searches of a form read it: one runs at a time.
+    """Buffers for the excluded leaves of requests. All searches of one form share them.
 
-    left: of as many requests as there may be.
+    Only one search runs at a time, so that sharing is safe.
+
+    Attributes:
+        left: The filter of the largest number of requests.
     """
 
     def __init__(self, trie: FixedTrie, requests: int, excluded: int | None) -> None:
-        """excluded: as in SearchShape."""
+        """Allocates the buffers.
+
+        Args:
+            trie: The trie with room for later versions.
+            requests: Most requests of a search.
+            excluded: As in SearchShape.
+        """
         device = trie.base.device
         self._clean = True
         if excluded is not None:
@@ -130,7 +155,7 @@ class FixedFilter:
         self.left = ChildFilter(allowed=Allowed(bits, added))
 
     def of(self, requests: int) -> ChildFilter:
-        """Of the first requests."""
+        """Returns the filter of the first requests."""
         if self.left.excluded is not None:
             return ChildFilter(self.left.excluded[:requests])
         allowed = self.left.allowed
@@ -139,8 +164,8 @@ class FixedFilter:
         return ChildFilter(allowed=Allowed(LeafBits(words, counts), allowed.added[:requests]))
 
     def load(self, version: TrieView, requests: Seq[SlateQuery]) -> None:
-        """Those of requests over this version; for requests that are not there it does not
-        matter.
+        """Writes the filters of requests over this version. Rows after the last request have no
+        effect.
         """
         if (place := self.left.allowed) is not None:
             filters = tuple(leaf_filter(version, r.excluded, r.allowed) for r in requests)
@@ -164,12 +189,19 @@ class FixedFilter:
 
 
 class GraphSearch:
-    """Searches of one shape over the versions that a trie has capacity for."""
+    """A search of one shape over the catalogue versions that a trie has capacity for."""
 
     def __init__(
         self, scorer: LevelScorer, trie: FixedTrie, filters: FixedFilter, shape: SearchShape
     ) -> None:
-        """filters: of the form that the shape names."""
+        """Allocates the buffers that the search reads.
+
+        Args:
+            scorer: Scores the levels.
+            trie: The trie with room for later versions.
+            filters: The filter buffers of the form that the shape names.
+            shape: The largest search.
+        """
         device, rows = trie.base.device, shape.requests
         self.scorer, self.trie, self.shape = scorer, trie, shape
         size = rows, 1 + scorer.num_words
@@ -184,7 +216,9 @@ class GraphSearch:
         self._put([])
 
     def load(self, beams: Beams) -> None:
-        """Put requests that fit where the search reads them. beams: at level 0."""
+        """Uploads the beams of level 0 to the buffers that the search reads. They must fit the
+        shape.
+        """
         self._put(beams.sequences)
         self.scorer.load(beams.sequences, beams.last_hidden)
         self.trie.load(beams.trie)
@@ -195,7 +229,7 @@ class GraphSearch:
             self._dense_candidates[: rows.shape[0], : rows.shape[1]].copy_(nodes)
 
     def __call__(self) -> SearchLeaves:
-        """The search on what is loaded."""
+        """Runs the search on the loaded requests."""
         trie, widths = self.trie.trie, self._block[:, 0, None]
         states = self.scorer.begin(self._block[:, 1:])
         nodes = torch.zeros_like(widths)
@@ -206,17 +240,23 @@ class GraphSearch:
         left = self._filter.of(self.shape.requests)
         for level, children in enumerate(self.trie.widths):
             logits, normalizers = self.scorer.logits(states, level)
-            keep = columns[level + 1]
-            query = ChildQuery(nodes, log_probs, logits, children, keep, normalizers, left)
+            num_beams = columns[level + 1]
+            query = ChildQuery(nodes, log_probs, logits, children, num_beams, normalizers, left)
             found = dispatch.best_children(trie, query)
-            rank = torch.arange(keep, device=nodes.device)
+            rank = torch.arange(num_beams, device=nodes.device)
             log_probs = found.log_probs.masked_fill(rank >= widths, DEAD)
             nodes = torch.where(log_probs > DEAD, found.nodes, trie.any_leaf)
             above = found.parents[..., None].expand(-1, -1, level)
             paths = torch.cat([paths.gather(1, above), nodes[..., None]], dim=-1)
             if level + 1 < trie.num_levels:
                 codes = trie.codes_of(nodes).clamp(max=trie.codebook_sizes[level] - 1)
-                step = Step(level, nodes, log_probs > DEAD, found.parents, codes)
+                step = ExtendedBeams(
+                    level=level,
+                    nodes=nodes,
+                    alive=log_probs > DEAD,
+                    parents=found.parents,
+                    codes=codes,
+                )
                 states = self.scorer.deeper(states, step)
                 of_beams = flaws_of(states).view(nodes.shape)
                 flaws = flaws + of_beams.masked_fill(~step.alive, 0.0).sum(1)
@@ -224,7 +264,7 @@ class GraphSearch:
         return SearchLeaves(paths, log_probs, flaws, dense_candidates)
 
     def _dense_candidate_scores(self) -> Tensor:
-        """[B, W] log-probabilities of the dense_candidates' semantic ids."""
+        """Returns [B, W] log-probabilities of the semantic ids of the dense candidates."""
         trie, (requests, count, _) = self.trie.trie, self._dense_candidates.shape
         states = self.scorer.along(
             torch.minimum(trie.codes_of(self._dense_candidates), self._last_codes)
@@ -240,7 +280,7 @@ class GraphSearch:
         return total
 
     def account(self, sequences: Seq[Sequence]) -> None:
-        """Note what the search took of each request, and what it did."""
+        """Adds the nodes, rounds and forward passes of the search to each request's statistics."""
         scorer = self.scorer
         for sequence in sequences:
             nodes = scorer.num_nodes(request_of(sequence))
@@ -250,7 +290,7 @@ class GraphSearch:
             sequence.timing.nodes += nodes
 
     def _put(self, sequences: Seq[Sequence]) -> None:
-        """The one upload, when the one before is over."""
+        """Uploads all requests in one copy, after the previous upload has ended."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
         words, count = self._host.numpy(), len(sequences)
@@ -258,14 +298,20 @@ class GraphSearch:
             row[0] = request_of(sequence).width
             self.scorer.write(row[1:], sequence)
         words[count:, 0] = 0  # keeps no beams
-        self.scorer.write_nobody(words[count:, 1:])
+        self.scorer.write_padding(words[count:, 1:])
         self._block.copy_(self._host, non_blocking=True)
         if self._uploaded is not None:
             self._uploaded.record()
 
 
 def with_leaves(beams: Beams, found: SearchLeaves) -> Beams:
-    """Beams at level 0 with what a search left for them, which the next one may overwrite."""
+    """Returns beams with the results of a search, copied because the next replay overwrites
+    them.
+
+    Args:
+        beams: The beams at level 0.
+        found: The results.
+    """
     count, dense_candidates = len(beams.sequences), beams.dense_candidates
     paths, log_probs = found.paths[:count].clone(), found.log_probs[:count].clone()
     if dense_candidates is not None and found.dense_candidates is not None:

@@ -1,4 +1,4 @@
-"""One model's side of the engine: its pages, its prefix cache, its running requests, its step."""
+"""The scheduler of item requests: one model's admission, pages, steps and delivery."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +24,10 @@ from recserve.core.request import (
     Timing,
 )
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, Strategy, TreeStrategy
-from recserve.engine.runtime.flawed_states import checked, isolate
+from recserve.core.strategy import Draft, Strategy
+from recserve.engine.items.cohort import Cohort, checked, isolate
 from recserve.engine.runtime.page_placement import PagePlacement
-from recserve.engine.runtime.runner import Piece, Runner
+from recserve.engine.runtime.runner import ForwardPiece, Runner
 from recserve.engine.runtime.scheduler import PageOwner, RequestTooLarge, Scheduler, expired
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import slots_of_pages
@@ -38,35 +37,22 @@ from recserve.models.inputs import NodeInputs
 log = logging.getLogger(__name__)
 
 
-Answer = tuple[Sequence, Result | Exception]
-
-
-@dataclass
-class Cohort:
-    """Requests that started together and step together."""
-
-    strategy: Strategy
-    sequences: list[Sequence]
-    state: Any
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing is left to score; without trees that is so from the start."""
-        strategy = self.strategy
-        return not isinstance(strategy, TreeStrategy) or strategy.finished(self.state)
-
-    @property
-    def tree_strategy(self) -> TreeStrategy:
-        """The strategy of a cohort that is not finished."""
-        assert isinstance(self.strategy, TreeStrategy)
-        return self.strategy
+FinishedItem = tuple[Sequence, Result | Exception]
 
 
 class ItemScheduler(Scheduler[Request, Result, Strategy]):
-    """Admission, forward, verification and release of the requests of one model."""
+    """Admits, steps and releases the item requests of one model.
+
+    Attributes:
+        cohorts: Requests whose search runs.
+        cold: Admitted requests whose root still needs a forward pass, with their strategies.
+        warm: Admitted requests whose root is computed, with their strategies.
+    """
 
     def __init__(self, runner: Runner, sharing: PageOwner | None = None) -> None:
-        """sharing: a scheduler of the same runner; both use its pages and prefix cache."""
+        """Shares the pages and the prefix cache of `sharing`, a scheduler of the same runner, if
+        given.
+        """
         self.runner = runner
         self.page_size = runner.pool.page_size
         self._pages = PagePlacement(runner.pool, sharing)
@@ -77,11 +63,11 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
 
     @property
     def num_running(self) -> int:
-        """Requests admitted and not answered."""
+        """Number of requests that are admitted and have no result."""
         return len(self.cold) + len(self.warm) + sum(len(c.sequences) for c in self.cohorts)
 
     def check(self, request: Request, strategy: Strategy) -> None:
-        """Raises RequestTooLarge if the request could not run even alone."""
+        """Raises RequestTooLarge if the request needs more pages than the pool has."""
         rows = len(request.root.inputs)
         pages = self._pages.pages_of(rows) + self._pages.pages_of(strategy.tree_capacity(request))
         if pages > self.allocator.num_pages:
@@ -93,8 +79,8 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
     def admit(
         self, request: Request, future: Future[Result], submitted_s: float, strategy: Strategy
     ) -> bool:
-        """Take a request in if its pages can be had now; all that it will ever need are
-        reserved.
+        """Takes a request in and reserves all pages that it will need. Returns False if too few
+        are free.
         """
         root = request.root
         placed = self._pages.place(
@@ -105,14 +91,14 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         rows, found = root.keys.shape[0], placed.found
         slots = slots_of_pages(placed.pages, self.page_size, self.runner.pool.keys.device)
         sequence = Sequence(
-            request,
-            future,
-            submitted_s,
-            placed.pages,
-            slots[:rows],
-            found.length,
-            found.last_hidden,
-            slots[placed.num_prefix_pages * self.page_size :],
+            request=request,
+            future=future,
+            submitted_s=submitted_s,
+            pages=placed.pages,
+            root_slots=slots[:rows],
+            num_computed=found.length,
+            last_hidden=found.last_hidden,
+            tree_slots=slots[placed.num_prefix_pages * self.page_size :],
             placeholders=strategy.placeholders,
             placeholder_states=found.placeholder_states,
             metadata=found.metadata,
@@ -125,13 +111,15 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         (self.warm if sequence.computed else self.cold).append((sequence, strategy))
         return True
 
-    def begin(self) -> list[Answer]:
-        """Start the requests whose roots are cached; the answers of those that need no forward."""
+    def begin(self) -> list[FinishedItem]:
+        """Starts the requests with computed roots. Returns the results that need no forward
+        pass.
+        """
         warm, self.warm = self.warm, []
         return self._start(warm) + self._finish()
 
-    def step(self) -> list[Answer]:
-        """One forward over everything that waits for one; the answers it completed."""
+    def step(self) -> list[FinishedItem]:
+        """Runs one forward pass over all requests. Returns the results that it completes."""
         cold = self.cold
         began = time.perf_counter()
         drafts = [(cohort, cohort.tree_strategy.propose(cohort.state)) for cohort in self.cohorts]
@@ -141,9 +129,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         if not pieces:
             return []
         hidden = self.runner.forward(pieces)
-        started, flawed = list[tuple[Sequence, Strategy]](), list[Answer]()
+        started, flawed = list[tuple[Sequence, Strategy]](), list[FinishedItem]()
         for (sequence, strategy), states in zip(cold, hidden, strict=False):
-            if self._keep_root(sequence, states):
+            if self._store_root(sequence, states):
                 started.append((sequence, strategy))
             else:
                 flawed.append((sequence, NotFinite()))
@@ -163,13 +151,13 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return flawed + self._start(started) + self._finish()
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        """Give back the pages of sequences that ended."""
+        """Releases the pages of finished sequences."""
         for sequence in sequences:
             self.allocator.release(sequence.pages)
             sequence.pages = []
 
     def drop_all(self) -> list[Sequence]:
-        """Forget everything that runs; the sequences are released and returned."""
+        """Removes all running requests, releases their pages, and returns them."""
         dropped = [s for s, _ in [*self.cold, *self.warm]]
         dropped += [s for cohort in self.cohorts for s in cohort.sequences]
         self.cold, self.warm, self.cohorts = [], [], []
@@ -177,7 +165,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return dropped
 
     def drop_cancelled(self) -> None:
-        """Stop the work of requests whose futures were cancelled, where they can be left out."""
+        """Removes cancelled requests. A cohort is removed once all of its requests are
+        cancelled.
+        """
         for name in ("cold", "warm"):
             pairs = getattr(self, name)
             self.release([s for s, _ in pairs if s.future.cancelled()])
@@ -188,36 +178,41 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 cohort.sequences = []
         self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
 
-    def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[Answer]:
-        """Cohorts of requests with a computed root; the errors of those that cannot start."""
+    def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[FinishedItem]:
+        """Groups requests with computed roots into cohorts. Returns the errors of those that
+        fail.
+        """
         groups: dict[tuple[int, int], tuple[Strategy, list[Sequence]]] = {}
         for sequence, strategy in ready:
             request = sequence.request
             by_trie = isinstance(request, SlateQuery | LikelihoodQuery)
             key = (id(strategy), id(request.trie) if by_trie else 0)  # type: ignore[union-attr]
             groups.setdefault(key, (strategy, []))[1].append(sequence)
-        failed: list[Answer] = []
+        failed: list[FinishedItem] = []
         for strategy, sequences in groups.values():
             failed += self._start_group(strategy, sequences)
         return failed
 
-    def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[Answer]:
-        """One cohort; where a request spoils it, it alone fails and the others start without it."""
+    def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[FinishedItem]:
+        """Starts one cohort. If that fails, each request starts alone, so that only the faulty
+        ones fail.
+        """
         try:
             self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
         except Exception as error:
             if len(sequences) == 1:
-                failed: list[Answer] = [(sequences[0], error)]
+                failed: list[FinishedItem] = [(sequences[0], error)]
                 self._discard(failed)
                 return failed
             return [answer for s in sequences for answer in self._start_group(strategy, [s])]
         return []
 
-    def _finish(self) -> list[Answer]:
-        """Answers of the cohorts that have nothing left to propose; one that fails fails alone.
-        What is to be searched again starts anew, beside whatever is warm by then.
+    def _finish(self) -> list[FinishedItem]:
+        """Returns the results of finished cohorts. A cohort that raises an error fails alone.
+
+        Requests that continue with another search become warm again.
         """
-        done: list[Answer] = []
+        done: list[FinishedItem] = []
         running = []
         for cohort in self.cohorts:
             try:
@@ -234,8 +229,10 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         self.cohorts = running
         return done
 
-    def _discard(self, answers: Seq[Answer]) -> None:
-        """Release the sequences of answers; of roots that are not finite nothing is found again."""
+    def _discard(self, answers: Seq[FinishedItem]) -> None:
+        """Releases the sequences, and removes the roots of results that are not finite from the
+        cache.
+        """
         for sequence, result in answers:
             if isinstance(result, NotFinite):
                 log.error("the model's output for a request is not finite; its root is dropped")
@@ -246,9 +243,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
 
     def _answers(
         self, cohort: Cohort, results: Seq[Result | Continuation | NotFinite]
-    ) -> list[Answer]:
-        """The answers among the results; the other requests wait for their next search."""
-        answers: list[Answer] = []
+    ) -> list[FinishedItem]:
+        """Returns the results among `results`. Continuations wait for their next search."""
+        answers: list[FinishedItem] = []
         for sequence, result in zip(cohort.sequences, results, strict=True):
             if sequence.flawed:
                 answers.append((sequence, NotFinite()))
@@ -262,8 +259,8 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 self.warm.append((sequence, cohort.strategy))
         return answers
 
-    def _place(self, cohort: Cohort, draft: Draft) -> Piece:
-        """The draft with a slot for every node: old ones keep theirs, new ones get one."""
+    def _place(self, cohort: Cohort, draft: Draft) -> ForwardPiece:
+        """Assigns a slot to every node of a draft. Nodes computed earlier keep their slots."""
         counts = _computed(draft)
         taken = []
         for sequence, count in zip(cohort.sequences, counts, strict=True):
@@ -276,10 +273,17 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             slots = draft.scored.clamp(min=0)
             slots[draft.queries] = new
         roots = tuple(sequence.root_slots for sequence in cohort.sequences)
-        return Piece(draft.tree, draft.inputs, draft.queries, slots, roots, counts=counts)
+        return ForwardPiece(
+            tree=draft.tree,
+            inputs=draft.inputs,
+            queries=draft.queries,
+            slots=slots,
+            root_slots=roots,
+            counts=counts,
+        )
 
-    def _prefill_piece(self, sequence: Sequence) -> Piece:
-        """The root's uncomputed rows as a chain under the computed ones, placeholders behind."""
+    def _prefill_piece(self, sequence: Sequence) -> ForwardPiece:
+        """Returns the uncomputed rows of a root as a chain, followed by the placeholders."""
         root, start = sequence.request.root, sequence.num_computed
         inputs, slots = root.inputs.select(slice(start, None)), sequence.root_slots
         places, kinds = slots[start:], None
@@ -296,13 +300,22 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         if start < root.shared:
             shared = on_device([root.shared], inputs.tokens.device)
             tree = replace(tree, shared=shared)
-        return Piece(tree, inputs, None, places, (slots[:start],), num_states, [len(inputs)])
+        return ForwardPiece(
+            tree=tree,
+            inputs=inputs,
+            queries=None,
+            slots=places,
+            root_slots=(slots[:start],),
+            num_states=num_states,
+            counts=[len(inputs)],
+        )
 
-    def _keep_root(self, sequence: Sequence, states: Tensor) -> bool:
-        """The root is computed: remember its last state, and let others find it.
+    def _store_root(self, sequence: Sequence, states: Tensor) -> bool:
+        """Stores a computed root in the prefix cache. Returns False if its states are not
+        finite.
 
-        Returns False where its states are not finite, and keeps nothing of it. On a device nobody
-        waits to know that: the answer tells, and the root is dropped then.
+        On a CUDA device, the check would make the host wait. There the result shows whether the
+        states are finite, and `_discard` drops the root.
         """
         if not states.is_cuda and not all_finite(states):
             return False
@@ -326,7 +339,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
 
 
 def _computed(draft: Draft) -> list[int]:
-    """How many nodes of each tree are computed; of several trees one look at the device."""
+    """Returns the number of computed nodes of each tree. It reads the device if there are
+    several.
+    """
     if draft.tree.num_trees == 1:
         return [len(draft.inputs)]
     offsets = draft.tree.offsets

@@ -63,11 +63,11 @@ SHAPES = tuple(
 
 @dataclass(frozen=True)
 class SearchLimits(CaptureLimits):
-    """What is captured of searches.
+    """Which searches are captured.
 
     Attributes:
         shapes: In the order of capture.
-        capacity: Ids that a catalogue version may have inserted.
+        capacity: Most ids that a catalogue version may have added to its base.
     """
 
     shapes: tuple[SearchShape, ...] = SHAPES
@@ -76,14 +76,19 @@ class SearchLimits(CaptureLimits):
 
 @dataclass(frozen=True)
 class SearchBucket:
-    """What one graph of a search is captured for."""
+    """What one graph of a search is captured for.
+
+    Attributes:
+        strategy: Name of the strategy.
+        shape: The largest search that fits.
+    """
 
     strategy: str
     shape: SearchShape
 
     @property
     def name(self) -> str:
-        """As `beam 8x64`."""
+        """For example `beam 8x64`."""
         return f"{self.strategy} {self.shape.name}"
 
 
@@ -104,12 +109,12 @@ def buckets_of(weighs: bool, nezha: bool, shapes: Seq[SearchShape]) -> list[Sear
 
 
 class SearchGraphs:
-    """The captured searches of one recommender, over one base trie and its later changes.
+    """The captured searches of one recommender, over one base trie and its later versions.
 
     Attributes:
-        counts: Searches by how they ran, SEARCH_RESULTS.
-        captured: The graphs, small ones first.
-        missing: Names of buckets without a graph; the log says why.
+        counts: Number of searches by outcome, as in SEARCH_RESULTS.
+        captured: The graphs, from small to large.
+        missing: Names of buckets without a graph. The log says why.
     """
 
     def __init__(
@@ -124,12 +129,12 @@ class SearchGraphs:
         """Captures nothing yet.
 
         Args:
-            runner: Of the recommender.
+            runner: The runner of the recommender.
             model: The recommender.
-            head: Of the strategy `nezha`, or None.
+            head: The head of the strategy `nezha`, or None.
             limits: What is captured, and how much time and memory that may take.
             record: Captures a search and returns its replay.
-            taken: Bytes that captures have taken so far.
+            taken: Returns the bytes that captures have taken so far.
         """
         self.runner, self.model, self.head, self.limits = runner, model, head, limits
         self.counts: dict[SearchResult, int] = dict.fromkeys(SEARCH_RESULTS, 0)
@@ -145,9 +150,9 @@ class SearchGraphs:
 
         Args:
             version: The catalogue's trie.
-            stepping: Held during a capture. If graphs are in use, it is free between two captures
-                for as long as the last one took.
-            go_on: Whether graphs are still wanted.
+            stepping: The engine's lock, held during a capture. If graphs are in use, it stays free
+                between two captures for as long as the last one took.
+            go_on: Returns False when graphs are no longer wanted. Called before each capture.
         """
         base = version.base
         with self._recording:
@@ -171,13 +176,15 @@ class SearchGraphs:
                 self._trie, self.captured, self.missing = trie, made, missing
 
     def serve(self, strategies: Mapping[str, Strategy]) -> None:
-        """Let the strategies of these names replay what is recorded for them."""
+        """Connects the strategies to the graphs captured for them."""
         for strategy in strategies.values():
             if isinstance(strategy, RecommendStrategy) and strategy.replays is not None:
                 strategy.recorded = partial(self.search, strategy.replays)
 
     def search(self, strategy: str, sequences: Seq[Sequence]) -> Beams | None:
-        """Finished beams of requests over one version; None where no record holds them."""
+        """Returns the finished beams of requests over one version, or None if no graph holds
+        them.
+        """
         if self._trie is None:
             return None
         found = self._smallest(strategy, sequences)
@@ -193,7 +200,7 @@ class SearchGraphs:
         return beams
 
     def _smallest(self, strategy: str, sequences: Seq[Sequence]) -> CapturedSearch | SearchResult:
-        """The smallest graph that holds the requests, or why there is none."""
+        """Returns the smallest graph that holds the requests, or the reason why there is none."""
         assert self._trie is not None
         requests = [request_of(sequence) for sequence in sequences]
         if not self._trie.holds(requests[0].trie):
@@ -206,7 +213,7 @@ class SearchGraphs:
         return "size"
 
     def _built(self, trie: FixedTrie, filters: Filters, bucket: SearchBucket) -> GraphSearch:
-        """The function of a bucket."""
+        """Builds the search of a bucket."""
         shape = bucket.shape
         scorer: LevelScorer
         if bucket.strategy == "nezha":
@@ -224,7 +231,7 @@ class SearchGraphs:
 
 
 def _filters(trie: FixedTrie, buckets: Seq[SearchBucket]) -> Filters:
-    """Of every form that buckets ask for."""
+    """Allocates the filter buffers of every form that the buckets use."""
     shapes = [bucket.shape for bucket in buckets]
     most = max((shape.requests for shape in shapes), default=0)
     return {form: FixedFilter(trie, most, form) for form in {s.excluded for s in shapes}}
@@ -237,7 +244,18 @@ def cuda_searches(
     wanted: bool | None,
     limits: SearchLimits,
 ) -> SearchGraphs | None:
-    """wanted: None: where the model is on a CUDA device."""
+    """Returns the searches of a recommender, to be captured on its CUDA device.
+
+    Args:
+        runner: The runner of the recommender.
+        model: The recommender.
+        head: The head of the strategy `nezha`, or None.
+        wanted: False disables graphs. None and True enable them on a CUDA device.
+        limits: What is captured, and how much time and memory that may take.
+
+    Returns:
+        None if graphs are disabled, the device is not CUDA, or the model is not autoregressive.
+    """
     on_cuda = is_cuda(runner.pool.keys.device)
     if not on_cuda or wanted is False or not model.config.autoregressive:
         return None

@@ -1,4 +1,4 @@
-"""What scores the levels of a search of fixed shapes: the target, or the self-draft head alone."""
+"""Scorers of the levels of a fixed-shape search: the target model or the self-draft head."""
 
 from __future__ import annotations
 
@@ -25,13 +25,19 @@ from recserve.search.scores import level_scores
 from recserve.search.strategies.beam import request_of
 
 Words = NDArray[np.int64]
-ALONE = 2**40  # past every leaf rank: nodes of dead beams, which are nobody's
+DEAD_LEAF = 2**40  # past every leaf rank: nodes of dead beams, which are nobody's
 
 
 @dataclass(frozen=True)
-class Step:
-    """Beams one level deeper. level: of the nodes above. nodes, alive, codes [B, n] of the new
-    ones, parents [B, n]: columns of the level above.
+class ExtendedBeams:
+    """Beams that a search has extended by one level.
+
+    Attributes:
+        level: The level of the parents.
+        nodes: [B, n] trie nodes of the new beams.
+        alive: [B, n] bool, whether a beam is alive.
+        parents: [B, n] columns of the parents among the beams of `level`.
+        codes: [B, n] codes of the new beams at `level`.
     """
 
     level: int
@@ -42,8 +48,12 @@ class Step:
 
 
 class LevelScorer(Protocol):
-    """num_words: int64 numbers of a request that it reads on the device. rounds: that an answer
-    reports, forwards: of the target.
+    """Computes the states and logits of a search's beams, level by level.
+
+    Attributes:
+        num_words: Number of int64 values of a request that the scorer reads on the device.
+        rounds: Rounds that a result reports.
+        forwards: Forward passes of the target model.
     """
 
     num_words: int
@@ -51,42 +61,47 @@ class LevelScorer(Protocol):
     forwards: int
 
     def num_nodes(self, request: SlateQuery) -> int:
-        """Nodes of the target that a search computes for a request, in its own slots."""
+        """Returns how many nodes of the target a search computes for a request, in its own
+        slots.
+        """
         ...
 
     def write(self, words: Words, sequence: Sequence) -> None:
-        """The numbers of a request [num_words]."""
+        """Writes the values of a request to words [num_words], on the host."""
         ...
 
-    def write_nobody(self, words: Words) -> None:
-        """Those of requests that are not there [n, num_words]."""
+    def write_padding(self, words: Words) -> None:
+        """Writes the values of missing requests to words [n, num_words]."""
         ...
 
     def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
-        """What lies on the device already, to where the search reads it. last_hidden [n, E]."""
+        """Copies states that are on the device into the scorer's buffers. last_hidden is [n, E]."""
         ...
 
     def begin(self, words: Tensor) -> Tensor:
-        """States [B, *] of the empty prefixes. words [B, num_words]."""
+        """Returns the states [B, *] of the empty prefixes. words is [B, num_words]."""
         ...
 
     def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
-        """Of a level's codes [B * n, C], and what normalises them, as verify.beam.level_scores."""
+        """Returns logits [B * n, C] of a level's codes, and their normalizers as `level_scores`
+        does.
+        """
         ...
 
-    def deeper(self, states: Tensor, step: Step) -> Tensor:
-        """States [B * n, *] of the new nodes."""
+    def deeper(self, states: Tensor, step: ExtendedBeams) -> Tensor:
+        """Returns the states [B * n, *] of the new beams."""
         ...
 
     def along(self, codes: Tensor) -> list[Tensor]:
-        """States before each code of n given ids [B, n, L]: [B, *] before the first, then
-        [B * n, *].
+        """Returns L tensors for the codes [B, n, L] of given ids: the states before each code.
+
+        The first is [B, *], the others are [B * n, *].
         """
         ...
 
 
 class HeadScorer:
-    """The recurrent head, from the states of its placeholders, which came with the root."""
+    """Scores with the recurrent self-draft head, from the placeholder states of the root."""
 
     num_words = 0
     rounds = 1
@@ -105,7 +120,7 @@ class HeadScorer:
     def write(self, words: Words, sequence: Sequence) -> None:
         """As LevelScorer."""
 
-    def write_nobody(self, words: Words) -> None:
+    def write_padding(self, words: Words) -> None:
         """As LevelScorer."""
 
     def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
@@ -130,7 +145,7 @@ class HeadScorer:
         context = self._contexts[:, level].repeat_interleave(beams, 0)
         return self.head.level_logits(context, states, level), None
 
-    def deeper(self, states: Tensor, step: Step) -> Tensor:
+    def deeper(self, states: Tensor, step: ExtendedBeams) -> Tensor:
         """As LevelScorer."""
         requests = step.nodes.shape[0]
         first = torch.arange(requests, device=states.device) * (states.shape[0] // requests)
@@ -147,8 +162,9 @@ class HeadScorer:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """All nodes of B trees so far [B, n], by level: first and last leaf under each, depth and
-    token.
+    """All nodes of B trees so far, each field [B, n].
+
+    `first` is the first leaf under a node, `last` is one past the last leaf.
     """
 
     first: Tensor
@@ -162,11 +178,11 @@ class _Nodes:
 
 
 class TargetScorer:
-    """The target, which reads the trees of all levels so far under the cached roots.
+    """Scores with the target model, which reads the trees of all levels under the cached roots.
 
-    What a request writes to the device: its root's length and slots, then a slot for every column
-    of every level but the last, and for every code but the last of every dense candidate; those
-    past its own slots are the pool's spare one.
+    The values of a request are the length of its root and the root's slots. Then follow one slot
+    for each column of each level except the last, and one for each code except the last of each
+    dense candidate. Columns past the request's own slots use the pool's spare slot.
     """
 
     def __init__(
@@ -200,8 +216,9 @@ class TargetScorer:
         return sum(count for _, count in self._slot_counts(request))
 
     def _slot_counts(self, request: SlateQuery) -> list[tuple[int, int]]:
-        """Columns of each level and how many of them, the first ones, can be alive; then those of
-        the dense_candidates.
+        """Returns the columns of each level and how many of them, from the first, can be alive.
+
+        The last pair is that of the dense candidates.
         """
         sizes = request.trie.level_sizes[1:]
         counts = [
@@ -227,7 +244,7 @@ class TargetScorer:
             words[place : place + count] = own[taken : taken + count]
             place, taken = place + columns, taken + count
 
-    def write_nobody(self, words: Words) -> None:
+    def write_padding(self, words: Words) -> None:
         """As LevelScorer."""
         words[:, 0] = 0
         words[:, 1:] = self.runner.pool.spare_slot
@@ -245,8 +262,8 @@ class TargetScorer:
         """As LevelScorer."""
         return level_scores(self.model, states, level)
 
-    def deeper(self, states: Tensor, step: Step) -> Tensor:
-        """As LevelScorer: one forward of the new nodes."""
+    def deeper(self, states: Tensor, step: ExtendedBeams) -> Tensor:
+        """As LevelScorer: one forward pass over the new nodes."""
         new = self._placed(step)
         nodes = new if self._nodes is None else self._nodes.and_also(new)
         self._nodes = nodes if step.level + 1 < len(self.columns) else None
@@ -258,7 +275,7 @@ class TargetScorer:
         return hidden[(self._rows[:, None] * order.shape[1] + place).flatten()]
 
     def along(self, codes: Tensor) -> list[Tensor]:
-        """As LevelScorer: one forward of chains."""
+        """As LevelScorer: one forward pass over chains."""
         requests, count, size = codes.shape[0], codes.shape[1], codes.shape[2] - 1
         if not size:
             return [self._last_hidden]
@@ -266,18 +283,18 @@ class TargetScorer:
         index = torch.arange(tokens.shape[0], device=codes.device)
         depths = index % size
         tree = TokenTree(
-            tokens,
-            torch.where(depths > 0, index - 1, -1),
-            depths,
-            index - depths + size,
-            torch.arange(requests + 1, device=codes.device) * (count * size),
+            tokens=tokens,
+            parents=torch.where(depths > 0, index - 1, -1),
+            depths=depths,
+            ends=index - depths + size,
+            offsets=torch.arange(requests + 1, device=codes.device) * (count * size),
         )
         slots = self._words[:, 1 + self.root_width + sum(self.columns) :].flatten()
         hidden = self._forward(TreeBatch(tree, None, slots, self._roots()), tokens)
         return [self._last_hidden, *hidden.view(requests * count, size, -1).unbind(1)]
 
     def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
-        """[Tq, E]; tokens [Tq] of codes alone, so that the items' tables may move."""
+        """Returns hidden states [Tq, E]. The tokens [Tq] are codes, so item tables may move."""
         attend = PagedAttention(batch, self.runner.pool, SOFTMAX, self.runner.attention)
         hidden: Tensor = self.model.decoder(self.model.tokens(tokens), batch.positions(), attend)
         return hidden
@@ -286,11 +303,11 @@ class TargetScorer:
         words = self._words
         return RootTable(words[:, 1 : 1 + self.root_width], self._rows, words[:, 0])
 
-    def _placed(self, step: Step) -> _Nodes:
-        """The new nodes; those of dead beams stand alone behind all others."""
+    def _placed(self, step: ExtendedBeams) -> _Nodes:
+        """Returns the new nodes. Those of dead beams get leaf ranks after all others."""
         leaves = self.trie.trie.leaves(step.nodes)
         above = sum(self.columns[: step.level])
-        alone = ALONE + above + _count(step.nodes)
+        alone = DEAD_LEAF + above + _count(step.nodes)
         return _Nodes(
             torch.where(step.alive, leaves.first, alone),
             torch.where(step.alive, leaves.last, alone + 1),
@@ -299,8 +316,9 @@ class TargetScorer:
         )
 
     def _laid_out(self, nodes: _Nodes, new: int) -> tuple[TreeBatch, Tensor]:
-        """The trees in preorder, of which the last `new` columns are computed; and those columns
-        [B, new], from 0, in the order of the trees.
+        """Lays out the trees in preorder. The last `new` columns are computed.
+
+        Returns those columns [B, new] too, counted from 0, in preorder.
         """
         count, levels = nodes.first.shape[1], self.trie.trie.num_levels
         order = (nodes.first * levels + nodes.depths).argsort(1)
@@ -312,11 +330,11 @@ class TargetScorer:
 
         first, last = nodes.first.gather(1, order), nodes.last.gather(1, order)
         tree = TokenTree(
-            packed(nodes.tokens),
-            torch.full((order.numel(),), -1, device=order.device),  # attention reads ends alone
-            packed(nodes.depths),
-            (torch.searchsorted(first, last) + start).flatten(),
-            torch.arange(start.shape[0] + 1, device=start.device) * count,
+            tokens=packed(nodes.tokens),
+            parents=torch.full((order.numel(),), -1, device=order.device),  # attention reads `ends`
+            depths=packed(nodes.depths),
+            ends=(torch.searchsorted(first, last) + start).flatten(),
+            offsets=torch.arange(start.shape[0] + 1, device=start.device) * count,
         )
         queries, column = place[:, -new:].sort(1)
         slots = self._words[:, 1 + self.root_width :][:, :count]
@@ -325,5 +343,5 @@ class TargetScorer:
 
 
 def _count(like: Tensor) -> Tensor:
-    """[B, n] 0, 1, 2 ... in every row."""
+    """Returns [B, n] with 0, 1, 2, ... in every row."""
     return torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)

@@ -1,1 +1,1 @@
-"""What both schedulers share: the forward, pages, prefix cache, queue and delivery."""
+"""What both schedulers share: forward passes, pages, prefix cache, request queue and graphs."""

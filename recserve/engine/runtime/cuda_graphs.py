@@ -1,4 +1,6 @@
-"""CUDA graphs: capture functions of fixed shapes once per bucket, replay them by one launch."""
+"""CUDA graphs: a function of fixed shapes is captured once per bucket and replayed by one
+launch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class CudaRecorder:
     for each stream.
 
     Attributes:
-        bytes: Memory taken by all graphs so far.
+        bytes: Memory of all graphs so far.
     """
 
     def __init__(self) -> None:
@@ -35,9 +37,10 @@ class CudaRecorder:
         self.bytes = 0
 
     def __call__(self, step: Callable[[], T]) -> Callable[[], T]:
-        """Returns the replay of a function. Its outputs stay where the capture left them.
+        """Captures a function and returns its replay.
 
-        If the capture fails, the caller's stream becomes current again.
+        The outputs of a replay stay in the memory that the capture gave them. If the capture fails,
+        the caller's stream becomes current again.
         """
         current = torch.cuda.current_stream()
         try:
@@ -71,11 +74,11 @@ class CudaRecorder:
 
 
 class GraphBucket(Protocol):
-    """What one graph is captured for: a shape, and what the function does beside it."""
+    """What one graph is captured for: a shape, and what the function does for it."""
 
     @property
     def name(self) -> str:
-        """Unique among the graphs of a scheduler; operators read it."""
+        """Unique among the graphs of a scheduler. Logs and statistics show it."""
 
 
 BucketT = TypeVar("BucketT", bound=GraphBucket)
@@ -88,8 +91,8 @@ class CaptureLimits:
 
     Attributes:
         seconds: No capture starts after this many seconds.
-        bytes: No capture starts once all of them have taken more than this, and none that needs
-            more by itself.
+        bytes: No capture starts once all captures have taken more than this. A bucket that needs
+            more by itself is not captured.
     """
 
     seconds: float = 60.0
@@ -105,7 +108,8 @@ class CapturedGraph(Generic[BucketT, FunctionT, T]):
         seconds: Time that the capture took.
         bytes: Memory that the capture took.
         function: The function. Its inputs are loaded before a replay.
-        replay: Runs it on what is loaded and returns the outputs, which the next replay overwrites.
+        replay: Runs the graph on the loaded inputs and returns the outputs. The next replay
+            overwrites them.
     """
 
     bucket: BucketT
@@ -117,12 +121,12 @@ class CapturedGraph(Generic[BucketT, FunctionT, T]):
 
 @dataclass(frozen=True)
 class CapturePace:
-    """How captures share the device with an engine that runs meanwhile.
+    """How captures share the device with a running engine.
 
     Attributes:
         lock: Held while a graph is captured.
-        proceed: Asked before each capture; False ends them.
-        pause: Whether to leave the lock free after each capture for as long as it took.
+        proceed: Called before each capture. False ends the captures.
+        pause: Whether to leave the lock free after each capture for as long as the capture took.
     """
 
     lock: AbstractContextManager[object]
@@ -134,7 +138,7 @@ AT_ONCE = CapturePace(nullcontext(), lambda: True, False)
 
 
 class GraphCapture(Generic[BucketT, FunctionT, T]):
-    """Captures one function for each of a list of buckets."""
+    """Captures one function for each bucket of a list."""
 
     def __init__(
         self,
@@ -149,9 +153,9 @@ class GraphCapture(Generic[BucketT, FunctionT, T]):
         Args:
             build: Makes the function of a bucket.
             record: Captures a function and returns its replay, as `CudaRecorder` does.
-            taken: Bytes that captures have taken so far.
+            taken: Returns the bytes that captures have taken so far.
             limits: Time and memory.
-            min_bytes: A lower bound of the memory that a bucket's function needs.
+            min_bytes: Returns a lower bound of the memory that a bucket's function needs.
         """
         self._build, self._record, self._taken = build, record, taken
         self._limits, self._min_bytes = limits, min_bytes
@@ -161,8 +165,8 @@ class GraphCapture(Generic[BucketT, FunctionT, T]):
     ) -> list[CapturedGraph[BucketT, FunctionT, T]] | None:
         """Returns the graphs in the order of the buckets, or None if `pace` ended the captures.
 
-        Buckets that the limits exclude are left out and logged. The first capture that fails ends
-        the captures.
+        Buckets that the limits exclude are logged and get no graph. The first capture that fails
+        ends the captures.
         """
         made = list[CapturedGraph[BucketT, FunctionT, T]]()
         began, before, left = time.monotonic(), self._taken(), list[str]()

@@ -1,9 +1,9 @@
-"""The invariant mode: a request's bits depend on the request alone, and that is tried beforehand.
+"""The invariant mode: the bits of a result depend on the request alone.
 
-Products never compute one row by itself (models/packing.py), attention sums exactly
-(exact_attention.py). That products of two rows and of hundreds agree is how this machine's
-library happens to work for these shapes and this number of threads, so it is tried at start, on the
-served weights, and the mode is refused where it does not hold.
+Matrix products never compute a single row by itself (models/packing.py), and attention sums exactly
+(exact_attention.py). Whether products of two rows and of hundreds of rows agree depends on the
+machine's library, on the shapes and on the number of threads. The mode therefore tests this at
+start on the served weights, and refuses to serve where it does not hold.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
-from recserve.engine.runtime.runner import Piece, Runner
+from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, RankerTrunk, Runner
 from recserve.kernels.cpu.exact_attention import ExactPool, ExactTreeAttention
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.models.inputs import NodeInputs
@@ -27,17 +26,27 @@ Model = LanguageModel | Recommender | Ranker
 
 NODES = 24
 CHUNKS = (1, 2, 5, 17, 45)  # of a root
-BESIDE = (0, 1, 14, 61, 300)  # rows of another root in the same forward
+OTHER_ROWS = (0, 1, 14, 61, 300)  # rows of another root in the same forward
 
 
 class NotInvariant(ValueError):
-    """This machine cannot compute this model so that no bit depends on company."""
+    """This machine's results for this model depend on the other requests in the batch."""
 
 
 def invariant_runner(
     trunk: DecoderTrunk | RankerTrunk, num_pages: int, page_size: int, kv_dtype: torch.dtype
 ) -> Runner:
-    """A runner that has been tried. Raises NotInvariant, saying why and what to do."""
+    """Returns a runner that has passed the test.
+
+    Args:
+        trunk: The model's layers.
+        num_pages: Pages of the key-value pool.
+        page_size: Tokens per page.
+        kv_dtype: Element type of the key-value pool.
+
+    Raises:
+        NotInvariant: If the test fails. The message says why and what to do.
+    """
     model = trunk.model
     name = type(model).__name__
     if trunk.device.type != "cpu":
@@ -56,7 +65,7 @@ def invariant_runner(
     keep_rows_alike(model)
     if isinstance(model, Recommender):
         model.one_by_one = True
-    slots = 2 * (sum(CHUNKS) + NODES) + max(BESIDE)
+    slots = 2 * (sum(CHUNKS) + NODES) + max(OTHER_ROWS)
     scratch = ExactPool(trunk.kv_shape, slots, 1, kv_dtype, trunk.device)
     with torch.inference_mode():
         if difference := _Trial(Runner(trunk, scratch, ExactTreeAttention), model).difference():
@@ -70,36 +79,36 @@ def invariant_runner(
 
 @dataclass(frozen=True)
 class _Trial:
-    """One root and one tree under it, computed in different company."""
+    """Computes one root and one tree under it, together with different other rows."""
 
     runner: Runner
     model: Model
 
     def difference(self) -> str | None:
-        """Where bits differ, None if nowhere."""
+        """Returns where bits differ, or None if they differ nowhere."""
         draw = torch.Generator().manual_seed(0)
         rows = sum(CHUNKS)
         root, nodes = _inputs(self.model, rows, draw), _inputs(self.model, NODES, draw)
         tree = _tree(nodes.tokens, draw)
         places = torch.randperm(self.runner.pool.num_pages, generator=draw)
-        near, far, strange = torch.split(places, [rows + NODES, rows + NODES, max(BESIDE)])
+        near, far, strange = torch.split(places, [rows + NODES, rows + NODES, max(OTHER_ROWS)])
         near = near.sort().values
         states = self._forward(chain(root.tokens), root, near[:rows], near[:0])
         found = self._forward(tree, nodes, near[rows:], near[:rows])
         said = self._read(found)
         start = 0
-        for size, beside in zip(CHUNKS, BESIDE, strict=True):
+        for size, num_others in zip(CHUNKS, OTHER_ROWS, strict=True):
             part = root.select(slice(start, start + size))
-            others = _inputs(self.model, beside, draw)
+            others = _inputs(self.model, num_others, draw)
             got = self._forward(
                 chain(part.tokens), part, far[start : start + size], far[:start], others, strange
             )
             if not torch.equal(got, states[start : start + size]):
-                return f"for {size} rows of a root beside {beside} others"
+                return f"for {size} rows of a root with {num_others} other rows"
             start += size
         got = self._forward(tree, nodes, far[rows:], far[:rows], others, strange)
         if not torch.equal(got, found):
-            return f"for a tree beside {len(others)} rows"
+            return f"for a tree with {len(others)} other rows"
         path, slots = [NODES - 1], far[rows:]
         while int(tree.parents[path[0]]) >= 0:
             path.insert(0, int(tree.parents[path[0]]))
@@ -122,14 +131,14 @@ class _Trial:
         others: NodeInputs | None = None,
         strange: Tensor | None = None,
     ) -> Tensor:
-        pieces = [Piece(tree, inputs, None, slots, (root,))]
+        pieces = [_piece(tree, inputs, slots, root)]
         if others is not None and strange is not None and len(others):
             place = strange[: len(others)]
-            pieces.insert(0, Piece(chain(others.tokens), others, None, place, (strange[:0],)))
+            pieces.insert(0, _piece(chain(others.tokens), others, place, strange[:0]))
         return self.runner.forward(pieces)[-1]
 
     def _read(self, hidden: Tensor) -> Tensor:
-        """[n, ...] all that strategies read of a state."""
+        """Returns [n, ...] with everything that strategies read of hidden states."""
         model = self.model
         if isinstance(model, Ranker):
             return model.heads(hidden)
@@ -142,8 +151,12 @@ class _Trial:
         return torch.cat([part.float() for part in said], dim=1)
 
 
+def _piece(tree: TokenTree, inputs: NodeInputs, slots: Tensor, root: Tensor) -> ForwardPiece:
+    return ForwardPiece(tree=tree, inputs=inputs, queries=None, slots=slots, root_slots=(root,))
+
+
 def _tree(tokens: Tensor, draw: torch.Generator) -> TokenTree:
-    """A drawn tree whose last node lies below another one."""
+    """Returns a random tree whose last node has a parent."""
     parents = [-1]
     for node in range(1, len(tokens)):
         parent = node - 1
@@ -154,7 +167,7 @@ def _tree(tokens: Tensor, draw: torch.Generator) -> TokenTree:
 
 
 def _inputs(model: Model, rows: int, draw: torch.Generator) -> NodeInputs:
-    """Drawn rows such as the model reads."""
+    """Returns random input rows that the model accepts."""
 
     def numbers(low: int, high: int) -> Tensor:
         return torch.randint(low, high, (rows,), generator=draw)

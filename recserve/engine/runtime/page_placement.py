@@ -1,4 +1,6 @@
-"""Places the tokens of a request in pages: cached ones where the prefix cache has them."""
+"""Places the tokens of a request in pages, and uses cached pages where the prefix cache has
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from recserve.kernels.paged_kv import KVPool
 
 @dataclass(frozen=True)
 class Placement:
-    """Pages of one request, each with a reference that the caller holds.
+    """The pages of one request. The caller holds one reference to each page.
 
     Attributes:
         pages: The pages of the prefix in order, then those of the tokens after it.
-        num_prefix_pages: How many of them the prefix fills or begins.
-        found: What the prefix cache knows of the prefix.
+        num_prefix_pages: Number of pages that hold a token of the prefix.
+        found: The prefix cache's entry for the prefix.
     """
 
     pages: list[int]
@@ -29,9 +31,13 @@ class Placement:
 
 
 class PagePlacement:
-    """The pages of a pool, their allocator and their prefix cache.
+    """The pages of a pool, with their allocator and prefix cache.
 
-    sharing: a scheduler over the same pool, whose allocator and cache are used.
+    Attributes:
+        pool: The key-value pool.
+        page_size: Tokens per page.
+        allocator: The allocator of the pages, that of `sharing` if given.
+        cache: The prefix cache, that of `sharing` if given.
     """
 
     def __init__(self, pool: KVPool, sharing: PageOwner | None = None) -> None:
@@ -40,13 +46,14 @@ class PagePlacement:
         self.cache = sharing.cache if sharing else PrefixCache(self.allocator, self.page_size)
 
     def place(self, prefix: RootKeys, num_after: int, separate: bool) -> Placement | None:
-        """Pages for a prefix and the tokens after it, or None where too few pages are free.
+        """Returns pages for a prefix and the tokens after it, or None if too few pages are free.
 
         Args:
             prefix: Keys of the prefix.
-            num_after: Tokens after the prefix.
-            separate: The tokens after the prefix begin a page of their own. Then a last page that
-                is cached with the whole prefix is shared. Else it is copied and written on.
+            num_after: Number of tokens after the prefix.
+            separate: Whether the tokens after the prefix begin a page of their own. If so, a partly
+                filled last page of a fully cached prefix is shared. Otherwise it is copied, and the
+                copy is continued.
         """
         found, rows = self.cache.match(prefix.keys, prefix.shared), prefix.keys.shape[0]
         held = found.pages + ([] if found.partial is None else [found.partial])
@@ -64,10 +71,10 @@ class PagePlacement:
         return Placement(cached + own, num_prefix, found)
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens fill or begin."""
+        """Returns the number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
     def _copy(self, source: int, target: int, rows: int) -> None:
-        """Copy keys and values of the first rows of a page."""
+        """Copies keys and values of the first rows of a page."""
         step = torch.arange(rows, device=self.pool.keys.device)
         self.pool.copy_slots(source * self.page_size + step, target * self.page_size + step)

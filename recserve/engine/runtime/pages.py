@@ -1,4 +1,4 @@
-"""Who holds which page."""
+"""The page allocator: free list and reference counts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 
 
 class OutOfPages(RuntimeError):
-    """Fewer pages are free than were asked for."""
+    """Fewer pages are free than a caller requests."""
 
 
 class PageAllocator:
-    """Free list and reference counts of P pages; a page is free when nobody refers to it."""
+    """Free list and reference counts of P pages. A page without references is free."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -19,15 +19,19 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody refers to."""
+        """Number of pages without references."""
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """How many hold the page."""
+        """Returns the number of references to a page."""
         return self._references[page]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one reference each. Raises OutOfPages, and takes none then."""
+        """Returns `count` pages with one reference each.
+
+        Raises:
+            OutOfPages: If fewer pages are free. None is allocated then.
+        """
         if count > len(self._free):
             raise OutOfPages(
                 f"{count} pages wanted, {len(self._free)} of {self.num_pages} are free"
@@ -38,13 +42,13 @@ class PageAllocator:
         return pages
 
     def share(self, pages: list[int]) -> None:
-        """One more reference to each of the pages, which somebody must hold already."""
+        """Adds a reference to each page. Each page must have a reference already."""
         for page in pages:
             assert self._references[page] > 0, "a free page cannot be shared"
             self._references[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """One reference less to each; those without any become free."""
+        """Removes a reference from each page. Pages without references become free."""
         for page in pages:
             self._references[page] -= 1
             assert self._references[page] >= 0, "released more often than shared"

@@ -1,14 +1,17 @@
-"""Roots that were computed before: a returning user pays only for new events.
+"""Prefix cache: it finds the pages of roots that were computed before.
 
-Full pages are found by a chain of hashes over the keys of all rows up to their end, so two users
-with the same beginning share them. A root's last, partly filled page and its final hidden state are
-kept under the hash of the whole root: the same history again costs nothing, and one with new events
-at its end copies that page and goes on from there. The first `shared` rows see each other, so their
-keys are part of every hash.
+A full page is found by a chain of hashes over the keys of all rows up to its end. Two users with
+the same beginning therefore share pages. The last, partly filled page of a root and its final
+hidden state are stored under the hash of the whole root:
 
-What is kept beside the pages comes on top of their bytes: a hidden state of E numbers per root, one
-more per placeholder where they were computed, and the metadata. Of items there are no more such
-roots than pages: each has a partly filled page of its own, or ends with a full one.
+- The same history needs no computation.
+- A history with new events copies the partly filled page and continues it.
+
+The first `shared` rows attend to each other, so their keys are part of every hash.
+
+States and metadata need memory in addition to the pages: a hidden state of E numbers per root, one
+more per computed placeholder, and the metadata. Item roots with such states never outnumber the
+pages, because each has a partly filled page of its own or ends with a full page.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ Digest = bytes
 
 @dataclass(frozen=True)
 class Match:
-    """What of a root is cached. The caller holds a reference to each page.
+    """The cached part of a root. The caller holds a reference to each page.
 
-    pages: full pages in order. partial: page holding the next `length % page_size` rows, None if
-    there are none. length: cached rows. last_hidden [E]: state of the last row when the whole root
-    is cached, and placeholder_states [P, E] those of the placeholders behind it, where they were
-    computed; metadata: what else is kept beside the whole root, empty where it is not cached.
+    Attributes:
+        pages: Full pages in order.
+        partial: Page that holds the next `length % page_size` rows. None if there are none.
+        length: Number of cached rows.
+        last_hidden: [E] state of the last row. None unless the whole root is cached.
+        placeholder_states: [P, E] states of the placeholders after the root. None if not computed.
+        metadata: Other data stored with the whole root. Empty if the root is not cached.
     """
 
     pages: list[int]
@@ -56,7 +62,12 @@ class _Entry:
 
 
 class PrefixCache:
-    """Least recently used roots, within the pages that running requests leave free."""
+    """Least recently used roots, in the pages that running requests leave free.
+
+    Attributes:
+        num_hit_tokens: Root tokens found so far.
+        num_missed_tokens: Root tokens not found so far.
+    """
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self._allocator = allocator
@@ -67,11 +78,17 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        """Entries that hold a page."""
+        """Number of entries that hold a page."""
         return sum(entry.page is not None for entry in list(self._entries.values()))
 
     def match(self, keys: np.ndarray, shared: int = 0) -> Match:
-        """Longest cached beginning of a root. keys [n] int64. References to its pages are taken."""
+        """Finds the longest cached beginning of a root and adds references to its pages.
+
+        Args:
+            keys: [n] int64 keys of the rows.
+            shared: Number of first rows that attend to each other. They are found together or not
+                at all.
+        """
         size, n = self._page_size, keys.shape[0]
         raw = _raw(keys)
         digests = self._page_digests(raw, shared)
@@ -92,7 +109,7 @@ class PrefixCache:
             PrefixMetadata(),
         )
         for end in range(min(n, full + size - 1), full - 1, -1):
-            digest = self._tail_digest(digests[len(pages)], raw[full * 8 : end * 8])
+            digest = self._end_digest(digests[len(pages)], raw[full * 8 : end * 8])
             entry = self._entries.get(digest)
             if entry is not None:
                 length, partial = end, entry.page
@@ -118,7 +135,14 @@ class PrefixCache:
         self._allocator.share(held)
         self.num_hit_tokens += length
         self.num_missed_tokens += n - length
-        return Match(pages, partial, length, last_hidden, placeholder_states, metadata)
+        return Match(
+            pages=pages,
+            partial=partial,
+            length=length,
+            last_hidden=last_hidden,
+            placeholder_states=placeholder_states,
+            metadata=metadata,
+        )
 
     def insert(
         self,
@@ -129,35 +153,46 @@ class PrefixCache:
         placeholder_states: Tensor | None = None,
         metadata: PrefixMetadata | None = None,
     ) -> None:
-        """Keep a computed root. pages: all its pages in order, the last perhaps partly filled."""
+        """Stores a computed root.
+
+        Args:
+            keys: [n] int64 keys of the rows.
+            shared: Number of first rows that attend to each other.
+            pages: All pages of the root in order. The last one may be partly filled.
+            last_hidden: [E] state of the last row.
+            placeholder_states: [P, E] states of the placeholders. None if there are none.
+            metadata: Other data to store with the root.
+        """
         size = self._page_size
         raw = _raw(keys)
         digests = self._page_digests(raw, shared)
         full = len(digests) - 1
         last = pages[full] if keys.shape[0] % size else None
         whole = _Entry(last, last_hidden, placeholder_states, metadata or PrefixMetadata())
-        self._put(self._tail_digest(digests[full], raw[full * size * 8 :]), whole)
+        self._put(self._end_digest(digests[full], raw[full * size * 8 :]), whole)
         # Deepest first: a beginning is evicted after everything that stands on it.
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], _Entry(pages[number]))
 
     def digests_of(self, root: RootKeys) -> list[Digest]:
-        """Of every entry that a root, its pages and its beginnings can have here, but for roots of
-        no more rows than are kept and full pages of these. Reads nothing that changes.
+        """Returns the digests of all entries that a root, its pages and its beginnings can have.
+
+        Roots of at most `root.kept` rows and the full pages of these rows are excluded. The method
+        reads no state that changes, so any thread may call it.
         """
         size, raw, kept, n = self._page_size, _raw(root.keys), root.kept, root.keys.shape[0]
         pages = self._page_digests(raw, root.shared)
-        tails = [
-            self._tail_digest(pages[start // size], raw[start * 8 : end * 8])
+        of_ends = [
+            self._end_digest(pages[start // size], raw[start * 8 : end * 8])
             for start in range(kept - kept % size, n + 1, size)
             for end in range(start, min(start + size, n + 1))
             if end > kept or not kept
         ]
-        return [*tails, *pages[1 + kept // size :]]
+        return [*of_ends, *pages[1 + kept // size :]]
 
     def drop(self, digests: Iterable[Digest]) -> None:
-        """Forget these entries, those that are here, and their pages, also where others share
-        them.
+        """Removes the entries that exist, and their references to pages, even if other roots
+        share them.
         """
         for digest in digests:
             entry = self._entries.pop(digest, None)
@@ -165,21 +200,29 @@ class PrefixCache:
                 self._allocator.release([entry.page])
 
     def discard(self, root: RootKeys, pages: list[int], pool: KVPool) -> None:
-        """Forget a root whose states are not finite, and clear those of its pages that nobody else
-        holds. The caller still holds the pages.
+        """Removes a root whose states are not finite, and zeroes the pages that only the caller
+        holds.
+
+        Args:
+            root: The root.
+            pages: Pages of the root, to which the caller still holds references.
+            pool: The pool that holds the pages.
         """
         self.drop(self.digests_of(root))
         own = [page for page in pages if self._allocator.references(page) == 1]
         pool.clear_slots(slots_of_pages(own, self._page_size, pool.keys.device))
 
     def clear(self) -> None:
-        """Drop everything; pages that running requests hold stay theirs."""
+        """Removes all entries. Running requests keep their references to pages."""
         held = [entry.page for entry in self._entries.values() if entry.page is not None]
         self._entries.clear()
         self._allocator.release(held)
 
     def evict(self, count: int) -> None:
-        """Drop the least recently used until `count` pages are free; nothing if that cannot be."""
+        """Removes least recently used entries until `count` pages are free.
+
+        If that many pages cannot become free, it removes nothing.
+        """
         if self._allocator.num_free >= count:
             return
         # A page may stand under several entries: as a full page and as the end of a shorter root.
@@ -204,7 +247,7 @@ class PrefixCache:
         self._entries.move_to_end(digest)
 
     def _page_digests(self, raw: bytes, shared: int) -> list[Digest]:
-        """Chain of hashes: before the first page, then after each full page."""
+        """Returns a chain of hashes: one before the first page, then one after each full page."""
         size = self._page_size
         digest = blake2b(raw[: shared * 8] + shared.to_bytes(8, "little"), digest_size=16).digest()
         digests = [digest]
@@ -214,10 +257,10 @@ class PrefixCache:
         return digests
 
     @staticmethod
-    def _tail_digest(before: Digest, raw: bytes) -> Digest:
+    def _end_digest(before: Digest, raw: bytes) -> Digest:
         return blake2b(before + raw, digest_size=16, person=b"tail").digest()
 
 
 def _raw(keys: np.ndarray) -> bytes:
-    """Keys as they are hashed, 8 bytes each."""
+    """Returns the keys as the bytes to hash, 8 for each key."""
     return np.ascontiguousarray(keys, dtype=np.int64).tobytes()

@@ -1,4 +1,4 @@
-"""Requests that wait for admission, and their cancellation."""
+"""The queue of requests that wait for admission, and their cancellation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class QueuedRequest(Generic[RequestT, ResultT, MethodT]):
         return self.scheduler.admit(self.request, self.future, self.submitted_s, self.method)
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with an error."""
+        """Sets the request's future to an error."""
         fail(self.future, error)
 
 
@@ -88,8 +88,8 @@ class RequestQueue:
     def admit(self, max_running: int) -> None:
         """Moves requests to their schedulers, by priority and then by age.
 
-        A request that finds no capacity blocks the later ones of the same scheduler, so that small
-        requests cannot starve a large one.
+        A request that finds no capacity blocks the later requests of the same scheduler. Small
+        requests therefore cannot starve a large one.
 
         Args:
             max_running: Most requests that a scheduler runs at once.
@@ -118,13 +118,13 @@ class RequestQueue:
 
 
 class Cancellations:
-    """Tells whether any future was cancelled, without a look at every future at every step."""
+    """Reports whether any future was cancelled, so that a step need not check every future."""
 
     def __init__(self) -> None:
         self._pending = False
 
     def watch(self, future: Future[ResultT]) -> Future[ResultT]:
-        """Returns the same future; its cancellation is noted."""
+        """Records the future's cancellation when it happens. Returns the same future."""
         future.add_done_callback(self._note)
         return future
 

@@ -1,4 +1,4 @@
-"""One forward of one model over packed trees."""
+"""The runner: one forward pass of one model over packed trees."""
 
 from __future__ import annotations
 
@@ -11,33 +11,85 @@ from torch import Tensor
 
 from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool, TreeBatch
-from recserve.kernels.reference import Activation
+from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
+from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import TokenTree, merge
 from recserve.models.attention import Attend, PagedAttention
 from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
+from recserve.models.ranker import Ranker
+from recserve.models.recommender import Recommender
 
 
 class Trunk(Protocol):
-    """What the runner needs of a network; engine/runtime/networks.py adapts the models to it."""
+    """What the runner needs of a network.
+
+    Attributes:
+        activation: Activation of the attention scores.
+    """
 
     activation: Activation
 
     def hidden(
         self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Packed rows to final hidden states [Tq, E], or [R, E] of the given rows [R]."""
+        """Returns final hidden states [Tq, E] of packed rows, or [R, E] of the given rows [R]."""
         ...
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Trees of some sequences, placed: what goes into a forward beside other pieces.
+class DecoderTrunk:
+    """A decoder over tokens: a history's items or codes, or a text."""
 
-    slots [T]: pool slot of each node. root_slots: for each tree the slots of the root it stands on.
-    num_states: only the states of so many computed nodes, the last ones, are read, and the others
-    leave keys and values; None: all. counts [B]: computed nodes of each tree, None: the host does
-    not know.
+    activation = SOFTMAX
+
+    def __init__(self, model: Recommender | LanguageModel) -> None:
+        self.model = model
+        decoder = model.config.decoder
+        self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
+        self.dtype: torch.dtype = model.tokens.weight.dtype
+        self.device: torch.device = model.tokens.weight.device
+
+    def hidden(
+        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        """Returns [Tq, E], or [R, E] of the given rows."""
+        return self.model(inputs.tokens, positions, attend, rows)  # type: ignore[no-any-return]
+
+
+class RankerTrunk:
+    """HSTU-style layers over profile, history and candidate rows. The rows carry their
+    positions.
+    """
+
+    def __init__(self, model: Ranker) -> None:
+        self.model = model
+        config = model.config
+        self.activation = Activation(config.normalizer)
+        self.kv_shape = KVShape(config.num_layers, config.num_heads, config.head_dim)
+        self.dtype: torch.dtype = model.vector_projection.weight.dtype
+        self.device: torch.device = model.vector_projection.weight.device
+
+    def hidden(
+        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        """Returns [Tq, E], or [R, E] of the given rows."""
+        assert inputs.groups is not None
+        return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class ForwardPiece:
+    """Trees of some sequences with their slots, as one part of a forward pass.
+
+    Attributes:
+        tree: All nodes, those computed now and those computed earlier.
+        inputs: Input rows of the nodes computed now.
+        queries: [Tq] nodes computed now, ascending. None computes all nodes.
+        slots: [T] pool slot of each node.
+        root_slots: For each tree the slots of the root that it hangs under.
+        num_states: Number of computed nodes, from the end, whose hidden states are read. The others
+            only write keys and values. None reads all.
+        counts: [B] computed nodes of each tree. None if the host does not know them.
     """
 
     tree: TokenTree
@@ -50,7 +102,13 @@ class Piece:
 
 
 class Runner:
-    """A network and its pool. attention: how the nodes of a batch attend."""
+    """A network and its key-value pool.
+
+    Attributes:
+        trunk: The network.
+        pool: The key-value pool.
+        attention: Computes the attention of a batch.
+    """
 
     def __init__(
         self,
@@ -62,8 +120,8 @@ class Runner:
         self.pool = pool
         self.attention = attention
 
-    def forward(self, pieces: Seq[Piece]) -> list[Tensor]:
-        """Hidden states of each piece, [Tq, E] or [num_states, E]."""
+    def forward(self, pieces: Seq[ForwardPiece]) -> list[Tensor]:
+        """Returns the hidden states of each piece, [Tq, E] or [num_states, E]."""
         inputs = NodeInputs.cat([piece.inputs for piece in pieces])
         hidden = self.hidden(pack(pieces), inputs, _read(pieces, self.pool.keys.device))
         if len(pieces) == 1:
@@ -71,17 +129,17 @@ class Runner:
         return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
 
     def hidden(self, batch: TreeBatch, inputs: NodeInputs, rows: Tensor | None = None) -> Tensor:
-        """Hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
+        """Returns the hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
         attend = PagedAttention(batch, self.pool, self.trunk.activation, self.attention)
         return self.trunk.hidden(inputs, batch.positions(), attend, rows)
 
 
-def _num_states(piece: Piece) -> int:
+def _num_states(piece: ForwardPiece) -> int:
     return len(piece.inputs) if piece.num_states is None else piece.num_states
 
 
-def _read(pieces: Seq[Piece], device: torch.device) -> Tensor | None:
-    """Rows whose hidden states are read; None: all."""
+def _read(pieces: Seq[ForwardPiece], device: torch.device) -> Tensor | None:
+    """Returns the rows whose hidden states are read. None reads all."""
     if all(piece.num_states is None for piece in pieces):
         return None
     rows: list[int] = []
@@ -92,11 +150,17 @@ def _read(pieces: Seq[Piece], device: torch.device) -> Tensor | None:
     return on_device(rows, device)
 
 
-def pack(pieces: Seq[Piece]) -> TreeBatch:
-    """All pieces as one batch."""
+def pack(pieces: Seq[ForwardPiece]) -> TreeBatch:
+    """Returns all pieces as one batch."""
     if len(pieces) == 1:
         only = pieces[0]
-        return TreeBatch(only.tree, only.queries, only.slots, only.root_slots, only.counts)
+        return TreeBatch(
+            tree=only.tree,
+            queries=only.queries,
+            slots=only.slots,
+            root_slots=only.root_slots,
+            counts=only.counts,
+        )
     queries = []
     start = 0
     for piece in pieces:
@@ -114,7 +178,7 @@ def pack(pieces: Seq[Piece]) -> TreeBatch:
     )
 
 
-def _counts(pieces: Seq[Piece]) -> list[int] | None:
+def _counts(pieces: Seq[ForwardPiece]) -> list[int] | None:
     counts: list[int] = []
     for piece in pieces:
         if piece.counts is None:

@@ -1,4 +1,4 @@
-"""What the engine runs: one scheduler per kind of request, and the delivery of results."""
+"""The base class of schedulers, the lock of a step, and the delivery of results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class HasDeadline(Protocol):
     """A request that may have a deadline.
 
     Attributes:
-        deadline_s: time.monotonic() value after which the result is useless; None: never.
+        deadline_s: Value of time.monotonic() after which the result is useless. None means never.
     """
 
     @property
     def deadline_s(self) -> float | None:
-        """When the result becomes useless."""
+        """Value of time.monotonic() after which the result is useless."""
         ...
 
 
@@ -36,7 +36,7 @@ MethodT = TypeVar("MethodT")
 
 
 class RequestTooLarge(ValueError):
-    """A request needs more pages than the pool has, whatever else is running."""
+    """A request needs more pages than the pool has, even when nothing else runs."""
 
 
 class RunningRequest(Protocol[ResultT]):
@@ -69,10 +69,10 @@ class PageOwner(Protocol):
 
 
 class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
-    """Admits the requests of one model, steps them, and releases them.
+    """Admits the requests of one model, steps them, and releases them. A scheduler is a
+    PageOwner.
 
-    MethodT is how a request is computed: a Strategy for items, a Drafter for text. A scheduler is
-    a PageOwner.
+    MethodT computes a request: it is a Strategy for items and a Drafter for text.
     """
 
     allocator: PageAllocator
@@ -85,13 +85,13 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
 
     @abstractmethod
     def check(self, request: RequestT, method: MethodT, /) -> None:
-        """Raises ValueError if the request cannot run even alone."""
+        """Raises ValueError if the request cannot run, even alone."""
 
     @abstractmethod
     def admit(
         self, request: RequestT, future: Future[ResultT], submitted_s: float, method: MethodT, /
     ) -> bool:
-        """Takes a request in. Returns False while its pages are in use by others."""
+        """Takes a request in. Returns False if other requests hold the pages that it needs."""
 
     @abstractmethod
     def begin(self) -> Seq[tuple[RunningRequest[ResultT], ResultT | Exception]]:
@@ -99,7 +99,9 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
 
     @abstractmethod
     def step(self) -> Seq[tuple[RunningRequest[ResultT], ResultT | Exception]]:
-        """Runs one forward pass over all running requests. Returns the results it completes."""
+        """Runs one forward pass over all running requests. Returns the results that it
+        completes.
+        """
 
     @abstractmethod
     def drop_all(self) -> Seq[RunningRequest[ResultT]]:
@@ -110,7 +112,7 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
         """Removes cancelled requests."""
 
     def run_step(self) -> int:
-        """Runs one step and delivers its results. Returns how many there are.
+        """Runs one step and delivers its results. Returns the number of results.
 
         An exception in the forward pass becomes the result of every running request.
         """
@@ -130,10 +132,11 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
 
 
 class StepLock:
-    """A fair lock with room for one waiter. A step holds it; so does a change between two steps.
+    """A fair lock with room for one waiter. The engine holds it during a step.
 
-    A plain lock is often taken again by the thread that releases it before the waiting thread
-    wakes. A busy engine could then run twenty steps before a root is dropped.
+    Changes between two steps take it too. With a plain lock, the releasing thread often takes the
+    lock again before the waiting thread wakes. A busy engine could then run twenty steps before a
+    root is dropped.
     """
 
     def __init__(self) -> None:
@@ -153,7 +156,7 @@ def expired(request: HasDeadline) -> bool:
 
 
 def deliver(running: RunningRequest[ResultT], result: ResultT | Exception) -> None:
-    """Sets the request's future to its result, or to the exception in its place."""
+    """Sets the request's future to its result, or to an exception."""
     if isinstance(result, Exception):
         fail(running.future, result)
         return

@@ -1,1 +1,1 @@
-"""The scheduler of text requests."""
+"""The scheduler of text requests, draft proposal, and text steps as CUDA graphs."""

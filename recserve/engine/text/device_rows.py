@@ -1,4 +1,4 @@
-"""A row on the device for every text that steps in fixed shapes: its slots, token counts, state."""
+"""Fixed rows on the device for the texts of captured steps: slots, token counts, last state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ PAD_ROW = 0
 
 @dataclass
 class TextRow:
-    """Of one text. last_hidden [E]: its row of TextRows.last_hidden. slots: those copied last."""
+    """The row of one text.
+
+    Attributes:
+        number: Index of the row.
+        last_hidden: [E] view of the text's row in TextRows.last_hidden.
+        slots: The slots that were copied last.
+    """
 
     number: int
     last_hidden: Tensor
@@ -24,17 +30,30 @@ class TextRow:
 
 
 class TextRows:
-    """slots [R, W] int64: pool slots of the tokens of a text, in order. seen, written [R, V] int32:
-    as TokenCounts, of the texts that count. last_hidden [R, E]: the final hidden state that the
-    last replay found at the last accepted token. Row PAD_ROW belongs to no text: all of its slots
-    are the pool's spare one, and it counts nothing. Addresses never change, so that a
-    recorded step finds them again.
+    """Device rows of all texts, at addresses that never change, so that a captured step finds
+    them.
+
+    Row PAD_ROW belongs to no text. All of its slots are the pool's spare slot, and its counts stay
+    0.
+
+    Attributes:
+        slots: [R, W] int64 pool slots of the tokens of a text, in order.
+        seen, written: [R, V] int32 counts as in TokenCounts, of texts with penalties.
+        last_hidden: [R, E] final hidden state at the last accepted token of the latest replay.
     """
 
     def __init__(
         self, pool: KVPool, rows: int, width: int, vocab_size: int, states: Tensor
     ) -> None:
-        """states [*, E]: of the type and size of hidden states, on the device."""
+        """Allocates the rows.
+
+        Args:
+            pool: The key-value pool.
+            rows: R, number of rows.
+            width: W, most slots of a text.
+            vocab_size: V.
+            states: [*, E] tensor with the type, size and device of hidden states.
+        """
         device = states.device
         self.slots = torch.full((rows, width), pool.spare_slot, device=device)
         self.seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
@@ -44,7 +63,7 @@ class TextRows:
         self._rows: dict[TextSequence, TextRow] = {}
 
     def of(self, texts: Seq[TextSequence]) -> list[TextRow] | None:
-        """The rows of some texts, up to date; None if all are taken."""
+        """Returns the up-to-date rows of some texts, or None if a text finds no free row."""
         found = []
         for text in texts:
             row = self._rows.get(text)
@@ -69,8 +88,12 @@ class TextRows:
         return row
 
     def count(self, rows: Tensor, tokens: Tensor, which: Tensor) -> None:
-        """Add written tokens. rows [n] of the tokens [n, m]; those of `which` [n, m] count, of row
-        PAD_ROW none do. Launches only.
+        """Adds written tokens to the counts. It only launches kernels.
+
+        Args:
+            rows: [n] rows of the tokens. PAD_ROW counts nothing.
+            tokens: [n, m] token ids.
+            which: [n, m] bool, the tokens to count.
         """
         place = rows[:, None] * self.seen.shape[1] + tokens
         ones = (which & (rows[:, None] != PAD_ROW)).to(torch.int32)
@@ -78,7 +101,7 @@ class TextRows:
             counts.view(-1).index_add_(0, place.flatten(), ones.flatten())
 
     def forget(self, text: TextSequence) -> None:
-        """Its row is another's from now on."""
+        """Frees the row of a text and gives the text its counts back."""
         row = self._rows.pop(text, None)
         if row is None:
             return

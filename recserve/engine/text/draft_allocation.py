@@ -1,12 +1,12 @@
-"""The load-aware depth of drafts: as deep as the expected tokens pay for their time, or none.
+"""Load-aware draft depth: as deep as the expected tokens justify the time, or no draft at all.
 
-While a forward is bound by reading the weights, draft nodes are nearly free. With many texts each
-node costs its arithmetic. Before a step, every drafter gets the depth that maximises
+While a forward pass is bound by reading the weights, draft nodes are nearly free. With many texts
+each node costs its arithmetic. Before a step, every drafter gets the depth that maximises
 
     expected tokens of the step / expected milliseconds of the step
 
-The milliseconds come from a measured cost per number of nodes, which completed steps correct. The
-tokens come from the acceptance of earlier drafts. A hundredth of the time pays for deeper trials,
+The milliseconds come from a measured cost per number of nodes, corrected by completed steps. The
+tokens come from the acceptance of earlier drafts. One percent of the time pays for deeper trials,
 so that the statistics of a drafter that does not draft stay up to date.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recserve.engine.runtime.costs import Cost
+from recserve.engine.text.step_cost import Cost
 from recserve.speculation.draft import Budget, TextDraft
 
 MAX_DEPTH = 16  # at this depth a draft gets its whole budget
@@ -35,14 +35,20 @@ PLAIN_EVERY = 128  # steps after which one step without drafts is measured
 
 @dataclass
 class Average:
-    """A running average. weight: values seen so far, at most `memory`."""
+    """A running average.
+
+    Attributes:
+        value: The average.
+        weight: Number of values so far, at most `memory`.
+        memory: Number of values that the average remembers.
+    """
 
     value: float = 0.0
     weight: int = 0
     memory: int = MEMORY
 
     def add(self, value: float) -> None:
-        """Older values count less once the memory is full."""
+        """Adds a value. Older values lose weight once the memory is full."""
         self.weight = min(self.weight + 1, self.memory)
         self.value += (value - self.value) / self.weight
 
@@ -56,11 +62,11 @@ class AcceptanceStats:
     """Statistics of the drafts of one drafter, over all texts.
 
     Attributes:
-        reached: By level, the share of drafts that have it, where their budget allows it.
-        accepted: By level, the share that is accepted, where the level above is.
+        reached: By level, the share of drafts that reach it, where their budget allows it.
+        accepted: By level, the share that is accepted, given that the level above is accepted.
         width: Nodes per level.
-        call_ms: Milliseconds of one call by the bit length of its number of texts, then by depth.
-        spare_ms: Time that the next trial may cost.
+        call_ms: Milliseconds of one call, by the bit length of its number of texts, then by depth.
+        spare_ms: Milliseconds that the next trial may cost.
     """
 
     reached: list[Average] = field(default_factory=lambda: _levels(1.0, PRIOR_WEIGHT))
@@ -70,7 +76,7 @@ class AcceptanceStats:
     spare_ms: float = 0.0
 
     def gains(self) -> list[float]:
-        """Expected accepted tokens of a draft of 0 .. MAX_DEPTH levels."""
+        """Returns the expected accepted tokens of drafts with 0 to MAX_DEPTH levels."""
         gains, path, chance = [0.0], 1.0, PRIOR_CHANCE
         for reached, accepted in zip(self.reached, self.accepted, strict=True):
             known = accepted.value * accepted.weight + chance * PRIOR_WEIGHT
@@ -80,13 +86,15 @@ class AcceptanceStats:
         return gains
 
     def nodes(self) -> list[float]:
-        """Expected nodes of a draft of 0 .. MAX_DEPTH levels."""
+        """Returns the expected nodes of drafts with 0 to MAX_DEPTH levels."""
         reached = np.array([level.value for level in self.reached])
         return [0.0, *(self.width.value * reached.cumsum()).tolist()]
 
     def drafting_ms(self, num_texts: int) -> list[float]:
-        """Milliseconds of one call for a draft of 0 .. MAX_DEPTH levels, linear between depths that
-        were measured. The measured number of texts that is nearest counts.
+        """Returns the milliseconds of one call for drafts with 0 to MAX_DEPTH levels.
+
+        Times are linear between measured depths. They come from the nearest measured number of
+        texts.
         """
         if not self.call_ms:
             return [0.0] * (MAX_DEPTH + 1)
@@ -102,7 +110,13 @@ class AcceptanceStats:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Of one drafter: the depth that pays best, the depth of a trial, and what a trial loses."""
+    """The plan for one drafter.
+
+    Attributes:
+        depth: The depth with the highest rate of tokens.
+        trial_depth: The depth of a trial.
+        trial_ms: Milliseconds that a trial loses.
+    """
 
     depth: int
     trial_depth: int
@@ -111,14 +125,21 @@ class _Plan:
 
 @dataclass
 class _StepTime:
-    """Of steps at one load: measured milliseconds, and the stated cost of their nodes."""
+    """Times of steps at one load.
+
+    Attributes:
+        measured: Measured milliseconds.
+        stated: Milliseconds by the measured cost of their nodes.
+    """
 
     measured: Average = field(default_factory=lambda: Average(memory=STEP_MEMORY))
     stated: Average = field(default_factory=lambda: Average(memory=STEP_MEMORY))
 
 
 class DraftAllocation:
-    """Chooses the depth of all drafts of one model. cost: of a step by its number of nodes."""
+    """Chooses the depth of all drafts of one model, given the cost of a step by its number of
+    nodes.
+    """
 
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
@@ -129,12 +150,12 @@ class DraftAllocation:
         self._hold = self._since_plain = 0
 
     def depths(self, counts: Mapping[str, int], num_texts: int, prefill: int) -> dict[str, int]:
-        """The depth of the next drafts by drafter, 0: none.
+        """Returns the depth of the next drafts by drafter. Depth 0 means no draft.
 
         Args:
-            counts: Texts that may draft, by drafter.
-            num_texts: Texts that step, with or without a draft.
-            prefill: Prompt tokens in the same forward.
+            counts: Number of texts that may draft, by drafter.
+            num_texts: Number of texts that step, with or without a draft.
+            prefill: Number of prompt tokens in the same forward pass.
         """
         load = (counts, num_texts, prefill)
         if load != self._load or not self._hold:
@@ -157,7 +178,7 @@ class DraftAllocation:
         return depths
 
     def budget(self, drafter: str, depth: int, most: Budget) -> Budget:
-        """What a draft of this depth may cost, within what the text allows."""
+        """Returns the budget of a draft of this depth, within the text's budget `most`."""
         if depth >= MAX_DEPTH:
             return most
         nodes = math.ceil(self._stats[drafter].width.value * depth)
@@ -166,7 +187,14 @@ class DraftAllocation:
     def drafted(
         self, drafter: str, budgets: Seq[Budget], drafts: Seq[TextDraft], milliseconds: float
     ) -> None:
-        """Record one call of a drafter. budgets, drafts: of the texts that could draft."""
+        """Records one call of a drafter.
+
+        Args:
+            drafter: Name of the drafter.
+            budgets: Budgets of the texts that could draft.
+            drafts: Drafts of the same texts.
+            milliseconds: Time of the call.
+        """
         stats = self._stats[drafter]
         depth = max(draft.depth for draft in drafts)
         bucket = stats.call_ms.setdefault(len(drafts).bit_length(), {})
@@ -180,12 +208,12 @@ class DraftAllocation:
                 stats.width.add(draft.num_nodes / draft.depth)
 
     def verified(self, drafter: str, depth: int, accepted: int) -> None:
-        """Record how many levels of a draft of this depth were accepted."""
+        """Records how many levels of a draft of this depth were accepted."""
         for level, average in enumerate(self._stats[drafter].accepted[: min(accepted + 1, depth)]):
             average.add(level < accepted)
 
     def stepped(self, num_texts: int, nodes: int, milliseconds: float) -> None:
-        """Record what a step without prefill took, its drafting excluded."""
+        """Records the time of a step without prefill, without its drafting."""
         key = num_texts.bit_length(), nodes > num_texts
         known = self._times.setdefault(key, _StepTime())
         # A step that took far longer was interrupted by something else.
@@ -195,9 +223,10 @@ class DraftAllocation:
             self._stats[drafter].spare_ms += TRIAL_SHARE * milliseconds / len(self._plans)
 
     def _step_ms(self, num_texts: int, stated_ms: float, drafted: bool) -> float:
-        """Expected milliseconds of a step whose nodes cost `stated_ms` by the measured cost.
+        """Returns the expected milliseconds of a step whose nodes cost `stated_ms`.
 
-        Steps that are faster than stated make all nodes cheaper. What they take longer is overhead.
+        A step faster than stated lowers the cost of every node. A slower step raises the fixed
+        cost.
         """
         bits = num_texts.bit_length()
         plain = self._times.get((bits, False))
@@ -208,7 +237,7 @@ class DraftAllocation:
         return known.measured.value + scale * (stated_ms - known.stated.value)
 
     def _plan(self, counts: Mapping[str, int], num_texts: int, prefill: int) -> None:
-        """Choose a depth for one drafter after the other, and keep the choices of those before."""
+        """Chooses a depth for each drafter in turn, given the choices before it."""
         self._plans = {}
         tokens, nodes, drafting_ms = float(num_texts), float(num_texts + prefill), 0.0
         # The prompt tokens are computed anyway and lead to tokens of other steps.

@@ -1,13 +1,13 @@
-"""Drafts for the texts that step: calls the drafters, as deep as the load allows."""
+"""Proposes drafts for the texts that step: calls the drafters, as deep as the load allows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from recserve.engine.runtime.costs import step_clock, text_step_cost
 from recserve.engine.text.draft_allocation import DraftAllocation
 from recserve.engine.text.sequence import NO_BUDGET, TextSequence
+from recserve.engine.text.step_cost import step_clock, text_step_cost
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter
@@ -20,8 +20,13 @@ Refused = tuple[TextSequence, Exception]
 class DraftProposer:
     """Calls every drafter once per step, for all of its texts.
 
-    draft_nodes: most nodes of a draft. load_aware: the depth of drafts follows the load. What a
-    step costs is then measured before the first draft.
+    With `load_aware`, the depth of drafts follows the load. The cost of a step is then measured
+    before the first draft.
+
+    Attributes:
+        draft_nodes: Most nodes of a draft.
+        load_aware: Whether the depth of drafts follows the load.
+        called: Texts whose drafter was called for this step.
     """
 
     def __init__(self, model: LanguageModel, draft_nodes: int, load_aware: bool) -> None:
@@ -37,15 +42,15 @@ class DraftProposer:
     def propose(
         self, texts: Seq[TextSequence], prefill: int
     ) -> tuple[dict[TextSequence, TextDraft], list[Refused]]:
-        """Drafts for the texts, and the texts whose drafter or draft failed.
+        """Returns drafts for the texts, and the texts whose drafter or draft failed.
 
         Args:
             texts: All texts that step.
-            prefill: Prompt tokens in the same forward.
+            prefill: Number of prompt tokens in the same forward pass.
 
         Returns:
-            A draft for each text, empty where there is none. Then each text whose drafter raised
-            an error or whose draft its acceptance rule refuses, with the error.
+            A draft for each text, empty if it has none. Then each text whose drafter raised an
+            error or whose acceptance rule refuses the draft, with the error.
         """
         drafts = dict.fromkeys(texts, self._nothing)
         drafting = [s for s in texts if not isinstance(s.drafter, NoDrafter)]
@@ -63,28 +68,29 @@ class DraftProposer:
         return drafts, refused
 
     def stepped(self) -> None:
-        """Record the time of the step that verified the last drafts."""
+        """Records the time of the step that verified the last drafts."""
         if self._allocation is not None and self._num_nodes:
             taken_ms = (self._now() - self._began_s - self._drafting_s) * 1e3
             self._allocation.stepped(self._num_texts, self._num_nodes, taken_ms)
 
     def verified(self, sequence: TextSequence, draft: TextDraft, accepted: int) -> None:
-        """Record how many levels of a draft were accepted."""
+        """Records how many levels of a draft were accepted."""
         if self._allocation is not None:
             name = sequence.request.speculation.drafter
             self._allocation.verified(name, draft.depth, accepted)
 
     def forget(self, sequence: TextSequence) -> None:
-        """The text ended or is preempted."""
+        """Tells the drafter that the text has ended or was preempted."""
         sequence.drafter.forget(sequence.context.id)
         self._started.discard(sequence.context.id)
 
     def _calls(
         self, texts: Seq[TextSequence], num_texts: int, prefill: int
     ) -> list[tuple[list[TextSequence], list[Budget]]]:
-        """The texts of each drafter to call, with their budgets.
+        """Returns the texts to draft for by drafter, with their budgets.
 
-        A text without a budget is passed to its drafter once, since some drafters learn from all.
+        A text without a budget is passed to its drafter once, because some drafters learn from all
+        texts.
         """
         depths = self._depths(texts, num_texts, prefill)
         calls: dict[int, tuple[list[TextSequence], list[Budget]]] = {}
@@ -102,7 +108,7 @@ class DraftProposer:
         return list(calls.values())
 
     def _depths(self, texts: Seq[TextSequence], num_texts: int, prefill: int) -> dict[str, int]:
-        """By drafter, where the load counts."""
+        """Returns the depth of drafts by drafter, or nothing if the load does not matter."""
         if not self.load_aware or not texts:
             return {}
         if self._allocation is None:
@@ -117,7 +123,7 @@ class DraftProposer:
         budgets: Seq[Budget],
         drafts: dict[TextSequence, TextDraft],
     ) -> list[Refused]:
-        """Call one drafter and enter its drafts into `drafts`."""
+        """Calls one drafter and enters its drafts into `drafts`."""
         began = self._now()
         try:
             proposed = drafter.propose([s.context for s in texts], budgets)

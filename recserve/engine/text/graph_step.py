@@ -1,12 +1,17 @@
-"""A text step as one function of fixed shapes: forward, logits, parameters, draw, walk, path move,
-and the draft heads that read what it leaves.
+"""A text step as one function of fixed shapes.
 
-Everything it reads lies in buffers whose addresses never change and is there before it begins: one
-upload. What it found is read when it has ended: one download. In between nothing is asked of the
-device, and no shape depends on drafts, acceptance or lengths, so that it can be recorded once and
-replayed: a CUDA graph. A batch is filled up with texts of one node and a last one, a chain of what
-is left, which stand on nothing and write to the pool's spare slot. What drafts were drawn from lies
-on the device already: one launch copies it side by side, and the upload says whose each row is.
+The step runs the forward pass, logits, sampling parameters, random draws, tree walk, moves of
+accepted paths, and the draft heads that read its last states.
+
+All inputs lie in buffers at fixed addresses, written by one upload before the step. The results are
+read by one download after it. Between the two, the host reads nothing from the device, and no shape
+depends on drafts, acceptance or lengths. The step can therefore be captured as a CUDA graph and
+replayed.
+
+A batch is padded with texts of one node, and with a last text that is a chain of the remaining
+nodes. These have no root and write to the pool's spare slot. The probabilities that drafts were
+drawn from are on the device already. One launch packs them, and the upload says which node each row
+belongs to.
 """
 
 from __future__ import annotations
@@ -23,14 +28,9 @@ from torch import Tensor
 
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.text.device_rows import PAD_ROW, TextRow, TextRows
+from recserve.engine.text.groups import TextGroup
 from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import (
-    StepOutputs,
-    TextGroup,
-    move_accepted,
-    outputs_of,
-    put_probs,
-)
+from recserve.engine.text.step import StepOutputs, move_accepted, outputs_of, put_probs
 from recserve.engine.text.trees import (
     DEPTHS,
     ENDS,
@@ -59,8 +59,12 @@ FILLER = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True)
 class StepShape:
-    """A bucket. nodes T: of all trees and of what fills up. sequences: texts at most. depth: most
-    levels below a node 0.
+    """A bucket: the largest step that one graph holds.
+
+    Attributes:
+        nodes: T, nodes of all trees and of the padding.
+        sequences: Most texts.
+        depth: Most levels below a node 0.
     """
 
     nodes: int
@@ -74,12 +78,16 @@ class StepShape:
 
     @property
     def for_chains(self) -> bool:
-        """Whether chains can fill the place for drafted nodes."""
+        """Whether chains can use all of the drafted nodes."""
         return 0 < self.drafted <= self.sequences * self.depth
 
     def holds(self, texts: int, nodes: int, depth: int) -> bool:
-        """Whether trees of so many texts fit, of so many nodes in all and so many levels at most,
-        with one node for each text that is missing and one more.
+        """Returns whether trees fit, with one node for each missing text and one more.
+
+        Args:
+            texts: Number of trees.
+            nodes: Nodes of all trees.
+            depth: Most levels of a tree.
         """
         missing = self.sequences - texts
         return missing >= 0 and nodes + missing < self.nodes and depth <= self.depth
@@ -90,10 +98,15 @@ Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 @dataclass(frozen=True)
 class _StepColumns(Generic[Array]):
-    """Views of one int64 buffer. B counts the text that fills the buffer up.
+    """Views of one int64 buffer. B counts the text that pads the buffer.
 
-    trees [5, T], offsets [B + 1]; rows, lengths, numbers, rules [B]. drawn [T], or [0] if no draft
-    is drawn. last_tokens [B, W].
+    Attributes:
+        trees: [5, T] columns of the packed trees (trees.py).
+        offsets: [B + 1] first node of each tree.
+        rows, lengths, numbers, rules: [B] device row, committed tokens, output tokens and
+            acceptance rule of each text.
+        drawn: [T] row of each node's draft probabilities. [0] if no draft is drawn.
+        last_tokens: [B, W] last committed tokens.
     """
 
     trees: Array
@@ -112,12 +125,12 @@ class StepConfig:
 
     Attributes:
         shape: Most nodes, texts and levels.
-        capacity: Most sampling parameters beside the temperature. None for texts whose only
-            parameter is the temperature, which the fused kernel draws.
-        heads: Rank tokens for the next drafts. None: nothing does.
-        rule: Acceptance rule of all texts; MIXED if each has its own.
-        draft_values: [R, V] float32, R >= `shape.drafted`, which receives the distributions that
-            drafts were drawn from. None: no draft is drawn.
+        capacity: Capacity for sampling parameters besides the temperature. None for texts whose
+            only parameter is the temperature, which the fused kernel draws.
+        heads: Heads that rank tokens for the next drafts. None if there are no heads.
+        rule: Acceptance rule of all texts, or MIXED if each text has its own.
+        draft_values: [R, V] float32, R >= `shape.drafted`, the buffer for the distributions that
+            drafts were drawn from. None if no draft is drawn.
     """
 
     shape: StepShape
@@ -150,7 +163,9 @@ class GraphStep:
         self._fill(pack_trees([], [], (), self.shape.nodes, texts), [])
 
     def load(self, group: TextGroup) -> list[TextRow] | None:
-        """Put a group that fits where the step reads it; None if there is no row for a text."""
+        """Writes a group that fits to the step's buffers. Returns None if a text finds no free
+        row.
+        """
         rows = self.rows.of(group.sequences)
         if rows is None:
             return None
@@ -176,11 +191,16 @@ class GraphStep:
         return rows
 
     def __call__(self) -> StepOutputs:
-        """The step on what is loaded."""
+        """Runs the step on the loaded group."""
         columns, table = self._columns, self._table
         trees = columns.trees
         tree = TokenTree(
-            trees[TOKENS], trees[PARENTS], trees[DEPTHS], trees[ENDS], columns.offsets, trees[KINDS]
+            tokens=trees[TOKENS],
+            parents=trees[PARENTS],
+            depths=trees[DEPTHS],
+            ends=trees[ENDS],
+            offsets=columns.offsets,
+            kinds=trees[KINDS],
         )
         roots = RootTable(self.rows.slots, columns.rows, columns.lengths - 1)
         owners = tree.tree_ids()
@@ -235,7 +255,7 @@ class GraphStep:
         return replace(outputs, found=found, num_heads=self.heads.num_heads)
 
     def _fill(self, packed: PackedTrees, drafts: Seq[TextDraft]) -> None:
-        """The one upload, and what drafts made on the device add to it."""
+        """Uploads all columns in one copy, and adds the parts of drafts that are on the device."""
         self._host_columns.trees[:] = packed.columns
         self._host_columns.offsets[:] = packed.offsets
         if self.draft_values is not None:
@@ -245,17 +265,25 @@ class GraphStep:
         packed.complete(self._columns.trees)
 
     def _split(self, block: Array) -> _StepColumns[Array]:
+        """Returns the columns as views of a buffer."""
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
         some = 0 if self.draft_values is None else nodes
         sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, some]
         bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
-        trees, last_tokens = parts[0].reshape(5, nodes), parts[7].reshape(texts, -1)
-        offsets, rows, lengths, numbers, rules, drawn = parts[1:7]
-        return _StepColumns(trees, offsets, rows, lengths, numbers, rules, drawn, last_tokens)
+        return _StepColumns(
+            trees=parts[0].reshape(5, nodes),
+            offsets=parts[1],
+            rows=parts[2],
+            lengths=parts[3],
+            numbers=parts[4],
+            rules=parts[5],
+            drawn=parts[6],
+            last_tokens=parts[7].reshape(texts, -1),
+        )
 
     def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
-        """Columns of the same shapes whatever the parameters are."""
+        """Returns a sampling table whose columns have the same shapes for all parameters."""
         missing = self.shape.sequences + 1 - len(params)
         table = sampling_table([*params, *[FILLER] * missing], device, self.capacity)
         return table if self.capacity is not None else replace(table, greedy=False)

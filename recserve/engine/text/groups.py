@@ -1,22 +1,175 @@
-"""Texts that step together, by what judges them."""
+"""Groups of texts that one acceptance rule verifies together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from operator import is_
 
 import torch
+from torch import Tensor
 
+from recserve.engine.runtime.runner import ForwardPiece
 from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import TextGroup
+from recserve.engine.text.step import (
+    VerifiedPaths,
+    draft_probs,
+    flawed_texts,
+    move_accepted,
+    move_paths,
+    outputs_of,
+)
+from recserve.kernels.host import on_device
+from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.tree import TokenTree
+from recserve.models.inputs import NodeInputs
 from recserve.speculation.draft import TextDraft, empty_draft
-from recserve.speculation.sampling_table import sampling_table
-from recserve.speculation.verifiers.registry import GREEDY, GREEDY_COMPATIBLE, MIXED, SAMPLE
+from recserve.speculation.drafter import TextContext
+from recserve.speculation.logits_processor import LogitsProcessor, past_of
+from recserve.speculation.sampling import largest_on_host
+from recserve.speculation.sampling_table import SamplingTable, sampling_table
+from recserve.speculation.verifier import Accepted, ScoredTrees
+from recserve.speculation.verifiers.path import path_of
+from recserve.speculation.verifiers.registry import (
+    GREEDY_COMPATIBLE,
+    GREEDY,
+    MIXED,
+    SAMPLE,
+    numbers_of,
+    verify,
+)
+
+
+@dataclass(frozen=True)
+class TextGroup:
+    """Texts that are verified together, with their drafts. All lists have the same order.
+
+    Attributes:
+        rule: Acceptance rule of all texts, or MIXED.
+        rules: Acceptance rule of each text.
+        sequences: The texts. The list object stays the same while the same texts step.
+        drafts: Draft of each text.
+        table: Sampling parameters.
+        contexts: Context of each text. The list object stays the same while the same texts step.
+        sizes: Nodes of each draft.
+        depth: Most levels below a node 0.
+    """
+
+    rule: str
+    rules: tuple[str, ...]
+    sequences: list[TextSequence]
+    drafts: list[TextDraft]
+    table: SamplingTable
+    contexts: list[TextContext]
+    sizes: tuple[int, ...]
+    depth: int
+
+    def piece(self, tree: TokenTree) -> ForwardPiece:
+        """Returns the packed trees with slots. A path of first children already lies in its
+        final slots.
+        """
+        roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
+        return ForwardPiece(
+            tree=tree,
+            inputs=NodeInputs(tree.tokens),
+            queries=None,
+            slots=self.slots(),
+            root_slots=roots,
+        )
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """[B] token of node 0 of every tree."""
+        return [context.tokens[-1] for context in self.contexts]
+
+    def slots(self) -> Tensor:
+        """Returns [T] pool slot of each node."""
+        slots = [
+            s.slots[s.length - 1 : s.length + len(d)]
+            for s, d in zip(self.sequences, self.drafts, strict=True)
+        ]
+        return slots[0] if len(slots) == 1 else torch.cat(slots)
+
+    @property
+    def chains(self) -> bool:
+        """Whether no draft forks. Every accepted path then lies in its final slots already."""
+        return all(draft.depth == len(draft) for draft in self.drafts)
+
+    def verify(
+        self, pool: KVPool, piece: ForwardPiece, hidden: Tensor, logits: Tensor
+    ) -> VerifiedPaths:
+        """Verifies the trees and moves accepted paths to their final slots.
+
+        Args:
+            pool: The key-value pool.
+            piece: The trees that were computed.
+            hidden: [T, E] final hidden states.
+            logits: [T, V] raw logits.
+        """
+        greedy = self.accept_greedy(logits)
+        if greedy is not None:
+            move_paths(pool, greedy.paths, piece.slots)
+            return greedy
+        accepted = self.accept(piece.tree, logits)
+        if not self.chains:
+            move_accepted(pool, piece.tree, accepted, piece.slots)
+        return outputs_of(piece.tree, accepted, logits, hidden).paths()
+
+    def accept_greedy(self, logits: Tensor) -> VerifiedPaths | None:
+        """Returns the accepted paths of greedy texts, computed on the host.
+
+        After a forward pass on the CPU, a few Python numbers cost less than tensor operators.
+
+        Args:
+            logits: [T, V] raw logits.
+
+        Returns:
+            None if other sampling parameters apply or the logits are on a device.
+        """
+        if logits.is_cuda or not (self.table.greedy and self.table.plain):
+            return None
+        chosen, start = largest_on_host(logits), 0
+        paths, tokens = [], []
+        for draft in self.drafts:
+            path = path_of(chosen, draft, start)
+            paths.append(path)
+            tokens.append([chosen[node] for node in path])
+            start += 1 + len(draft)
+        return VerifiedPaths(paths, tokens, flawed=flawed_texts(logits, chosen, paths))
+
+    def accept(self, tree: TokenTree, logits: Tensor) -> Accepted:
+        """Returns accepted nodes and bonus tokens for raw logits [T, V]."""
+        depth = self.depth
+        table, everywhere = self.table, logits.is_cuda
+        past = past_of(table, self.contexts, [s.token_counts for s in self.sequences])
+        lengths = torch.tensor([s.length for s in self.sequences], device=logits.device)
+        alone = past is None and (table.greedy or not table.truncates)
+        scored = ScoredTrees(
+            tree=tree,
+            depth=depth,
+            target=LogitsProcessor(logits, tree, depth, table, past, everywhere),
+            seeds=table.seeds,
+            lengths=lengths,
+            vocab_size=logits.shape[1],
+            probs=draft_probs(self.drafts, logits.device),
+            greedy=table.greedy,
+            logits=logits if alone else None,
+            temperatures=table.temperature,
+            everywhere=everywhere,
+            rules=on_device(numbers_of(self.rules), logits.device) if self.rule == MIXED else None,
+        )
+        return verify(self.rule, scored)
 
 
 class TextGroups:
-    """together: all texts are one group, each judged by its own rule; greedy ones by that of the
-    others, if those have one for all, which costs them noise and saves a second judgement.
+    """Groups texts by acceptance rule, and reuses the groups while the same texts step.
+
+    With `together`, all texts form one group in which each has its own rule. Greedy texts then use
+    the rule of the others if that rule verifies them too. This costs noise and saves a second verification.
+
+    Attributes:
+        device: Device of the sampling tables.
+        together: Whether all texts form one group.
     """
 
     def __init__(self, device: torch.device, together: bool) -> None:
@@ -28,7 +181,7 @@ class TextGroups:
     def of(
         self, sequences: Seq[TextSequence], drafts: dict[TextSequence, TextDraft]
     ) -> list[TextGroup]:
-        """drafts: of at least these sequences."""
+        """Returns the groups of texts that step. `drafts` has a draft for each of them."""
         if self._stepped != sequences:
             self._bare, self._stepped = self._parted(sequences), list(sequences)
         groups = []
@@ -39,15 +192,12 @@ class TextGroups:
                 continue
             sizes = tuple([draft.num_nodes for draft in own])
             depth = max([draft.depth for draft in own])
-            group = TextGroup(
-                bare.rule, bare.rules, bare.sequences, own, bare.table, bare.contexts, sizes, depth
-            )
-            groups.append(group)
+            groups.append(replace(bare, drafts=own, sizes=sizes, depth=depth))
         return groups
 
     def _parted(self, sequences: Seq[TextSequence]) -> list[TextGroup]:
-        greedy, asked = self._rule_of_greedy(sequences), [s.request for s in sequences]
-        rules = [greedy if r.params.greedy else r.speculation.verifier for r in asked]
+        greedy, requests = self._rule_of_greedy(sequences), [s.request for s in sequences]
+        rules = [greedy if r.params.greedy else r.speculation.verifier for r in requests]
         groups: dict[str, list[TextSequence]] = {}
         if self.together and len(set(rules)) > 1:
             groups[MIXED] = list(sequences)
@@ -62,7 +212,16 @@ class TextGroups:
                 table = sampling_table([s.request.params for s in own], self.device)
                 each = tuple(rules) if rule == MIXED else (rule,) * len(own)
                 contexts, none = [s.context for s in own], [empty_draft()] * len(own)
-                bare = TextGroup(rule, each, own, none, table, contexts, (0,) * len(own), 0)
+                bare = TextGroup(
+                    rule=rule,
+                    rules=each,
+                    sequences=own,
+                    drafts=none,
+                    table=table,
+                    contexts=contexts,
+                    sizes=(0,) * len(own),
+                    depth=0,
+                )
             bares.append(bare)
         return bares
 

@@ -1,4 +1,4 @@
-"""Pages of texts: taken as they grow, found in the prefix cache, and left to it."""
+"""Pages of texts: allocation as texts grow, and use of the prefix cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ log = logging.getLogger(__name__)
 
 
 class TextPages:
-    """The pool of one language model and who holds what of it."""
+    """The pages of one language model's pool, and their assignment to texts.
+
+    Attributes:
+        pool: The key-value pool.
+        size: Tokens per page.
+        allocator: Free pages.
+        cache: The prefix cache.
+        pages_of: Returns the number of pages that hold a number of tokens.
+    """
 
     def __init__(self, pool: KVPool) -> None:
         self.pool, self.size = pool, pool.page_size
@@ -28,7 +36,9 @@ class TextPages:
         self._slots = slots.view(pool.num_pages, pool.page_size)
 
     def place(self, sequence: TextSequence) -> bool:
-        """Pages for all committed tokens, as many as possible from the prefix cache."""
+        """Gives a text pages for all committed tokens, cached ones if possible. Returns False if
+        none.
+        """
         keys = np.array(sequence.context.tokens[:-1], dtype=np.int64)
         placed = self._placement.place(RootKeys(keys), 1, separate=False)
         if placed is None:
@@ -39,7 +49,7 @@ class TextPages:
         return True
 
     def grow(self, sequence: TextSequence, tokens: int) -> bool:
-        """Pages for so many tokens, if they are free without preempting a text."""
+        """Gives a text pages for this many tokens. Returns False if that needs a preemption."""
         if tokens <= sequence.capacity:
             return True
         missing = self.pages_of(tokens) - len(sequence.pages)
@@ -55,7 +65,9 @@ class TextPages:
         sequence.capacity = len(sequence.pages) * self.size
 
     def release(self, sequence: TextSequence) -> None:
-        """Give its pages back; of a text that is not finite nothing is found again."""
+        """Releases the pages of a text. A text that is not finite leaves nothing in the prefix
+        cache.
+        """
         if sequence.flawed:
             log.error("the model's output for a text is not finite; its prefix is dropped")
             root = RootKeys(np.array(sequence.context.tokens, dtype=np.int64))
@@ -64,7 +76,7 @@ class TextPages:
         sequence.pages, sequence.capacity = [], 0
 
     def cache_prefix(self, sequence: TextSequence) -> None:
-        """Let others, and itself, find what the text has computed."""
+        """Stores the computed tokens of a text in the prefix cache."""
         computed, state = sequence.num_computed, sequence.last_hidden
         if state is not None and not sequence.flawed:
             keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Prompts on their way into the cache: in chunks, and what several begin with only once."""
+"""Prefill: prompts are computed in chunks, and a shared beginning is computed once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import all_finite
-from recserve.engine.runtime.runner import Piece
+from recserve.engine.runtime.runner import ForwardPiece
 from recserve.engine.text.sequence import TextSequence
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
@@ -18,31 +18,42 @@ from recserve.models.inputs import NodeInputs
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next `size` missing tokens of a text, computed in one step."""
+    """The next tokens of a prompt, computed in one step.
+
+    Attributes:
+        sequence: The text.
+        size: Number of tokens.
+    """
 
     sequence: TextSequence
     size: int
 
-    def piece(self) -> Piece:
-        """A chain after what is computed; only its last state is read."""
+    def piece(self) -> ForwardPiece:
+        """Returns the chunk as a chain under the computed tokens. Only its last state is read."""
         slots, start = self.sequence.slots, self.sequence.num_computed
         stop = start + self.size
         tokens = torch.tensor(self.sequence.context.tokens[start:stop], device=slots.device)
-        return Piece(
-            chain(tokens), NodeInputs(tokens), None, slots[start:stop], (slots[:start],), 1
+        return ForwardPiece(
+            tree=chain(tokens),
+            inputs=NodeInputs(tokens),
+            queries=None,
+            slots=slots[start:stop],
+            root_slots=(slots[:start],),
+            num_states=1,
         )
 
     def done(self, last_hidden: Tensor) -> None:
-        """Its keys and values are there. last_hidden [E]: its last state.
+        """Marks the chunk as computed. last_hidden is the [E] state of its last token.
 
-        On a device nobody waits to know whether that is finite: the text's first logits tell.
+        On a CUDA device, a check for finite values would make the host wait. There the text's first
+        logits show it.
         """
         self.sequence.flawed = not last_hidden.is_cuda and not all_finite(last_hidden)
         self.sequence.computed(self.sequence.num_computed + self.size, last_hidden)
 
 
 def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk]:
-    """Who computes how many tokens in a step, first come first served."""
+    """Returns the chunks of one step with at most `most` tokens, in the order of the texts."""
     left, found = most, []
     for text in texts:
         if text.ready:
@@ -54,9 +65,10 @@ def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk]:
     return found
 
 
-def is_coming(text: TextSequence, others: Iterable[TextSequence], page_size: int) -> bool:
-    """Whether one of the others is about to compute at least a page of what this one begins with:
-    waiting for it costs no more time than computing it twice.
+def computed_by_another(text: TextSequence, others: Iterable[TextSequence], page_size: int) -> bool:
+    """Returns whether another text will soon compute at least one page of this text's beginning.
+
+    Waiting for it takes no more time than computing the page twice.
     """
     rows = text.context.tokens[:-1]
     return any(
@@ -68,8 +80,9 @@ def is_coming(text: TextSequence, others: Iterable[TextSequence], page_size: int
 
 
 def shared_rows(rows: Seq[int], other: Seq[int], page_size: int) -> int:
-    """How many rows at their beginning could come from the other's pages: whole pages, and the rest
-    where one of the two ends in it.
+    """Returns how many rows at the beginning could come from the other text's pages.
+
+    These are whole pages, and the last partial page if one of the texts ends in it.
     """
     size, shared = min(len(rows), len(other)), 0
     while shared < size:

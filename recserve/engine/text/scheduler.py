@@ -1,9 +1,9 @@
-"""Schedules the texts of one language model: admission, pages, steps and preemption.
+"""The scheduler of texts: admission, pages, steps and preemption for one language model.
 
-A text steps many times. Keys and values exist for all its committed tokens but the last, which is
-node 0 of the step's tree. Accepted nodes move to the slots right after it. Pages are allocated as a
-text grows. When none is left, the text that would be served last is preempted: its computed tokens
-go to the prefix cache. It resumes from there and computes again only what was evicted meanwhile.
+A text steps many times. Keys and values exist for all its committed tokens except the last, which
+is node 0 of the step's tree. Accepted nodes move to the slots right after it. Pages are allocated
+as a text grows. When none is left, the text that would be served last is preempted: its computed
+tokens go to the prefix cache. It resumes from there and computes only what was evicted meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -24,11 +23,12 @@ from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
 from recserve.engine.text.draft_proposer import DraftProposer
-from recserve.engine.text.groups import TextGroups
+from recserve.engine.text.groups import TextGroup, TextGroups
+from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.pages import TextPages
-from recserve.engine.text.prefill import Chunk, chunks, is_coming
+from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import TextGroup, VerifiedPaths, token_logprobs
+from recserve.engine.text.step import VerifiedPaths, token_logprobs
 from recserve.engine.text.step_graphs import StepGraphs
 from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
@@ -36,28 +36,20 @@ from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.draft import empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.logits_processor import TokenCounts
-from recserve.speculation.verifiers.registry import check_rule
 
-Answer = tuple[TextSequence, Completion | Exception]
-
-
-class PromptTooLong(ValueError):
-    """A prompt leaves no position for a token of output."""
-
-
-@dataclass(frozen=True)
-class TextLimits:
-    """prefill_tokens: most prompt tokens computed in a step, over all texts. draft_nodes: most
-    nodes of a draft. load_aware: drafts are as large as the load lets them pay, or none.
-    """
-
-    prefill_tokens: int = 512
-    draft_nodes: int = 64
-    load_aware: bool = False
+FinishedText = tuple[TextSequence, Completion | Exception]
 
 
 class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
-    """The side of the engine that writes text."""
+    """Admits, steps and releases the texts of one language model.
+
+    Attributes:
+        limits: Most prompt tokens of a step and most nodes of a draft.
+        pages: The pages of the texts.
+        running: Texts that have pages, by priority and then by age.
+        preempted: Texts that wait for pages or for another text that computes their beginning.
+        graphs: Captured steps. None launches the kernels of every step one by one.
+    """
 
     def __init__(
         self,
@@ -66,7 +58,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         limits: TextLimits | None = None,
         graphs: StepGraphs | None = None,
     ) -> None:
-        """graphs: recorded steps; None: every step is launched as it comes."""
+        """Starts with no texts. `graphs` holds captured steps; None launches every step."""
         self.runner, self.model = runner, model
         self.limits = limits or TextLimits()
         self.pages = TextPages(runner.pool)
@@ -84,32 +76,15 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
 
     @property
     def num_running(self) -> int:
-        """Requests admitted and not answered."""
+        """Number of requests that are admitted and have no result."""
         return len(self.running) + len(self.preempted)
 
     def check(self, request: TextQuery, drafter: Drafter) -> None:
-        """Raises ValueError for a request that could not run even alone."""
-        config, params = self.model.config, request.params
-        prompt, positions = request.prompt, config.decoder.max_positions
-        if prompt.ndim != 1 or not prompt.shape[0]:
-            raise ValueError(f"prompt is {prompt.shape}; it must be [n] with at least one token")
-        if prompt.shape[0] >= positions:
-            raise PromptTooLong(
-                f"the prompt has {prompt.shape[0]} tokens; the model has {positions} positions and "
-                "needs one for the output"
-            )
-        named = [*params.logit_bias, *params.stop_token_ids]
-        named += [token for word in params.bad_words for token in word]
-        for name, low, high in (
-            ("prompt", int(prompt.min()), int(prompt.max())),
-            ("a sampling parameter", min(named, default=0), max(named, default=0)),
-        ):
-            if low < 0 or high >= config.vocab_size:
-                raise ValueError(
-                    f"{name} names tokens {low}..{high}; the vocabulary has {config.vocab_size}"
-                )
-        check_rule(request.speculation.verifier, params)
-        pages = self.pages.pages_of(min(prompt.shape[0] + params.max_tokens, positions))
+        """Raises ValueError if the request cannot run, even alone."""
+        config = self.model.config
+        check_query(request, config)
+        length = request.prompt.shape[0] + request.params.max_tokens
+        pages = self.pages.pages_of(min(length, config.decoder.max_positions))
         if pages > self.allocator.num_pages:
             raise RequestTooLarge(
                 f"prompt and max_tokens need {pages} pages of {self.pages.size} tokens, the pool "
@@ -119,18 +94,30 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     def admit(
         self, request: TextQuery, future: Future[Any], submitted_s: float, drafter: Drafter
     ) -> bool:
-        """Take a request in if pages for its prompt can be had now, or another text is computing
-        what it begins with, and nobody else waits for pages.
+        """Takes a request in if its prompt's pages are free or another text is computing its
+        beginning.
+
+        Returns:
+            False if the pages are not free or another text waits for pages.
         """
         if any(not s.waits for s in self.preempted):
             return False
         prompt = request.prompt.tolist()
         device = self.runner.pool.keys.device
         context = TextContext(
-            next(self._ids), prompt, len(prompt), request.params, request.speculation
+            id=next(self._ids),
+            tokens=prompt,
+            num_prompt=len(prompt),
+            params=request.params,
+            speculation=request.speculation,
         )
         sequence = TextSequence(
-            request, future, submitted_s, context, drafter, self.model.config.decoder.max_positions
+            request=request,
+            future=future,
+            submitted_s=submitted_s,
+            context=context,
+            drafter=drafter,
+            limit=self.model.config.decoder.max_positions,
         )
         if self._place(sequence):
             insort(self.running, sequence, key=_turn)
@@ -145,8 +132,8 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         sequence.timing.queue_ms = (time.monotonic() - submitted_s) * 1e3
         return True
 
-    def begin(self) -> list[Answer]:
-        """Nothing is answered without a forward but what is too late."""
+    def begin(self) -> list[FinishedText]:
+        """Returns the errors of texts whose deadline has passed. A result needs a forward pass."""
         now = time.monotonic()
         if now <= self._earliest_s:
             return []
@@ -162,16 +149,16 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             (s, DeadlineExceeded("the deadline passed while the text was written")) for s in late
         ]
 
-    def step(self) -> list[Answer]:
-        """One forward over everything that waits for one; the answers it completed.
+    def step(self) -> list[FinishedText]:
+        """Runs one forward pass over all texts. Returns the results that it completes.
 
-        A text whose prompt ends in this step makes its first step in the same forward: the keys and
-        values of the prompt are written, layer by layer, before its tree attends to them.
+        A text whose prompt ends in this step takes its first step in the same forward pass. In each
+        layer, the keys and values of the prompt are written before the text's tree attends to them.
         """
         self._resume()
         self._preempt_for_pages()
         began = time.perf_counter()
-        failed: list[Answer] = []
+        failed: list[FinishedText] = []
         parts = chunks(self.running, self.limits.prefill_tokens)
         groups = self._groups(parts, failed)
         parts = [part for part in parts if part.sequence.pages]
@@ -200,14 +187,14 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
                 timing.nodes += 1 + size
         return failed + done
 
-    def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[Answer]:
-        """One forward over the groups' trees and the chunks of prompts."""
+    def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[FinishedText]:
+        """Runs one forward pass over the trees of the groups and the chunks of prompts."""
         pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
         hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)])
         for part, state in zip(parts, hidden[len(groups) :], strict=True):
             part.done(state[0])
             self.pages.cache_prefix(part.sequence)
-        done: list[Answer] = []
+        done: list[FinishedText] = []
         for group, piece, own in zip(groups, pieces, hidden, strict=False):
             logits = self.model.logits(own)
             verified = group.verify(self.runner.pool, piece, own, logits)
@@ -217,17 +204,17 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         return done + [(sequence, NotFinite()) for sequence in flawed]
 
     def drop_all(self) -> list[TextSequence]:
-        """Forget everything that runs; the sequences are released and returned."""
+        """Removes all texts, releases their pages, and returns them."""
         dropped = self.running + self.preempted
         self._drop(dropped)
         return dropped
 
     def drop_cancelled(self) -> None:
-        """Stop the texts whose futures were cancelled."""
+        """Removes the texts whose futures were cancelled."""
         self._drop([s for s in self.running + self.preempted if s.future.cancelled()])
 
-    def _groups(self, parts: Seq[Chunk], failed: list[Answer]) -> list[TextGroup]:
-        """The texts that step with their drafts, grouped by acceptance rule."""
+    def _groups(self, parts: Seq[Chunk], failed: list[FinishedText]) -> list[TextGroup]:
+        """Returns the texts that step with their drafts, grouped by acceptance rule."""
         stepping: Seq[TextSequence] = self.running
         if parts:
             rows = {part.sequence: part.size for part in parts}
@@ -250,13 +237,17 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         hidden: Tensor,
         logits: Tensor,
         last_hidden: Seq[Tensor] | None = None,
-    ) -> list[Answer]:
-        """Appends the accepted tokens, passes outcomes to the drafters, and returns what ended.
+    ) -> list[FinishedText]:
+        """Appends the accepted tokens, passes outcomes to the drafters, and returns results.
 
-        hidden [T, E], logits [T, V]: of the group's nodes, and of padding after them. last_hidden:
-        of a replay, [E] for each text: its state at the last accepted node.
+        Args:
+            group: The texts.
+            verified: Their accepted paths.
+            hidden: [T, E] states of the group's nodes, followed by padding.
+            logits: [T, V] logits of the same nodes.
+            last_hidden: After a replay, the [E] state of each text at its last accepted node.
         """
-        done: list[Answer] = []
+        done: list[FinishedText] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         counted, first = last_hidden is not None, 0
         for number, sequence in enumerate(group.sequences):
@@ -288,7 +279,13 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             elif sequence in self._proposer.called:
                 accepted = tuple([node - first - 1 for node in path[1:]])
                 outcome = TextOutcome(
-                    sequence.context, draft, accepted, tuple(added), hidden, logits, first
+                    context=sequence.context,
+                    draft=draft,
+                    accepted=accepted,
+                    tokens=tuple(added),
+                    all_hidden=hidden,
+                    all_logits=logits,
+                    first=first,
                 )
                 drafter = sequence.drafter
                 outcomes.setdefault(id(drafter), (drafter, []))[1].append(outcome)
@@ -298,7 +295,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         return done
 
     def _resume(self) -> None:
-        """Resumes preempted texts, in order, until one finds no pages."""
+        """Resumes preempted texts in order, until one finds no pages."""
         if not self.preempted:
             return
         waiting, self.preempted = self.preempted, []
@@ -307,9 +304,9 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             insort(self.running if found else self.preempted, sequence, key=_turn)
 
     def _place(self, sequence: TextSequence) -> bool:
-        """Gives it pages, unless none is free or another text computes its beginning."""
+        """Gives a text its pages, unless none is free or another text computes its beginning."""
         before = self.running[: bisect_right(self.running, _turn(sequence), key=_turn)]
-        sequence.waits = is_coming(sequence, before, self.pages.size)
+        sequence.waits = computed_by_another(sequence, before, self.pages.size)
         if sequence.waits or not self.pages.place(sequence):
             return False
         if not sequence.timing.forwards:
@@ -318,7 +315,9 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         return True
 
     def _preempt_for_pages(self) -> None:
-        """Gives every text that steps a slot for node 0; preempts those that are served last."""
+        """Gives every text that steps a slot for node 0. Preempts the texts that are served
+        last.
+        """
         for sequence in [s for s in self.running if len(s.context.tokens) > s.capacity]:
             while sequence.pages and not self.pages.grow(sequence, sequence.length):
                 self._preempt(self.running[-1])
@@ -330,7 +329,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         insort(self.preempted, sequence, key=_turn)
 
     def _drop(self, sequences: Seq[TextSequence]) -> None:
-        """Removes texts: releases their pages and their drafters' state."""
+        """Removes texts, and releases their pages and their drafters' state."""
         if not sequences:
             return
         for sequence in sequences:

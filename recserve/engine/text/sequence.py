@@ -1,4 +1,4 @@
-"""A text under way: its tokens, its place in the cache, and how it ends."""
+"""The state of a running text: its tokens, its pages, and how it ends."""
 
 from __future__ import annotations
 
@@ -31,15 +31,23 @@ NO_BUDGET = Budget(0, 0)
 
 @dataclass(eq=False)
 class TextSequence:
-    """State of one request between admission and answer.
+    """State of one text request between admission and result.
 
-    pages: held, in the order of the tokens; slots: of all of them, capacity: how many.
-    num_computed: tokens whose keys and values exist; a text may step when all but the last are
-    computed. last_hidden [E]: the final hidden state of the last computed one, None where it is not
-    known; the next step may write where it lies. limit: most committed tokens that the model's
-    positions allow, end: and the request. waits: what it begins with is being computed by another
-    text. flawed: a state or logits of it are not finite. token_counts: None unless penalties need
-    them.
+    Attributes:
+        request, future, submitted_s, drafter: As submitted.
+        context: The tokens and parameters that drafters see.
+        limit: Most committed tokens that the model's positions allow.
+        token_counts: Token counts for penalties. None without penalties.
+        pages: Pages of the text, in the order of the tokens.
+        slots: Pool slots of all these pages.
+        capacity: Number of these slots.
+        num_computed: Number of tokens with keys and values. A text may step when only the last
+            token has none.
+        waits: Whether another text is computing this text's beginning.
+        flawed: Whether a state or logits of the text are not finite.
+        last_hidden: [E] final hidden state of the last computed token. None if not known. The next
+            step may overwrite it.
+        end: Most committed tokens that the positions and the request allow.
     """
 
     request: TextQuery
@@ -68,12 +76,12 @@ class TextSequence:
 
     @property
     def length(self) -> int:
-        """Committed tokens."""
+        """Number of committed tokens."""
         return len(self.context.tokens)
 
     @property
     def missing(self) -> int:
-        """Committed tokens to compute before the text may step."""
+        """Number of committed tokens to compute before the text may step."""
         return len(self.context.tokens) - 1 - self.num_computed
 
     @property
@@ -84,8 +92,12 @@ class TextSequence:
     def computed(
         self, length: int, last_hidden: Tensor | None, ranked: NDArray[np.int64] | None = None
     ) -> None:
-        """Keys and values of the first `length` tokens exist, and drafters see the last state and
-        what heads ranked from it.
+        """Marks tokens as computed and passes the last state to drafters if the text is ready.
+
+        Args:
+            length: Number of tokens with keys and values.
+            last_hidden: [E] final hidden state of the last of them. None if not known.
+            ranked: [K, W] tokens that draft heads ranked from that state. None without heads.
         """
         context = self.context
         self.num_computed, self.last_hidden = length, last_hidden
@@ -93,7 +105,7 @@ class TextSequence:
         context.hidden, context.ranked = (last_hidden, ranked) if ready else (None, None)
 
     def budget(self, most: int) -> Budget:
-        """What a draft may cost. most: draft nodes where the request does not say how many."""
+        """Returns the budget of a draft. `most` limits its nodes if the request does not."""
         wanted = self.request.speculation.num_tokens
         nodes = most if wanted is None else min(wanted, most)
         left = self.end - len(self.context.tokens) - 1
@@ -103,11 +115,15 @@ class TextSequence:
     def commit(
         self, tokens: list[int], logprobs: Seq[TokenLogprobs] = (), counted: bool = False
     ) -> Seq[int]:
-        """Append what a step found until the text ends; returns what was appended.
+        """Appends verified tokens until the text ends, and returns the appended ones.
 
-        counted: the step has counted the tokens already, for texts that go on. Sets finish_reason
-        at a stop token, at max_tokens, at the context limit, or when the request's listener asks
-        for it.
+        Sets finish_reason at a stop token, at max_tokens, at the context limit, or when the
+        request's listener returns True.
+
+        Args:
+            tokens: The verified tokens, the bonus token last.
+            logprobs: Their log-probabilities. Empty if not requested.
+            counted: Whether the step has added the tokens to the token counts already.
         """
         request, written = self.request, self.context.tokens
         left = self.end - len(written)
@@ -127,7 +143,7 @@ class TextSequence:
         return tokens
 
     def _until_stop(self, tokens: list[int]) -> list[int]:
-        """What stands before the first stop token; all of them where there is none."""
+        """Returns the tokens before the first stop token, or all tokens if there is none."""
         stops = self.request.params.stop_token_ids
         for place, token in enumerate(tokens):
             if token in stops:
@@ -136,13 +152,13 @@ class TextSequence:
         return tokens
 
     def completion(self) -> Completion:
-        """The answer; the text must have ended."""
+        """Returns the completion of a text that has ended."""
         assert self.finish_reason is not None
         return Completion(
-            np.array(self.context.tokens[self.context.num_prompt :], dtype=np.int64),
-            self.finish_reason,
-            self.stop_token,
-            tuple(self.logprobs),
-            self.counts,
-            self.timing,
+            tokens=np.array(self.context.tokens[self.context.num_prompt :], dtype=np.int64),
+            finish_reason=self.finish_reason,
+            stop_token=self.stop_token,
+            logprobs=tuple(self.logprobs),
+            counts=self.counts,
+            timing=self.timing,
         )

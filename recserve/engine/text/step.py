@@ -11,24 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.finite import all_finite
-from recserve.engine.runtime.runner import Piece
-from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.trees import drawn_rows
 from recserve.kernels import dispatch
 from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
-from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
-from recserve.speculation.drafter import TextContext
-from recserve.speculation.logits_processor import LogitsProcessor, past_of
-from recserve.speculation.sampling import largest_on_host
-from recserve.speculation.sampling_table import SamplingTable
-from recserve.speculation.verifier import Accepted, ScoredTrees
-from recserve.speculation.verifiers.path import path_of
-from recserve.speculation.verifiers.registry import MIXED, numbers_of, verify
+from recserve.speculation.verifier import Accepted
 
 
 @dataclass(frozen=True)
@@ -131,98 +122,6 @@ class StepOutputs:
         return VerifiedPaths(paths, tokens, ranked, frozenset(flawed))
 
 
-@dataclass(frozen=True)
-class TextGroup:
-    """Texts judged together, with their drafts, in the same order.
-
-    rule: of all, or MIXED; rules: of each. sequences and contexts, which are theirs, stay the same
-    lists while the same texts step. sizes: nodes of each draft. depth: most levels below a node 0.
-    """
-
-    rule: str
-    rules: tuple[str, ...]
-    sequences: list[TextSequence]
-    drafts: list[TextDraft]
-    table: SamplingTable
-    contexts: list[TextContext]
-    sizes: tuple[int, ...]
-    depth: int
-
-    def piece(self, tree: TokenTree) -> Piece:
-        """The packed trees, placed where their path will stay if it is the first of each."""
-        roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
-        return Piece(tree, NodeInputs(tree.tokens), None, self.slots(), roots)
-
-    @property
-    def last_tokens(self) -> list[int]:
-        """[B] node 0 of every tree."""
-        return [context.tokens[-1] for context in self.contexts]
-
-    def slots(self) -> Tensor:
-        """[T] the slot of each node."""
-        slots = [
-            s.slots[s.length - 1 : s.length + len(d)]
-            for s, d in zip(self.sequences, self.drafts, strict=True)
-        ]
-        return slots[0] if len(slots) == 1 else torch.cat(slots)
-
-    @property
-    def chains(self) -> bool:
-        """Whether no draft forks, so that every path that is accepted lies right already."""
-        return all(draft.depth == len(draft) for draft in self.drafts)
-
-    def verify(self, pool: KVPool, piece: Piece, hidden: Tensor, logits: Tensor) -> VerifiedPaths:
-        """Verify the trees and move accepted paths into place. logits [T, V]: raw."""
-        greedy = self.accept_greedy(logits)
-        if greedy is not None:
-            move_paths(pool, greedy.paths, piece.slots)
-            return greedy
-        accepted = self.accept(piece.tree, logits)
-        if not self.chains:
-            move_accepted(pool, piece.tree, accepted, piece.slots)
-        return outputs_of(piece.tree, accepted, logits, hidden).paths()
-
-    def accept_greedy(self, logits: Tensor) -> VerifiedPaths | None:
-        """The accepted paths where the most likely token is written, computed on the host.
-
-        After a forward on the CPU, a few Python numbers cost less than tensor operators. None where
-        other parameters count, and where the logits [T, V] are on a device.
-        """
-        if logits.is_cuda or not (self.table.greedy and self.table.plain):
-            return None
-        chosen, start = largest_on_host(logits), 0
-        paths, tokens = [], []
-        for draft in self.drafts:
-            path = path_of(chosen, draft, start)
-            paths.append(path)
-            tokens.append([chosen[node] for node in path])
-            start += 1 + len(draft)
-        return VerifiedPaths(paths, tokens, flawed=_flawed(logits, chosen, paths))
-
-    def accept(self, tree: TokenTree, logits: Tensor) -> Accepted:
-        """Accepted nodes and bonus tokens. logits [T, V] raw."""
-        depth = self.depth
-        table, everywhere = self.table, logits.is_cuda
-        past = past_of(table, self.contexts, [s.token_counts for s in self.sequences])
-        lengths = torch.tensor([s.length for s in self.sequences], device=logits.device)
-        alone = past is None and (table.greedy or not table.truncates)
-        scored = ScoredTrees(
-            tree=tree,
-            depth=depth,
-            target=LogitsProcessor(logits, tree, depth, table, past, everywhere),
-            seeds=table.seeds,
-            lengths=lengths,
-            vocab_size=logits.shape[1],
-            probs=draft_probs(self.drafts, logits.device),
-            greedy=table.greedy,
-            logits=logits if alone else None,
-            temperatures=table.temperature,
-            everywhere=everywhere,
-            rules=on_device(numbers_of(self.rules), logits.device) if self.rule == MIXED else None,
-        )
-        return verify(self.rule, scored)
-
-
 def draft_probs(drafts: Seq[TextDraft], device: torch.device) -> DraftProbs | None:
     """q of every packed node, in float32 whatever the logits are: tokens were drawn from just that.
     None if all were chosen.
@@ -280,7 +179,7 @@ def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tens
     return StepOutputs(torch.cat(found, 1), columns, logits, hidden)
 
 
-def _flawed(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> frozenset[int]:
+def flawed_texts(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> frozenset[int]:
     """Numbers of the texts with logits on their path [T, V] that are not finite. chosen [T]: the
     largest of each row, which is NaN or infinite where any number of it decides nothing.
     """

@@ -27,19 +27,20 @@ from recserve.engine.runtime.cuda_graphs import (
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.text.device_rows import TextRow, TextRows
 from recserve.engine.text.graph_step import GraphStep, StepConfig, StepShape
+from recserve.engine.text.groups import TextGroup
 from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import StepOutputs, TextGroup
+from recserve.engine.text.step import StepOutputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable
 from recserve.speculation.verifiers.registry import GREEDY_COMPATIBLE, MIXED, REJECTION, SAMPLE
 
-Step = Callable[[], StepOutputs]
+StepFunction = Callable[[], StepOutputs]
 # How a step ran: replayed; or launched, because its forward held prompt tokens, its drafts were
 # drawn and no graph has a place for their distributions, its parameters, its nodes and texts, or
 # because no row was left for a text.
-Result = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows"]
-RESULTS: tuple[Result, ...] = get_args(Result)
+StepResult = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows"]
+STEP_RESULTS: tuple[StepResult, ...] = get_args(StepResult)
 # Nodes and texts; plain decoding, drafts of about eight nodes, and trees of 64 for few texts.
 BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
 SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
@@ -132,7 +133,7 @@ class StepGraphs:
         model: LanguageModel,
         max_texts: int,
         limits: GraphLimits,
-        record: Callable[[Step], Step],
+        record: Callable[[StepFunction], StepFunction],
         taken: Callable[[], int] = lambda: 0,
         drafters: Mapping[str, Drafter] | None = None,
     ) -> None:
@@ -155,12 +156,12 @@ class StepGraphs:
         states = model.tokens.weight[:0]
         vocabulary = model.config.vocab_size
         self.rows = TextRows(runner.pool, max_texts + 1, pages * size, vocabulary, states)
-        self.latest: Step | None = None
-        self.counts: dict[Result, int] = dict.fromkeys(RESULTS, 0)
+        self.latest: StepFunction | None = None
+        self.counts: dict[StepResult, int] = dict.fromkeys(STEP_RESULTS, 0)
         found = {name: drafter.ranked_heads for name, drafter in (drafters or {}).items()}
         self._heads = {name: heads for name, heads in found.items() if heads is not None}
         self._names = {id((drafters or {})[name]): name for name in self._heads}
-        self._told: tuple[SamplingTable | None, bool | None] = (None, None)
+        self._parameter_check: tuple[SamplingTable | None, bool | None] = (None, None)
         self._draws = any(drafter.draws for drafter in (drafters or {}).values())
         self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
@@ -230,7 +231,7 @@ class StepGraphs:
         self.counts[result] += 1
         return replayed
 
-    def _replay(self, group: TextGroup) -> tuple[Result, Replayed | None]:
+    def _replay(self, group: TextGroup) -> tuple[StepResult, Replayed | None]:
         drawn = group.rule != SAMPLE and any(draft.probs is not None for draft in group.drafts)
         if drawn and self._draft_values is None:
             return "drawn", None
@@ -250,12 +251,12 @@ class StepGraphs:
         """Whether texts have other parameters than the temperature; None if those exceed the
         capacity. Computed once for as long as the same texts step.
         """
-        table, needs = self._told
+        table, needs = self._parameter_check
         if table is not group.table:
             needs = not group.table.plain or group.table.truncates
             if needs and not self.capacity.holds([context.params for context in group.contexts]):
                 needs = None
-            self._told = group.table, needs
+            self._parameter_check = group.table, needs
         return needs
 
     def _smallest(self, group: TextGroup, everything: bool) -> CapturedStep | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,7 +16,7 @@ from recserve.kernels.tree import AUXILIARY, CANDIDATE, TokenTree
 from recserve.speculation.draft import TextDraft
 
 TOKENS, PARENTS, DEPTHS, ENDS, KINDS = range(5)
-KEPT = 256  # shapes of chains
+MAX_CHAIN_SHAPES = 256  # shapes of chains
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class TreePacker:
         packed.complete(columns)
         named = any(draft.kinds is not None for draft in drafts)
         return TokenTree(
-            columns[TOKENS],
-            columns[PARENTS],
-            columns[DEPTHS],
-            columns[ENDS],
-            on_device(packed.offsets.copy(), self.device),
-            columns[KINDS] if named else None,
+            tokens=columns[TOKENS],
+            parents=columns[PARENTS],
+            depths=columns[DEPTHS],
+            ends=columns[ENDS],
+            offsets=on_device(packed.offsets.copy(), self.device),
+            kinds=columns[KINDS] if named else None,
         )
 
     def _of_chains(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
@@ -84,11 +84,11 @@ class TreePacker:
         sizes = tuple(map(len, drafts))
         alike = self._chains.get(sizes)
         if alike is None:
-            if len(self._chains) == KEPT:
+            if len(self._chains) == MAX_CHAIN_SHAPES:
                 self._chains.clear()
             alike = self._chains[sizes] = self._packed(last, drafts)
         placed = torch.tensor(tokens) if self._on_cpu else on_device(tokens, self.device)
-        return TokenTree(placed, alike.parents, alike.depths, alike.ends, alike.offsets)
+        return replace(alike, tokens=placed, kinds=None)
 
 
 def pack_trees(
@@ -107,7 +107,14 @@ def pack_trees(
     columns = chains.columns.copy()
     columns[TOKENS][chains.first] = last
     if not any(sizes):
-        return PackedTrees(columns, chains.offsets, [], chains.drafted, 0, True)
+        return PackedTrees(
+            columns=columns,
+            offsets=chains.offsets,
+            late=[],
+            drafted=chains.drafted,
+            depth=0,
+            shaped=True,
+        )
     some = [(number, draft) for number, draft in enumerate(drafts) if draft.num_nodes]
     forks = [(number, d.parents) for number, d in some if d.depth < d.num_nodes]
     kinds = [(number, d.kinds) for number, d in some if d.kinds is not None]
@@ -119,7 +126,12 @@ def pack_trees(
         own = columns[:, : chains.drafted]
         own[DEPTHS : ENDS + 1] = _cached_shape(own[PARENTS].tobytes(), depth)
     return PackedTrees(
-        columns, chains.offsets, late + late_forks, chains.drafted, depth, not late_forks
+        columns=columns,
+        offsets=chains.offsets,
+        late=late + late_forks,
+        drafted=chains.drafted,
+        depth=depth,
+        shaped=not late_forks,
     )
 
 
@@ -136,14 +148,14 @@ def _put(
     if here:
         places = _places(sizes, tuple([number for number, _ in here]))
         columns_here = [column for _, column in here]
-        told = (columns_here[0] if len(here) == 1 else torch.cat(columns_here)).numpy()
-        columns[row, places.nodes] = told + places.starts if row == PARENTS else told
+        values = (columns_here[0] if len(here) == 1 else torch.cat(columns_here)).numpy()
+        columns[row, places.nodes] = values + places.starts if row == PARENTS else values
     late = []
     for number, column in parts if len(here) < len(parts) else ():
         if not column.is_cpu:
             start = 1 + number + sum(sizes[:number])
-            told_late = column + start if row == PARENTS else column
-            late.append((told_late, row, slice(start, start + sizes[number])))
+            moved = column + start if row == PARENTS else column
+            late.append((moved, row, slice(start, start + sizes[number])))
     return late
 
 

@@ -35,13 +35,13 @@ def warm(model, number, length=9):
 def test_a_live_request_goes_first():
     """Background work stands still while an item request runs, and goes on afterwards."""
     engine, model, trie = make_engine()
-    asked = SlateQuery(draw_root(model, 9, 5), trie, 5, 20)
+    queries = SlateQuery(draw_root(model, 9, 5), trie, 5, 20)
     behind = [engine.submit(warm(model, number)) for number in range(3)]
-    live = engine.submit(asked)
+    live = engine.submit(queries)
     while not live.done():
         assert not any(future.done() for future in behind)
         engine.step()
-    assert live.result().rows.tolist() == engine.run(asked).rows.tolist()
+    assert live.result().rows.tolist() == engine.run(queries).rows.tolist()
     while engine.step():
         pass
     assert all(isinstance(future.result(), Prewarmed) for future in behind)
@@ -95,12 +95,12 @@ def test_a_closing_engine_does_not_finish_its_background():
 
 def test_a_cancelled_prefill_leaves_no_page_behind():
     engine, model, _ = make_engine()
-    lane = engine.schedulers["recommender"]
+    scheduler = engine.schedulers["recommender"]
     request = warm(model, 0)
     future = engine.submit(request)
     engine.cancel(future)
     engine.forget(RootKeys(request.root.keys))
     while engine.step():
         pass
-    assert lane.cache.match(request.root.keys).length == 0
-    assert lane.allocator.num_free == lane.allocator.num_pages
+    assert scheduler.cache.match(request.root.keys).length == 0
+    assert scheduler.allocator.num_free == scheduler.allocator.num_pages

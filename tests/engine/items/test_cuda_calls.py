@@ -113,7 +113,7 @@ def test_a_device_is_asked_what_it_has(monkeypatch):
         multi_processor_count=114, shared_memory_per_multiprocessor=102_400
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda requested: properties)
     attention_launch.machine_of.cache_clear()
     assert attention_launch.machine_of(device) == attention_launch.Machine(114, 102_400)
     assert attention_launch.machine_of(torch.device("cpu")) == attention_launch.HOPPER

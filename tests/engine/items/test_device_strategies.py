@@ -23,12 +23,12 @@ def plain_kernels(monkeypatch):
 def test_recommendations_are_the_cpu_s(strategy, form):
     """Cold and warm, in every way of asking."""
     here = recommending("cpu", form)
-    asked = [how for how in HOW[form] for _ in range(2)]
-    expected = [here.engine.run_many(here.ask(strategy, how)) for how in asked]
+    queries = [variant for variant in HOW[form] for _ in range(2)]
+    expected = [here.engine.run_many(here.ask(strategy, variant)) for variant in queries]
     with PretendCuda():
         there = recommending("cuda", form)
-        for how, slates in zip(asked, expected, strict=True):
-            assert_same(there.engine.run_many(there.ask(strategy, how)), slates)
+        for variant, slates in zip(queries, expected, strict=True):
+            assert_same(there.engine.run_many(there.ask(strategy, variant)), slates)
 
 
 def test_level_likelihoods_are_the_cpu_s():

@@ -23,22 +23,24 @@ def plain_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
 
 
-@pytest.mark.parametrize("strategy,how", covering(tuple(WAITS), ("plain", "filters", "live")))
-def test_recommendations(strategy, how):
+@pytest.mark.parametrize("strategy,variant", covering(tuple(WAITS), ("plain", "filters", "live")))
+def test_recommendations(strategy, variant):
     """The same for one request and for several, with and without filters and new items."""
     with PretendCuda() as device:
         world = recommending("cuda")
-        assert_waits(device, world.engine, world.ask(strategy, how), WAITS[strategy])
+        assert_waits(device, world.engine, world.ask(strategy, variant), WAITS[strategy])
 
 
-@pytest.mark.parametrize("strategy,how", covering(("beam", "nezha"), ("plain", "filters", "live")))
-def test_recorded_searches(strategy, how):
+@pytest.mark.parametrize(
+    "strategy,variant", covering(("beam", "nezha"), ("plain", "filters", "live"))
+)
+def test_recorded_searches(strategy, variant):
     with PretendCuda() as device:
         world = recommending("cuda")
-        trie = world.live if how == "live" else world.trie
+        trie = world.live if variant == "live" else world.trie
         with torch.inference_mode():
             graphs = with_searches(world, trie, lambda step: step)
-        requests = world.ask(strategy, how)
+        requests = world.ask(strategy, variant)
         assert_waits(device, world.engine, requests, RECORDED)
         assert graphs.counts == {"replayed": 3, "size": 0, "version": 0}
 

@@ -44,28 +44,28 @@ def worlds(request):
 
 
 def assert_no_leak(engine):
-    lane = engine.schedulers["recommender"]
-    assert lane.allocator.num_free + lane.cache.num_pages == lane.allocator.num_pages
+    scheduler = engine.schedulers["recommender"]
+    assert scheduler.allocator.num_free + scheduler.cache.num_pages == scheduler.allocator.num_pages
 
 
 @pytest.mark.parametrize(
-    "strategy,how",
+    "strategy,variant",
     covering(("beam", "nezha"), ("plain", "filters", "diversity", "weighed", "live")),
 )
-def test_replays_find_what_is_launched(strategy, how, worlds):
+def test_replays_find_what_is_launched(strategy, variant, worlds):
     """Together, alone, and again with the root in the prefix cache. What caps leave too short is
     searched again, by a replay too.
     """
     form, launching, made = worlds
-    if how == "weighed" and form == "codes":
+    if variant == "weighed" and form == "codes":
         pytest.skip("this form has no dense head")
-    world, graphs, counted = made["live" if how == "live" else "trie"]
-    asked = launching.ask(strategy, how)
+    world, graphs, counted = made["live" if variant == "live" else "trie"]
+    queries = launching.ask(strategy, variant)
     before = dict(graphs.counts), counted.replays
-    for requests in (asked, asked[:1], asked[1:], asked):
+    for requests in (queries, queries[:1], queries[1:], queries):
         assert_same(launching.engine.run_many(requests), world.engine.run_many(requests))
     replayed = graphs.counts["replayed"] - before[0]["replayed"]
-    assert replayed >= 4 if how == "diversity" else replayed == 4
+    assert replayed >= 4 if variant == "diversity" else replayed == 4
     assert counted.replays - before[1] == replayed
     assert graphs.counts["size"] == before[0]["size"]
     assert_no_leak(world.engine)
@@ -76,12 +76,12 @@ def test_widths_and_items_of_their_own(worlds):
     _, launching, made = worlds
     world, graphs, _ = made["trie"]
     for strategy in ("beam", "nezha"):
-        asked = launching.ask(strategy, events=(2, 5, 9, 1))
+        queries = launching.ask(strategy, events=(2, 5, 9, 1))
         sizes = [(1, 1), (3, 7), (5, 16), (16, 2)]
-        asked = [replace(r, k=k, beam_width=w) for r, (k, w) in zip(asked, sizes, strict=True)]
+        queries = [replace(r, k=k, beam_width=w) for r, (k, w) in zip(queries, sizes, strict=True)]
         before = graphs.counts["replayed"]
         world.engine.forget_all()  # so that they begin together
-        assert_same(launching.engine.run_many(asked), world.engine.run_many(asked))
+        assert_same(launching.engine.run_many(queries), world.engine.run_many(queries))
         assert graphs.counts["replayed"] == before + 1
 
 
@@ -117,15 +117,15 @@ def test_versions_come_and_go(strategy):
             one.model.append_items(ITEMS[:40], torch.empty(40, 0), torch.full((40,), -1))
         graphs = with_searches(world, world.trie)
     different = [world.trie, *versions(world.trie, 5), world.trie]
-    asked = [[replace(r, trie=t) for r in world.ask(strategy)] for t in different]
+    queries = [[replace(r, trie=t) for r in world.ask(strategy)] for t in different]
     found = set()
-    for requests in asked:
+    for requests in queries:
         wanted = launching.engine.run_many(requests)
         assert_same(wanted, world.engine.run_many(requests))
         found |= {row for slate in wanted for row in slate.rows.tolist()}
     assert graphs.counts == {"replayed": len(different), "size": 0, "version": 0}
     assert max(found) >= world.trie.num_rows  # new items were among them
-    mixed = [requests[n % 2] for n, requests in enumerate(asked[:4])]
+    mixed = [requests[n % 2] for n, requests in enumerate(queries[:4])]
     assert_same(launching.engine.run_many(mixed), world.engine.run_many(mixed))
 
 
@@ -152,9 +152,9 @@ def test_what_no_record_holds_is_launched(worlds):
 def test_a_long_list_is_read_as_a_bitmap(worlds):
     _, launching, made = worlds
     world, graphs, _ = made["trie"]
-    asked = [replace(r, excluded=np.arange(10, 50)) for r in launching.ask("beam")]
+    queries = [replace(r, excluded=np.arange(10, 50)) for r in launching.ask("beam")]
     before = graphs.counts["replayed"]
-    assert_same(launching.engine.run_many(asked), world.engine.run_many(asked))
+    assert_same(launching.engine.run_many(queries), world.engine.run_many(queries))
     assert graphs.counts["replayed"] == before + 1
     # What was left out is there again.
     plain = launching.ask("beam")
@@ -247,12 +247,12 @@ def test_speculation_replays_where_it_drafts_nothing(worlds):
     _, launching, made = worlds
     world, graphs, _ = made["trie"]
     strategy = world.engine._strategies["speculative"]
-    asked = launching.ask("speculative")
+    queries = launching.ask("speculative")
     world.engine.forget_all()  # where only one root is cached the two are searched apart
     for only, replays in ((DraftPlan(0, 0, 0, 0), 1), (DraftPlan(2, 0, 0, 0), 0)):
         before = graphs.counts["replayed"]
         strategy.only = only
         wanted = launching.engine.run_many(launching.ask("beam"))
-        assert_same(wanted, world.engine.run_many(asked))
+        assert_same(wanted, world.engine.run_many(queries))
         assert graphs.counts["replayed"] - before == replays
     strategy.only = None

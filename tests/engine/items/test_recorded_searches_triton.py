@@ -23,8 +23,8 @@ from recserve.kernels.triton import (
 SHAPES = (SearchShape(3, 8, 24, weighed=True), SearchShape(3, 8, 24), SearchShape(3, 8, None))
 
 
-@pytest.mark.parametrize("how", chosen(("plain", "filters", "weighed"), "weighed"))
-def test_kernels_find_what_the_twins_find(how, monkeypatch):
+@pytest.mark.parametrize("variant", chosen(("plain", "filters", "weighed"), "weighed"))
+def test_kernels_find_what_the_twins_find(variant, monkeypatch):
     """Two requests of three places, roots in a table whose rows lie apart."""
     launched, levels = [], []
 
@@ -42,14 +42,14 @@ def test_kernels_find_what_the_twins_find(how, monkeypatch):
     with torch.inference_mode():
         launching, world = recommending("cpu"), recommending("cpu")
         world.trie = launching.trie
-        wanted = launching.engine.run_many(launching.ask("beam", how))
+        wanted = launching.engine.run_many(launching.ask("beam", variant))
         monkeypatch.setattr(dispatch, "KERNELS", "torch")
         world.engine.schedulers["recommender"].runner.attention = kernel_attention
         graphs = with_searches(world, world.trie, lambda step: step, SHAPES)
     monkeypatch.setattr(dispatch, "turns", lambda pool: True)
     monkeypatch.setattr(dispatch, "rope_write", rope_write.rope_write)
     monkeypatch.setattr(dispatch, "best_children", kernel_children)
-    assert_same(wanted, world.engine.run_many(launching.ask("beam", how)))
+    assert_same(wanted, world.engine.run_many(launching.ask("beam", variant)))
     assert graphs.counts["replayed"] == 1
-    assert len(launched) == (3 if how == "weighed" else 2) and 3 * 8 in launched
+    assert len(launched) == (3 if variant == "weighed" else 2) and 3 * 8 in launched
     assert levels == [TrieOverlay] * 3

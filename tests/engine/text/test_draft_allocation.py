@@ -8,8 +8,8 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.costs import SIZES, Cost, text_step_cost
 from recserve.engine.text.draft_allocation import TRIAL_SHARE, AcceptanceStats, DraftAllocation
+from recserve.engine.text.step_cost import SIZES, Cost, text_step_cost
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget, chain_draft
 from recserve.speculation.sampling_params import SamplingParams, Speculation

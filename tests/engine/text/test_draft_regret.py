@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.engine.runtime.costs import Cost
 from recserve.engine.text.draft_allocation import DraftAllocation
+from recserve.engine.text.step_cost import Cost
 from recserve.speculation.draft import Budget, chain_draft
 from tests.support.grids import covering
 

@@ -87,20 +87,20 @@ def test_paths_that_fork_are_moved(model, expected):
     params, tokens, *_ = expected["warm", 2]
     engine = with_graphs(model, Counted())
     engine.drafters["table"] = TableDrafter("tree", {tuple(prompt.tolist()): tokens})
-    lane = engine.schedulers["text"]
+    scheduler = engine.schedulers["text"]
     moved = []
-    keys = lane.runner.pool.keys
-    commit = lane._commit
+    keys = scheduler.runner.pool.keys
+    commit = scheduler._commit
 
     def watched(group, kept, *outputs):
         moved.append(any(node != place for place, node in enumerate(kept.paths[0])))
         return commit(group, kept, *outputs)
 
-    lane._commit = watched
+    scheduler._commit = watched
     for _ in range(4):
         request = TextQuery(prompt, params, Speculation("table"))
         assert engine.run(request).tokens.tolist() == tokens
-    assert sum(moved) > 2 and keys is lane.runner.pool.keys
+    assert sum(moved) > 2 and keys is scheduler.runner.pool.keys
 
 
 def test_what_fits_no_bucket_steps_as_before(model, expected):
@@ -142,7 +142,7 @@ def test_other_rules_judge_chosen_drafts_in_a_record(rule, model):
 def test_preemption_keeps_rows_and_counts(model):
     """Preempted texts lose their row and their place among the counts, and get others."""
     engine = with_graphs(model, Counted(), pages=30)
-    lane = engine.schedulers["text"]
+    scheduler = engine.schedulers["text"]
     requests, wanted, texts = [], [], {}
     for number, prompt in enumerate(prompts(12, seed=3, low=5, high=12)):
         params = SamplingParams(
@@ -155,7 +155,7 @@ def test_preemption_keeps_rows_and_counts(model):
     engine.drafters["table"] = TableDrafter("mixed", texts)
     futures, most = [engine.submit(request) for request in requests], 0
     while engine.step():
-        most = max(most, len(lane.preempted))
+        most = max(most, len(scheduler.preempted))
     assert most > 0
     assert [future.result(0).tokens.tolist() for future in futures] == wanted
     assert_no_leak(engine)
@@ -199,7 +199,7 @@ def test_a_step_that_asks_the_device_cannot_be_recorded(model, monkeypatch):
 def test_no_record_is_begun_without_time_or_memory(model):
     engine = with_graphs(model, Counted(), seconds=-1.0)
     assert engine.schedulers["text"].graphs.captured == []
-    lane = engine_for(model).schedulers["text"]
+    scheduler = engine_for(model).schedulers["text"]
     made = []
 
     def record(step):
@@ -207,7 +207,7 @@ def test_no_record_is_begun_without_time_or_memory(model):
         return step
 
     graphs = StepGraphs(
-        lane.runner,
+        scheduler.runner,
         model,
         4,
         GraphLimits(SHAPES, seconds=float("inf"), bytes=2 * 2**30),

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from recserve.engine.text.limits import TextLimits
 from recserve.engine.text.prefill import shared_rows
-from recserve.engine.text.scheduler import TextLimits
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import MAKERS, assert_no_leak, engine_for

@@ -1,4 +1,4 @@
-"""Draft heads inside the recorded step: the same drafts, the same text, nothing asked of a device.
+"""Draft heads inside the captured step give the drafts and texts of launched heads.
 
 Steps are recorded and replayed on the CPU (recorder.py); the drafts of an engine that launches its
 heads are what those of the replays must equal, text by text and step by step.
@@ -41,7 +41,7 @@ class Watched(MedusaDrafter):
         if heads.token_map is not None:
             heads.token_map.copy_(torch.randperm(words)[: heads.token_map.shape[0]])
         super().__init__(heads.requires_grad_(False).eval(), size, words, TREE)
-        self.drafts, self.asked = {}, 0
+        self.drafts, self.num_contexts = {}, 0
 
     def propose(self, contexts, budgets):
         drafts = super().propose(contexts, budgets)
@@ -51,7 +51,7 @@ class Watched(MedusaDrafter):
         return drafts
 
     def _guesses(self, contexts, width):
-        self.asked += len(contexts)
+        self.num_contexts += len(contexts)
         return super()._guesses(contexts, width)
 
 
@@ -89,17 +89,17 @@ def engines(request, model):
 def test_drafts_are_those_of_launched_heads(name, engines, model):
     """Alone and eight together."""
     launched, launching, replaying, recorded = engines
-    for asked in (requests_of(name)[:1], requests_of(name)):
+    for queries in (requests_of(name)[:1], requests_of(name)):
         launching.drafts, recorded.drafts = {}, {}
-        launching.asked = recorded.asked = 0
+        launching.num_contexts = recorded.num_contexts = 0
         launched.forget_all()
         replaying.forget_all()
-        wanted = [answer.tokens.tolist() for answer in launched.run_many(asked)]
-        assert wanted == [plain(model, r.prompt.tolist(), r.params)[0] for r in asked]
-        assert [answer.tokens.tolist() for answer in replaying.run_many(asked)] == wanted
+        wanted = [answer.tokens.tolist() for answer in launched.run_many(queries)]
+        assert wanted == [plain(model, r.prompt.tolist(), r.params)[0] for r in queries]
+        assert [answer.tokens.tolist() for answer in replaying.run_many(queries)] == wanted
         assert launching.drafts == recorded.drafts
         # What follows a step that was launched, with a prompt in it, finds nothing ranked.
-        assert recorded.asked <= (1 if len(asked) == 1 else launching.asked // 2)
+        assert recorded.num_contexts <= (1 if len(queries) == 1 else launching.num_contexts // 2)
     assert_no_leak(replaying)
 
 
@@ -121,21 +121,21 @@ def test_a_request_s_own_tree_may_need_more_ranks(engines, model):
     """Ranks that were not recorded are looked up as without records."""
     _, _, replaying, recorded = engines
     wide = recorded.num_ranks + 2
-    recorded.asked = 0
+    recorded.num_contexts = 0
     request = requests_of("warm", tree=((0,), (wide,)))[0]
     answer = replaying.run(request)
     assert answer.tokens.tolist() == plain(model, request.prompt.tolist(), request.params)[0]
-    assert recorded.asked == answer.timing.forwards - 2
-    recorded.asked = 0
+    assert recorded.num_contexts == answer.timing.forwards - 2
+    recorded.num_contexts = 0
     request = requests_of("warm", tree=((0,), (0, 1), (1,)))[0]
     assert replaying.run(request).tokens.tolist() == answer.tokens.tolist()
-    assert recorded.asked <= 1
+    assert recorded.num_contexts <= 1
 
 
 @pytest.mark.slow
 def test_a_merged_drafter_takes_its_one_source_with_heads(model):
-    asked = requests_of("hot", "both")
-    found, asked_itself = [], []
+    queries = requests_of("hot", "both")
+    found, num_contexts = [], []
     for recorded in (False, True):
         watched = Watched(model)
         both = {"both": MergedDrafter([NgramDrafter(min_match=1), watched])}
@@ -144,10 +144,10 @@ def test_a_merged_drafter_takes_its_one_source_with_heads(model):
             if recorded
             else engine_for(model, drafters=both)
         )
-        tokens = [answer.tokens.tolist() for answer in engine.run_many(asked)]
+        tokens = [answer.tokens.tolist() for answer in engine.run_many(queries)]
         found.append((tokens, watched.drafts))
-        asked_itself.append(watched.asked)
-    assert found[0] == found[1] and asked_itself[1] <= asked_itself[0] // 2
+        num_contexts.append(watched.num_contexts)
+    assert found[0] == found[1] and num_contexts[1] <= num_contexts[0] // 2
     assert MergedDrafter([Watched(model), Watched(model)]).ranked_heads is None
     assert NgramDrafter().ranked_heads is None
 
@@ -155,10 +155,10 @@ def test_a_merged_drafter_takes_its_one_source_with_heads(model):
 def test_texts_of_two_drafters_with_heads_step_without_them(model):
     drafters = {"medusa": Watched(model), "other": Watched(model)}
     engine = with_graphs(model, Counted(), SHAPES, drafters=drafters)
-    asked = requests_of("warm")[:2] + requests_of("warm", "other")[2:4]
-    wanted = [plain(model, r.prompt.tolist(), r.params)[0] for r in asked]
-    assert [answer.tokens.tolist() for answer in engine.run_many(asked)] == wanted
-    assert min(drafter.asked for drafter in drafters.values()) > 2
+    queries = requests_of("warm")[:2] + requests_of("warm", "other")[2:4]
+    wanted = [plain(model, r.prompt.tolist(), r.params)[0] for r in queries]
+    assert [answer.tokens.tolist() for answer in engine.run_many(queries)] == wanted
+    assert min(drafter.num_contexts for drafter in drafters.values()) > 2
 
 
 def test_the_host_waits_once_a_step(monkeypatch):
@@ -169,12 +169,19 @@ def test_the_host_waits_once_a_step(monkeypatch):
     launches = triton_interpreter.interpret_pretended(monkeypatch)
     with PretendCuda() as device:
         engine = text_engine("cuda", ["medusa"])
-        lane = engine.schedulers["text"]
+        scheduler = engine.schedulers["text"]
         limits = GraphLimits((StepShape(6, 1, 3),), seconds=float("inf"))
         graphs = StepGraphs(
-            lane.runner, lane.model, 8, limits, lambda step: step, drafters=engine.drafters
+            scheduler.runner,
+            scheduler.model,
+            8,
+            limits,
+            lambda step: step,
+            drafters=engine.drafters,
         )
-        engine.schedulers["text"] = TextScheduler(lane.runner, lane.model, lane.limits, graphs)
+        engine.schedulers["text"] = TextScheduler(
+            scheduler.runner, scheduler.model, scheduler.limits, graphs
+        )
         params = SamplingParams(1.3, max_tokens=14)
         engine.submit(TextQuery(prompts(1)[0], params, Speculation("medusa", num_tokens=3)))
         waits = looks_of_replays(device, engine, graphs)

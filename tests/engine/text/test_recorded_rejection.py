@@ -171,7 +171,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     with rules of their own, and in one place for probs.
     """
     model, wanted = shared_model(), []
-    lane = engine_for(model).schedulers["text"]
+    scheduler = engine_for(model).schedulers["text"]
     limits = GraphLimits(ALL, seconds=float("inf"), bytes=18 * 2**30)
 
     def record(step):
@@ -182,7 +182,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
         wanted.clear()
         names = {"far": drafters_of(model)["far"]}
         return StepGraphs(
-            lane.runner, model, 4, limits, record, lambda: 2**30 * len(wanted), drafters=names
+            scheduler.runner, model, 4, limits, record, lambda: 2**30 * len(wanted), drafters=names
         )
 
     drawn = [made for made in made_by(limits).captured if made.bucket.kind.rule == "rejection"]
@@ -229,13 +229,20 @@ def test_the_host_waits_once_a_step(monkeypatch):
     launches = triton_interpreter.interpret_pretended(monkeypatch)
     with PretendCuda() as device:
         engine = text_engine("cuda", [])
-        lane = engine.schedulers["text"]
-        engine.drafters["drawn"] = DeviceDrafts(lane.model.config.vocab_size, "cuda")
+        scheduler = engine.schedulers["text"]
+        engine.drafters["drawn"] = DeviceDrafts(scheduler.model.config.vocab_size, "cuda")
         limits = GraphLimits((StepShape(5, 1, 3),), seconds=float("inf"))
         graphs = StepGraphs(
-            lane.runner, lane.model, 8, limits, lambda step: step, drafters=engine.drafters
+            scheduler.runner,
+            scheduler.model,
+            8,
+            limits,
+            lambda step: step,
+            drafters=engine.drafters,
         )
-        engine.schedulers["text"] = TextScheduler(lane.runner, lane.model, lane.limits, graphs)
+        engine.schedulers["text"] = TextScheduler(
+            scheduler.runner, scheduler.model, scheduler.limits, graphs
+        )
         words = Speculation("drawn", "rejection", num_tokens=3)
         engine.submit(TextQuery(prompts(1)[0], SamplingParams(1.3, max_tokens=7), words))
         waits = looks_of_replays(device, engine, graphs)

@@ -13,7 +13,7 @@ import torch
 
 from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.scheduler import RequestTooLarge
-from recserve.engine.text.scheduler import PromptTooLong
+from recserve.engine.text.limits import PromptTooLong
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
@@ -191,8 +191,8 @@ def test_drafter_and_listener_failures_stay_with_their_requests(model, expected)
 
 def test_chunked_prefill_and_prefix_cache_change_nothing(model):
     engine = engine_for(model)
-    lane = engine.schedulers["text"]
-    lane.limits = type(lane.limits)(prefill_tokens=7)
+    scheduler = engine.schedulers["text"]
+    scheduler.limits = type(scheduler.limits)(prefill_tokens=7)
     long = prompts(1, seed=5, low=40, high=41)[0]
     params = SamplingParams(seed=8, max_tokens=10)
     tokens, *_ = plain(model, long.tolist(), params)
@@ -221,11 +221,11 @@ def test_preemption_loses_nothing(model):
         wanted.append(tokens)
     drafter = TableDrafter("mixed", texts)
     engine = engine_for(model, pages=30, drafters={"table": drafter})
-    lane = engine.schedulers["text"]
+    scheduler = engine.schedulers["text"]
     most = 0
     futures = [engine.submit(r) for r in requests]
     while engine.step():
-        most = max(most, len(lane.preempted))
+        most = max(most, len(scheduler.preempted))
     assert most > 0
     assert [f.result(0).tokens.tolist() for f in futures] == wanted
     assert_no_leak(engine)

@@ -55,10 +55,10 @@ def test_pages_and_prefixes_are_shared_with_the_texts_of_the_model():
     first, again = engine.run(request), engine.run(request)
     assert first.timing.root_cached >= 20 and again.timing.root_computed == 0
     np.testing.assert_allclose(first.values, again.values, atol=2e-5)
-    lane = engine.schedulers["text"]
-    assert engine.stats().pages_total == lane.allocator.num_pages
-    lane.cache.evict(lane.allocator.num_pages)
-    assert lane.allocator.num_free == lane.allocator.num_pages
+    scheduler = engine.schedulers["text"]
+    assert engine.stats().pages_total == scheduler.allocator.num_pages
+    scheduler.cache.evict(scheduler.allocator.num_pages)
+    assert scheduler.allocator.num_free == scheduler.allocator.num_pages
 
 
 def test_texts_and_scores_at_the_same_time_differ_in_nothing():

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recserve.engine.runtime.networks import DecoderTrunk
-from recserve.engine.runtime.runner import Piece, Runner
+from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, Runner
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import root_branch
 from recserve.models.inputs import NodeInputs
@@ -57,7 +56,13 @@ def text_step_cost(model: LanguageModel) -> Cost:
     def forward_ms(size: int) -> float:
         tokens = torch.zeros(size, dtype=torch.int64, device=device)
         tree = root_branch(tokens, torch.arange(size + 1, device=device))
-        piece = Piece(tree, NodeInputs(tokens), None, slots[ROOT : ROOT + size], (slots[:ROOT],))
+        piece = ForwardPiece(
+            tree=tree,
+            inputs=NodeInputs(tokens),
+            queries=None,
+            slots=slots[ROOT : ROOT + size],
+            root_slots=(slots[:ROOT],),
+        )
         began = now()
         model.logits(runner.forward([piece])[0])
         if device.type == "cuda":

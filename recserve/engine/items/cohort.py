@@ -1,0 +1,87 @@
+"""Requests that step together, and the removal of their states that are not finite.
+
+On the CPU, `isolate` finds states that are not finite after each forward pass. On a CUDA device the
+flags of core/finite.py travel with the states until scores are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
+from recserve.core.request import Result, Scores, Slate
+from recserve.core.sequence import Sequence
+from recserve.core.strategy import Strategy, TreeStrategy
+from recserve.engine.runtime.runner import ForwardPiece
+from recserve.kernels.paged_kv import KVPool
+
+
+@dataclass
+class Cohort:
+    """Requests of one strategy that started together and step together.
+
+    Attributes:
+        strategy: The strategy of all requests.
+        sequences: The requests.
+        state: The strategy's state of the search.
+    """
+
+    strategy: Strategy
+    sequences: list[Sequence]
+    state: Any
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trees are finished. A strategy without trees is finished from the start."""
+        strategy = self.strategy
+        return not isinstance(strategy, TreeStrategy) or strategy.finished(self.state)
+
+    @property
+    def tree_strategy(self) -> TreeStrategy:
+        """The strategy of a cohort that is not finished."""
+        assert isinstance(self.strategy, TreeStrategy)
+        return self.strategy
+
+
+def isolate(sequences: Seq[Sequence], piece: ForwardPiece, states: Tensor, pool: KVPool) -> Tensor:
+    """Replaces states that are not finite by zeros, and marks their sequences as flawed.
+
+    The search goes on with the zeros because it compares sums of states, and NaN compares as false
+    with everything.
+
+    Args:
+        sequences: The sequences of the piece's trees, in order.
+        piece: The trees whose nodes were computed.
+        states: [Tq, E] hidden states of these nodes.
+        pool: The pool that holds their keys and values. Those of flawed nodes become zero.
+
+    Returns:
+        [Tq, E] finite states. On a CUDA device, the input itself.
+    """
+    if states.is_cuda or all_finite(states):
+        return states
+    flaws, owners, slots = flaws_of(states), piece.tree.tree_ids(), piece.slots
+    if piece.queries is not None:
+        owners, slots = owners[piece.queries], slots[piece.queries]
+    flawed = torch.isnan(flaws)
+    for owner in owners[flawed].tolist():
+        sequences[owner].flawed = True
+    pool.clear_slots(slots[flawed])
+    return without_flaws(states, flaws)
+
+
+def checked(result: Result | NotFinite) -> Result | NotFinite:
+    """Returns the result, or NotFinite if one of its scores is not finite.
+
+    The scores are on the host already, so the check does not wait for a device.
+    """
+    scores = result.scores if isinstance(result, Slate) else None
+    if isinstance(result, Scores):
+        scores = result.values
+    return result if scores is None or np.isfinite(scores).all() else NotFinite()
