@@ -1,8 +1,9 @@
-"""What of a scored tree is accepted: walks from each tree's root node, and the plain torch twins.
+"""Acceptance of drafted tokens: walks from each tree's root node, as plain torch references.
 
-Node 0 of a tree is the last committed token; a walk goes from it to the child that carries the
-token drawn at the node, as far as there is one; the token drawn where it stops is the bonus. With
-noise keyed by (seed, position) these are the tokens of undrafted decoding, at any temperature.
+Node 0 of a tree is the last committed token. A token is drawn at every node. The walk moves to the
+child that carries the drawn token until no child does. The token drawn at the last node is the
+bonus token. The noise is keyed by (seed, position), so the result equals decoding without drafts,
+token for token, at any temperature.
 Sources: Leviathan et al. 2023, section 2.3; SpecInfer, arXiv 2305.09781, section 4.3 (several
 children drawn from one distribution).
 """
@@ -20,25 +21,31 @@ from recserve.kernels.tree import CANDIDATE, TokenTree
 
 @dataclass(frozen=True)
 class Keys:
-    """What keys the noise of B trees: seeds [B] and the root lengths [B], both int64.
+    """Keys of the noise of B trees.
 
-    A node's token has position root length + depth; the token drawn at it one more.
+    A node's own token has the position root length + depth. The token drawn at it has one more.
+
+    Attributes:
+        seeds: [B] int64 seed of each sequence.
+        root_lengths: [B] int64 number of root tokens of each tree.
     """
 
     seeds: Tensor
     root_lengths: Tensor
 
     def positions(self, tree: TokenTree) -> Tensor:
-        """[T] position of the token that is drawn at each node."""
+        """Returns the position [T] of the token that is drawn at each node."""
         return self.root_lengths[tree.tree_ids()] + tree.depths + 1
 
 
 @dataclass(frozen=True)
 class DraftProbs:
-    """q of T nodes: what their tokens were drawn from.
+    """Draft distributions q of T nodes: what their tokens were drawn from.
 
-    values [R, V] float32, rows sum to 1. rows [T] int64: each node's row of them; -1 where the
-    token was chosen, so that q is 1 at it. Rows of root nodes are not read.
+    Attributes:
+        values: [R, V] float32. Each row sums to 1.
+        rows: [T] int64, the row of `values` for each node. -1 marks a token that was chosen
+            deterministically, so that q is 1 at this token. Rows of root nodes are not read.
     """
 
     values: Tensor
@@ -46,12 +53,12 @@ class DraftProbs:
 
     @classmethod
     def none(cls, tree: TokenTree, vocab_size: int) -> DraftProbs:
-        """All tokens were chosen."""
+        """Returns the distributions of a tree whose tokens were all chosen deterministically."""
         values = torch.empty(0, vocab_size, device=tree.tokens.device)
         return cls(values, torch.full_like(tree.tokens, -1))
 
     def at(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """[m, V] q of some nodes [m], which carry the tokens [m]."""
+        """Returns q [m, V] of nodes [m] that carry the tokens [m]."""
         values, rows = self.values, self.rows[nodes, None]
         sure = values.new_zeros(nodes.shape[0], values.shape[1]).scatter_(1, tokens[:, None], 1.0)
         if not values.shape[0]:
@@ -61,10 +68,12 @@ class DraftProbs:
 
 @dataclass(frozen=True)
 class Walk:
-    """Accepted paths of B trees; shapes do not depend on what was accepted.
+    """Accepted paths of B trees. The shapes do not depend on how much was accepted.
 
-    nodes [B, D + 1]: packed indices of the root node and the accepted nodes, -1 behind the last.
-    lengths [B]: accepted nodes, root node and bonus excluded. bonus [B]: token drawn at the last.
+    Attributes:
+        nodes: [B, D + 1] packed indices of the root node and the accepted nodes, padded with -1.
+        lengths: [B] accepted nodes. The root node and the bonus token do not count.
+        bonus: [B] token drawn at the last accepted node.
     """
 
     nodes: Tensor
@@ -73,9 +82,16 @@ class Walk:
 
 
 def choose(logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor) -> Tensor:
-    """[T] the token drawn at every node: argmax(logits / temperature + gumbel), lowest on ties.
+    """Draws a token at every node: argmax(logits / temperature + gumbel).
 
-    logits [T, V], any float dtype. temperatures [B] float32; 0 is the argmax of the logits.
+    Args:
+        logits: [T, V] target logits, any float dtype.
+        tree: B packed trees with T nodes.
+        keys: Keys of the noise.
+        temperatures: [B] float32. 0 selects the argmax of the logits.
+
+    Returns:
+        [T] int64 tokens. Ties resolve to the lowest token.
     """
     trees = tree.tree_ids()
     warmth = temperatures[trees, None]
@@ -86,11 +102,15 @@ def choose(logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor) ->
 
 
 def follow(chosen: Tensor, tree: TokenTree, max_depth: int) -> Walk:
-    """Longest path on which every node carries the token drawn at its parent.
+    """Returns the longest path on which every node carries the token drawn at its parent.
 
-    chosen [T]. Of children with the same token the first is followed; auxiliary nodes never are.
-    Every tree has one root node and at most max_depth levels below it. Shapes depend on T, B and
-    max_depth alone.
+    The first of several children with the same token is followed. Auxiliary nodes are never
+    followed. Shapes depend on T, B and max_depth alone.
+
+    Args:
+        chosen: [T] token drawn at each node.
+        tree: B packed trees. Each has one root node and at most max_depth levels below it.
+        max_depth: D, the deepest level of any tree.
     """
     size, node = tree.num_nodes, tree.offsets[:-1]
     if not max_depth:
@@ -98,7 +118,8 @@ def follow(chosen: Tensor, tree: TokenTree, max_depth: int) -> Walk:
     match = (tree.parents >= 0) & (tree.tokens == chosen[tree.parents.clamp(min=0)])
     if tree.kinds is not None:
         match &= tree.kinds == CANDIDATE
-    # Where each node leads; `size` is the end of every path, and what leads nowhere is put behind.
+    # The successor of each node. `size` ends every path. Nodes that match no parent scatter into
+    # the unused place `size + 1`.
     index = torch.arange(size, device=chosen.device)
     following = torch.full((size + 2,), size, dtype=torch.int64, device=chosen.device)
     following = following.scatter_reduce(
@@ -118,20 +139,30 @@ def follow(chosen: Tensor, tree: TokenTree, max_depth: int) -> Walk:
 def accept(
     logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor, max_depth: int
 ) -> Walk:
-    """Sample and walk; greedy where the temperature is 0. Exact for every draft that was chosen,
-    not drawn. Arguments of `choose` and `follow`.
+    """Draws a token at every node and walks; greedy where the temperature is 0.
+
+    This is exact for drafts whose tokens were chosen, not drawn. The arguments are those of
+    `choose` and `follow`.
     """
     return follow(choose(logits, tree, keys, temperatures), tree, max_depth)
 
 
 def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
-    """Rejection sampling for children that were drawn independently: a chain, or several.
+    """Rejection sampling for children that were drawn independently: a chain, or several children.
 
-    p [T, V] float32: target probabilities at each node, rows sum to 1. q: what each node's own
-    token was drawn from. At a node the children are tried in order: accepted with
-    probability min(1, p(x) / q(x)), else p becomes the normalised max(p - q, 0); with no child left
-    the bonus is drawn from p. Coins and the bonus are keyed by the step: see `step_keys`. Shapes
-    depend on T, B, V, R and max_depth alone.
+    The children of a node are tried in order. A child x is accepted with probability
+    min(1, p(x) / q(x)). A rejection replaces p by the normalised max(p - q, 0). The bonus token is
+    drawn from p when no child is left. Acceptance noise and bonus noise are keyed by the step; see
+    `step_keys`. Shapes depend on T, B, V, R and max_depth alone.
+
+    Args:
+        p: [T, V] float32 target probabilities at each node. Each row sums to 1.
+        q: The distributions that the nodes' own tokens were drawn from.
+        tree: B packed trees.
+        keys: Keys of the noise.
+        max_depth: D, the deepest level of any tree.
+
+    Source: Leviathan et al. 2023, section 2.3; SpecInfer, arXiv 2305.09781, section 4.3.
     """
     index, owners = torch.arange(tree.num_nodes, device=p.device), tree.tree_ids()
     steps = step_keys(keys.root_lengths[owners] + 1, index - tree.offsets[owners])
@@ -141,7 +172,7 @@ def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_dept
     lengths = torch.zeros_like(here)
     nodes[:, 0] = here
     left, totals = p[here], torch.ones_like(here, dtype=p.dtype)
-    # In preorder a node's turn comes when the walk stands at its parent, or never.
+    # Nodes lie in preorder. So when a node is tried, the walk stands at its parent or never will.
     for number in range(tree.num_nodes):
         child, tree_id = index[number : number + 1], owners[number : number + 1]
         asked = tree.parents[child] == here[tree_id]
@@ -153,7 +184,7 @@ def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_dept
         accepted = asked & (coins[child] * share < level)
         rest = (weight - drawn).clamp(min=0)
         total = rest.sum(1)
-        # p and q equal but for rounding: a refusal says nothing about p.
+        # p and q are equal except for rounding, so a rejection says nothing about p.
         rest = torch.where(total[:, None] > 0, rest, p[here[tree_id]])
         total = torch.where(total > 0, total, 1.0)
         rest = torch.where(asked[:, None], rest, left[tree_id])

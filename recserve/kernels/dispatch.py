@@ -1,10 +1,13 @@
-"""The one switch between the paths of a kernel: Triton on CUDA, C or torch on a CPU.
+"""Selects the implementation of each kernel: Triton on CUDA, C or torch on a CPU.
 
-Products and attention on a CPU run in C or in torch, whichever is faster here: both are measured
-once (choice.py). The environment may say otherwise: `RECSERVE_KERNELS=c` runs everything in C that
-can be, unmeasured; `=torch` takes the plain twins on CUDA and on a CPU, when a kernel is suspected;
-`=triton` takes the kernels everywhere, interpreted, in tests.
-Triton is imported inside the functions: it is not installed where there is no GPU.
+Products and attention on a CPU run in C or in torch, whichever is faster on this machine. Both are
+measured once (cpu/choice.py). The environment variable `RECSERVE_KERNELS` overrides the selection:
+
+- `c` runs everything that C supports in C, without measuring.
+- `torch` runs the plain torch references on CUDA and on a CPU, to check a suspected kernel.
+- `triton` runs the Triton kernels everywhere, interpreted, in tests.
+
+Functions import Triton locally, because machines without a GPU do not install it.
 """
 
 from __future__ import annotations
@@ -43,29 +46,30 @@ if KERNELS not in PATHS:
 
 
 def in_triton(x: Stored) -> bool:
-    """Whether kernels on this tensor run in Triton."""
+    """Returns whether kernels on this tensor run in Triton."""
     return x.is_cuda if KERNELS in ("auto", "c") else KERNELS == "triton"
 
 
 def uses_c() -> bool:
-    """Whether C may do what it can do."""
+    """Returns whether C implementations may be used."""
     return KERNELS in ("auto", "c")
 
 
 def in_native(x: Stored) -> bool:
-    """Whether kernels on this tensor run in C: on a CPU with a compiler, outside training."""
+    """Returns whether kernels on this tensor run in C: on a CPU with a compiler, not training."""
     return uses_c() and native.takes(x)
 
 
 def lays_out(keys: Tensor) -> bool:
-    """Whether sets of trie nodes [n] become trees in C (native_layout.py)."""
+    """Returns whether sets of trie nodes [n] become token trees in C (trie/native_layout.py)."""
     return uses_c() and native.reads(keys)
 
 
 def packs(weights: Sequence[Tensor]) -> bool:
-    """Whether products with these weights [n, m] of a model run in C: all or none.
+    """Returns whether products with these weights of a model run in C: all of them or none.
 
-    Each is one that `native.multiplies` takes.
+    Args:
+        weights: Weights [n, m]. `native.multiplies` must accept each of them.
     """
     if not uses_c() or not weights or not all(map(native.multiplies, weights)):
         return False
@@ -77,25 +81,38 @@ def packs(weights: Sequence[Tensor]) -> bool:
 
 
 def products_ms(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[float, ...]:
-    """Times of products with weights of these shapes (n, m): of few rows and of many."""
+    """Returns the times in ms of products with few rows and with many rows.
+
+    Args:
+        shapes: Shape (n, m) of each weight.
+        dtype: Type of the weights.
+    """
     choice = products.total(shapes, dtype)
     return choice.c_ms if uses_c() and choice.in_c else choice.torch_ms
 
 
 def turns(pool: Stored) -> bool:
-    """Whether `rope_write` is one pass for such a pool [..., D]."""
+    """Returns whether `rope_write` is a single pass for a pool [..., D]."""
     if in_triton(pool):
         return True
     return in_native(pool) and pool.shape[-1] % (2 * native.LANES) == 0
 
 
 def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
-    """Attention of one batch, to be called once per layer as (query, key, value, keys, values).
+    """Prepares the attention of one batch; the result is called once per layer.
 
-    query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots, K, D]
-    of the pool with the computed nodes already written -> [Tq, H, D]. The planned CPU path on a
-    CPU, the Triton kernel on CUDA. For training: `reference.tree_attention`, which has gradients.
-    Where the roots are a table there is the reference alone beside it.
+    A CPU uses the planned CPU path and CUDA the Triton kernel. Training uses
+    `reference.tree_attention`, which has gradients. A CPU computes roots given as a table with the
+    reference.
+
+    Args:
+        batch: Trees of one forward pass.
+        activation: Softmax, or SiLU with a constant normaliser.
+
+    Returns:
+        A function (query, key, value, keys, values) -> [Tq, H, D]. query [Tq, H, D], key and value
+        [Tq, K, D] belong to the computed nodes. keys and values [slots, K, D] are one layer of the
+        pool, with the computed nodes already written.
     """
     if in_triton(batch.slots):
         from recserve.kernels.triton.tree_attention import TritonTreeAttention
@@ -117,7 +134,7 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
 def accept(
     logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor, max_depth: int
 ) -> Walk:
-    """`accept_reference.accept`."""
+    """Runs `accept_reference.accept` with the selected kernel."""
     if not in_triton(logits):
         return accept_reference.accept(logits, tree, keys, temperatures, max_depth)
     from recserve.kernels.triton import accept as kernel
@@ -126,7 +143,7 @@ def accept(
 
 
 def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
-    """`accept_reference.accept_drawn`."""
+    """Runs `accept_reference.accept_drawn` with the selected kernel."""
     if not in_triton(p):
         return accept_reference.accept_drawn(p, q, tree, keys, max_depth)
     from recserve.kernels.triton import accept_drawn as kernel
@@ -137,7 +154,7 @@ def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_dept
 def move_paths(
     keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
-    """`reference.move_paths`."""
+    """Runs `reference.move_paths` with the selected kernel."""
     if not in_triton(keys):
         return reference.move_paths(keys, values, sources, targets, lengths)
     from recserve.kernels.triton import path_move
@@ -148,7 +165,7 @@ def move_paths(
 def rope_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
 ) -> Tensor:
-    """`reference.rope_write`."""
+    """Runs `reference.rope_write` with the selected kernel."""
     alike = qkv.dtype == keys.dtype and in_native(qkv) and turns(keys)
     if alike and isinstance(keys, Tensor) and isinstance(values, Tensor):
         return native.rope_write(qkv, cos, sin, slots, keys, values)
@@ -160,14 +177,20 @@ def rope_write(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., E], weight [E] -> x / rms(x) * weight over the last dimension, in x's dtype."""
+    """Returns x / rms(x) * weight over the last dimension, in x's dtype.
+
+    Args:
+        x: [..., E].
+        weight: [E].
+        eps: Added to the mean square.
+    """
     if in_native(x) and weight.dtype == x.dtype:
         return native.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2 n], gate first -> [..., n]."""
+    """Returns silu(gate) * up [..., n] of a tensor [..., 2 n] that holds the gate first."""
     if in_native(gate_up):
         return native.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -175,7 +198,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
-    """`reference.head_topk`."""
+    """Runs `reference.head_topk` with the selected kernel."""
     if not in_triton(hidden):
         return reference.head_topk(hidden, weight, k)
     from recserve.kernels.triton import head_topk as kernel
@@ -184,7 +207,7 @@ def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
 
 
 def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
-    """`trie_children.best_children`."""
+    """Runs `trie_children.best_children` with the selected kernel."""
     if not in_triton(query.nodes):
         return trie_children.best_children(trie, query)
     from recserve.kernels.triton import trie_topk
@@ -193,8 +216,11 @@ def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
 
 
 def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
-    """Bits of a trie's leaves, one row. rows [n / 8] uint8: bits of the item rows. leaf_rows [I]
-    int32: the row of each leaf.
+    """Converts a bit set of item rows to the bits of a trie's leaves (one row of `LeafBits`).
+
+    Args:
+        rows: [n / 8] uint8, a bit for each item row, little-endian.
+        leaf_rows: [I] int32 item row of each leaf.
     """
     if uses_c() and native.library() is not None and leaf_rows.is_cpu:
         from recserve.kernels.trie.leaf_filter import native_leaf_bits

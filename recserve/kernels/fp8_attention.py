@@ -1,9 +1,9 @@
-"""Attention to a pool, of whatever type it is.
+"""Attention to a KV pool of any storage type.
 
-Triton reads FP8 as it lies. Elsewhere what a batch reads is decoded once per layer, trees side by
-side with their roots, and attention of the query's own type reads that: keys and values of the
-nodes computed now included, so that a node is the same to those scored with it and to those after
-it.
+Triton reads FP8 directly. Other devices decode what a batch reads once per layer, each tree next to
+its root. Attention in the query's own type then reads the decoded copy. The copy includes the keys
+and values of the nodes computed now. So a node has the same values for nodes scored with it and
+for nodes scored later.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ PoolAttention = Callable[[TreeBatch, Activation], Callable[..., Tensor]]
 
 
 def attention_to(stored: Stored, attention: dispatch.BatchAttention) -> PoolAttention:
-    """The same attention, but to layers of keys and values that are stored as these are."""
+    """Returns the same attention for layers of keys and values that are stored like `stored`."""
     if isinstance(stored, Tensor) or dispatch.in_triton(stored):
         return attention
 
     def attend(batch: TreeBatch, activation: Activation) -> Callable[..., Tensor]:
         if isinstance(batch.root_slots, RootTable):
-            return attention(batch, activation)  # the twin, which takes any
+            return attention(batch, activation)  # the reference, which accepts any type
         return DecodedAttention(batch, activation, attention)
 
     return attend
 
 
 class DecodedAttention:
-    """Attention of one batch to FP8, laid out once, called once per layer."""
+    """Attention of one batch to an FP8 pool, laid out once and called once per layer."""
 
     def __init__(
         self, batch: TreeBatch, activation: Activation, attention: dispatch.BatchAttention
@@ -58,7 +58,7 @@ class DecodedAttention:
     def __call__(
         self, query: Tensor, _key: Tensor, _value: Tensor, keys: Stored, values: Stored
     ) -> Tensor:
-        """As `dispatch.tree_attention`'s; the computed nodes' own are read from the pool too."""
+        """Attends as `dispatch.tree_attention`; new nodes are read from the pool as well."""
         assert isinstance(keys, Fp8) and isinstance(values, Fp8)
         key, value = (pool.rows(self._read).to(query.dtype) for pool in (keys, values))
         own = self._computed

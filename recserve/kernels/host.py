@@ -1,7 +1,7 @@
-"""Numbers of the host on their way to the device.
+"""Copies of host values to the device.
 
-A plain copy waits until the device has done all work before it. One that need not be waited for is
-staged by the driver before the call returns, so what it was made from may change at once.
+A plain copy waits until the device has finished all earlier work. For a non-blocking copy the
+driver stages the data before the call returns, so the source may change immediately.
 """
 
 from __future__ import annotations
@@ -18,5 +18,11 @@ def on_device(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The values as a tensor there, of the given dtype or their own; the host does not wait."""
+    """Copies values to a device without waiting for it.
+
+    Args:
+        values: Numbers, an array or a tensor.
+        device: Target device.
+        dtype: Type of the result. None means the type of the values.
+    """
     return torch.as_tensor(values).to(device, dtype, non_blocking=True)

@@ -1,11 +1,11 @@
-"""Noise keyed by (seed, position, token): the same numbers in any batch, order, draft and machine.
+"""Noise keyed by (seed, position, token): identical in any batch, order, draft and machine.
 
     words = Philox-4x32-10(key = seed, counter = (block, position, stream)): 32 bits per token
     p = (word + 1/2) / 2**32,   gumbel = -log(-log(1 - p)),   argmax(logits + gumbel) ~ softmax
 
-The tokens of a block lie LANES apart, so that TILE consecutive tokens are LANES blocks and nothing
-is interleaved. The logarithm is made of operations that IEEE 754 rounds exactly, so that the Triton
-twin (noise_kernel.py) and every machine give the same bits; library logarithms differ in the last.
+The four tokens of a block lie LANES apart. So TILE consecutive tokens are LANES blocks and need no
+interleaving. The logarithm uses only operations that IEEE 754 rounds exactly. So the Triton version
+(noise_kernel.py) and every machine give the same bits, which library logarithms do not.
 Sources: Salmon et al. 2011 (Philox, Random123); Maddison et al. 2014, section 2 (Gumbel-max).
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 LANES = 256
 TILE = 4 * LANES
-CHUNK = 2**16  # words whose intermediate results stay in a core's cache
+CHUNK = 2**16  # words per step, so that intermediate results stay in a core's cache
 
-# Independent uses of the same (seed, position).
+# Streams: independent uses of the same (seed, position).
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -33,10 +33,13 @@ SERIES = (0.6666666865348816, 0.4000000059604645, 0.2857142984867096, 0.22222222
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = TARGET) -> Tensor:
-    """Gumbel noise of the tokens 0 : vocabulary.
+    """Returns Gumbel noise [n, vocabulary] float32 of the tokens 0 : vocabulary.
 
-    seeds, positions [n] int64. stream: which of the independent uses. Returns [n, vocabulary]
-    float32.
+    Args:
+        seeds: [n] int64.
+        positions: [n] int64.
+        vocabulary: Number of tokens.
+        stream: Which of the independent streams to use.
     """
     return _of_all_tokens(gumbel_of_words, seeds, positions, vocabulary, stream)
 
@@ -44,8 +47,10 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = TARG
 def exponential(
     seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = RESIDUAL
 ) -> Tensor:
-    """exp(-gumbel) of the same tokens: argmax(weights / exponential) draws in proportion to weights
-    that need no normaliser. seeds, positions [n] int64. Returns [n, vocabulary] float32.
+    """Returns exponential noise [n, vocabulary] float32, which is exp(-gumbel) of the same words.
+
+    argmax(weights / exponential) draws in proportion to weights that need no normalisation. The
+    arguments are those of `gumbel`.
     """
     return _of_all_tokens(exponential_of_words, seeds, positions, vocabulary, stream)
 
@@ -60,7 +65,7 @@ def _of_all_tokens(
     rows, device = seeds.shape[0], seeds.device
     tiles = -(-vocabulary // TILE)
     out = torch.empty(rows, tiles, 4, LANES, dtype=torch.float32, device=device)
-    # On a GPU there is no cache to stay in, and few launches are what is cheap.
+    # A GPU computes all words at once: it gains nothing from a cache and few launches are cheaper.
     chunk = CHUNK if device.type == "cpu" else out.numel()
     step, height = max(chunk // TILE, 1), max(chunk // (tiles * TILE), 1)
     lanes = torch.arange(tiles * LANES, device=device).view(1, tiles, LANES)
@@ -77,9 +82,16 @@ def _of_all_tokens(
 def gumbel_of_tokens(
     seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGET
 ) -> Tensor:
-    """The same noise at chosen tokens: `gumbel(...)[i, tokens[i]]` without the rest.
+    """Returns the noise at chosen tokens: `gumbel(...)[i, tokens[i]]` without the rest.
 
-    seeds, positions [n], tokens [n, k], all int64. Returns [n, k] float32.
+    Args:
+        seeds: [n] int64.
+        positions: [n] int64.
+        tokens: [n, k] int64.
+        stream: Which of the independent streams to use.
+
+    Returns:
+        [n, k] float32.
     """
     key, tail = _keyed(seeds[:, None], positions[:, None], stream)
     blocks = tokens // TILE * LANES + tokens % LANES
@@ -89,7 +101,14 @@ def gumbel_of_tokens(
 
 
 def uniform(seeds: Tensor, positions: Tensor, draws: int, stream: int = ACCEPT) -> Tensor:
-    """[n, draws] float32 in [0, 1), 24 bits each. seeds, positions [n] int64."""
+    """Returns uniform numbers [n, draws] float32 in [0, 1) with 24 bits each.
+
+    Args:
+        seeds: [n] int64.
+        positions: [n] int64.
+        draws: Numbers per row.
+        stream: Which of the independent streams to use.
+    """
     key, tail = _keyed(seeds[:, None], positions[:, None], stream)
     blocks = torch.arange(-(-draws // 4), device=seeds.device)[None]
     words = torch.stack(philox(key, (blocks, *tail)), dim=-1).flatten(1)[:, :draws]
@@ -97,11 +116,14 @@ def uniform(seeds: Tensor, positions: Tensor, draws: int, stream: int = ACCEPT) 
 
 
 def step_keys(lengths: Tensor, numbers: Tensor) -> Tensor:
-    """Noise positions that no other step of the sequence uses.
+    """Returns noise positions [m] that no other step of the sequence uses.
 
-    lengths [m]: committed tokens when the step began; numbers [m]: which draw of the step. A draw
-    that decided what was kept of one step must not decide again in the next, so drafts that were
-    drawn, coins and residual draws are keyed by the step and not by the position alone.
+    A draw that decided what one step accepted must not decide again in the next step. So the noise
+    of drawn drafts, acceptance and residual draws is keyed by the step, not by the position alone.
+
+    Args:
+        lengths: [m] committed tokens at the start of the step.
+        numbers: [m] number of the draw within the step.
     """
     return (lengths << 32) + numbers
 
@@ -109,7 +131,7 @@ def step_keys(lengths: Tensor, numbers: Tensor) -> Tensor:
 def _keyed(
     seeds: Tensor, positions: Tensor, stream: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Key, and the counter but its first word."""
+    """Returns the Philox key, and the counter without its first word."""
     key = (seeds & LOW, (seeds >> 32) & LOW)
     return key, (positions & LOW, (positions >> 32) & LOW, torch.full_like(positions, stream))
 
@@ -117,11 +139,14 @@ def _keyed(
 def philox(
     key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of noise per counter. All words are int64 in 0 : 2**32; shapes broadcast."""
+    """Returns four words of noise per counter.
+
+    All words are int64 in 0 : 2**32. Shapes broadcast.
+    """
     (key0, key1), (a, b, c, d) = key, counter
     for _ in range(ROUNDS):
-        # A product wraps at 64 bits and keeps them; what stands above 32 bits is masked away when
-        # it has served: b and d are only ever combined bit by bit.
+        # Products wrap at 64 bits and are not masked here. b and d take part in bitwise operations
+        # only, so masking their high bits at the end is enough.
         right, left = c * MULTIPLIERS[1], a * MULTIPLIERS[0]
         a = ((right >> 32) ^ (b ^ key0)).bitwise_and_(LOW)
         c = ((left >> 32) ^ (d ^ key1)).bitwise_and_(LOW)
@@ -131,20 +156,20 @@ def philox(
 
 
 def gumbel_of_words(words: Tensor) -> Tensor:
-    """-log(-log(1 - p)) of p = (word + 1/2) / 2**32. words: int64; same shape back, float32."""
+    """Returns -log(-log(1 - p)), float32, with p = (word + 1/2) / 2**32. words: int64."""
     return _log(*_split(exponential_of_words(words))).neg_()
 
 
 def exponential_of_words(words: Tensor) -> Tensor:
-    """-log(1 - p); 1 - p is 2**-26 at least. words: int64; same shape back, float32."""
+    """Returns -log(1 - p), float32, where 1 - p is at least 2**-26. words: int64."""
     p = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
     exponent, mantissa = _split((1 - p).clamp_(min=2.0**-26))
-    # Small p decide who wins: there log(1 - p) is taken of p itself, which 1 - p would round.
+    # Small p decide the argmax. There log(1 - p) is computed from p, because 1 - p would round it.
     return _log(exponent, torch.where(p < 0.25, -p, mantissa)).neg_()
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Exponent e and f of x = 2**e (1 + f), f in -1/4 : 1/2; float32."""
+    """Returns exponent e and f of x = 2**e (1 + f) with f in -1/4 : 1/2, float32."""
     bits = x.view(torch.int32)
     exponent = (bits - 0x3F400000) >> 23
     mantissa = (bits - (exponent << 23)).view(torch.float32)
@@ -152,7 +177,7 @@ def _split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log(exponent: Tensor, f: Tensor) -> Tensor:
-    """log(2**exponent (1 + f)), every operation rounded by itself."""
+    """Returns log(2**exponent (1 + f)) with every operation rounded separately."""
     s = f / (f + 2)
     z = s * s
     tail = z * SERIES[3]

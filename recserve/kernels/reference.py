@@ -1,5 +1,6 @@
-"""Plain torch twins: one dense mask, one softmax. Slow, short, and the truth that every fast path
-is tested against.
+"""Plain torch references of the kernels: one dense mask, one softmax.
+
+They are slow and short. Every fast implementation is tested against them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 @dataclass(frozen=True)
 class Activation:
-    """What turns scores into weights: softmax, or silu(score) / normalizer without one (HSTU,
-    MTGR).
+    """How attention turns scores into weights: softmax, or silu(score) / normalizer (HSTU, MTGR).
 
-    normalizer: None for softmax; else a constant, so that no row's result depends on how many
-    others there are.
+    Attributes:
+        normalizer: None for softmax. Otherwise a constant, so that a row's result does not depend
+            on the number of other rows.
     """
 
     normalizer: float | None = None
@@ -36,11 +37,19 @@ def tree_attention(
     batch: TreeBatch,
     activation: Activation = SOFTMAX,
 ) -> Tensor:
-    """Every node attends to its tree's root, to itself and to its ancestors.
+    """Computes attention of every node to its tree's root, to itself and to its ancestors.
 
-    query: [Tq, H, D]. keys, values: [slots, K, D], one layer of the pool, the new nodes already
-    written.
-    Scores are scaled by D ** -0.5. Returns [Tq, H, D] in query's dtype; sums are taken in float32.
+    Scores are scaled by D ** -0.5. Sums are taken in float32.
+
+    Args:
+        query: [Tq, H, D] of the computed nodes.
+        keys: [slots, K, D], one layer of the pool with the new nodes already written.
+        values: Same shape as the keys.
+        batch: Trees of the forward pass; root slots as a tuple.
+        activation: Softmax, or SiLU with a constant normaliser.
+
+    Returns:
+        [Tq, H, D] in query's dtype.
     """
     tree, dim = batch.tree, query.shape[-1]
     groups = query.shape[1] // keys.shape[1]
@@ -74,10 +83,19 @@ def tree_attention(
 
 
 def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: TreeBatch) -> Tensor:
-    """The same softmax where the roots are a table: every computed node gathers the W places of its
-    tree's row and all T nodes, and masks what it does not see. Shapes depend on Tq, T, W and B.
+    """Computes the same softmax attention where the roots are a table.
 
-    query: [Tq, H, D]; keys, values: [slots, K, D]. What a mask hides may hold anything, even NaN.
+    Every computed node gathers the W places of its tree's row and all T nodes, and masks what it
+    does not see. Shapes depend on Tq, T, W and B alone. Masked places may hold anything, even NaN.
+
+    Args:
+        query: [Tq, H, D] of the computed nodes.
+        keys: [slots, K, D], one layer of the pool.
+        values: Same shape as the keys.
+        batch: Trees of the forward pass; `root_slots` is a `RootTable`.
+
+    Returns:
+        [Tq, H, D] in query's dtype.
     """
     tree, roots, groups = batch.tree, batch.root_slots, query.shape[1] // keys.shape[1]
     assert isinstance(roots, RootTable)
@@ -88,7 +106,7 @@ def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: Tr
     mask = torch.cat([width < roots.lengths[trees, None], inside], dim=1)
     nodes = batch.slots.expand(query.shape[0], -1)
     slots = torch.cat([roots.slots[roots.rows[trees]], nodes], dim=1)
-    # An unseen place may hold no slot at all yet: the node's own is read there, and counts 0.
+    # A masked place may hold no valid slot. It reads the node's own slot, with weight 0.
     slots = torch.where(mask, slots, own[:, None])
     key, value = (_rows(pool, slots) for pool in (keys, values))
     heads = query.float().reshape(query.shape[0], keys.shape[1], groups, query.shape[2])
@@ -98,7 +116,7 @@ def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: Tr
 
 
 def _rows(pool: Stored, slots: Tensor) -> Tensor:
-    """[n, m, K, D] float32 of slots [n, m]; a CPU reads rows faster by number than by index."""
+    """Returns float32 [n, m, K, D] at slots [n, m]; a CPU gathers flat rows faster."""
     flat = slots.flatten()
     rows = pool.rows(flat) if isinstance(pool, Fp8) else pool.index_select(0, flat)
     return rows.float().view(*slots.shape, *pool.shape[1:])
@@ -107,18 +125,24 @@ def _rows(pool: Stored, slots: Tensor) -> Tensor:
 def move_paths(
     keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
-    """Accepted paths to where the next step looks for them, in place, in all layers.
+    """Moves the keys and values of accepted paths to their final slots, in place, in all layers.
 
-    keys, values: [layers, slots, K, D]. sources, targets: [B, D + 1] slots; only the first
-    lengths[b] of path b are moved. A target may be a source of the same or an earlier step of its
-    own path (the nodes of a path lie at or behind their targets), never of a later one.
+    A target may be a source of the same or an earlier step of its own path, because the nodes of a
+    path never lie before their targets. It is never a source of a later step.
+
+    Args:
+        keys: [layers, slots, K, D].
+        values: Same shape as the keys.
+        sources: [B, D + 1] slots.
+        targets: [B, D + 1] slots.
+        lengths: [B]. Only the first lengths[b] slots of path b are moved.
     """
     sources, targets = sources.flatten(), targets.flatten()
     if not sources.shape[0]:
         return
     longest = sources.shape[0] // lengths.shape[0]
     inside = (torch.arange(longest, device=sources.device) < lengths[:, None]).flatten()
-    # What is not moved repeats one move that is, or stays where it is if there is none.
+    # A step that is not moved repeats one that is, or copies a slot to itself if there is none.
     some = inside.to(torch.uint8).argmax()
     idle_source, idle_target = sources[some], torch.where(inside[some], targets, sources)[some]
     source = torch.where(inside, sources, idle_source)
@@ -130,11 +154,20 @@ def move_paths(
 def rope_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
 ) -> Tensor:
-    """Queries and keys turned by their positions; keys and values written to their slots.
+    """Rotates queries and keys by their positions, and writes keys and values to their slots.
 
-    qkv: [T, H + 2 K, D], queries first. cos, sin: [T, D / 2] float32. slots: [T], distinct. keys,
-    values: [slots, K, D], one layer of the pool. Returns the queries [T, H, D]; computed in
-    float32, rounded once.
+    Computes in float32 and rounds once.
+
+    Args:
+        qkv: [T, H + 2 K, D], queries first.
+        cos: [T, D / 2] float32.
+        sin: [T, D / 2] float32.
+        slots: [T], distinct.
+        keys: [slots, K, D], one layer of the pool.
+        values: Same shape as the keys.
+
+    Returns:
+        The rotated queries [T, H, D].
     """
     kv_heads = keys.shape[1]
     turned, value = torch.split(qkv, [qkv.shape[1] - kv_heads, kv_heads], dim=1)
@@ -149,8 +182,11 @@ def rope_write(
 
 @dataclass(frozen=True)
 class HeadTopK:
-    """Best tokens of n rows under P heads: values [n, P, k] logits in descending order, tokens
-    [n, P, k], the lowest first among equals; float32.
+    """Best tokens of n rows under P heads.
+
+    Attributes:
+        values: [n, P, k] float32 logits in descending order.
+        tokens: [n, P, k]. Ties resolve to the lowest token.
     """
 
     values: Tensor
@@ -158,8 +194,12 @@ class HeadTopK:
 
 
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
-    """The k best tokens of every head. hidden [n, P, E]; weight [P, V, E], or [1, V, E] for heads
-    that share one matrix; k at most V.
+    """Returns the k best tokens of every head.
+
+    Args:
+        hidden: [n, P, E].
+        weight: [P, V, E], or [1, V, E] for heads that share one matrix.
+        k: Tokens per head, at most V.
     """
     logits = torch.einsum(
         "npe,pve->npv", hidden.float(), weight.float().expand(hidden.shape[1], -1, -1)

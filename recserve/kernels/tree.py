@@ -1,8 +1,12 @@
-"""The token tree: what a draft proposes, what a ranking call asks, what the target scores in one
-pass.
+"""The token tree: draft tokens or ranking candidates that the target scores in one forward pass.
 
-Nodes lie in depth-first preorder, so a subtree is a contiguous range and `ends[j]` (one past the
-last node of j's subtree) is the whole mask: node i sees node j exactly when `j <= i < ends[j]`.
+Nodes lie in depth-first preorder, so a subtree is a contiguous range. `ends[j]` is one past the
+last node of j's subtree and encodes the whole mask: node i sees node j exactly when
+`j <= i < ends[j]`.
+
+    0 -+- 1 --- 2          index    0   1   2   3
+       +- 3                parents -1   0   1   0
+                           ends     4   3   3   4
 """
 
 from __future__ import annotations
@@ -20,16 +24,19 @@ AUXILIARY = 1
 
 @dataclass(frozen=True)
 class TokenTree:
-    """B trees packed one after another. A tree may have several root nodes (depth 0, parent -1).
+    """B token trees, packed one after another.
 
-    tokens [T]: token of each node.
-    parents [T]: packed index of the parent, -1 for a root node.
-    depths [T]: 0 for a root node; position of a node = root length + depth.
-    ends [T]: packed index one past the last node of the node's subtree.
-    offsets [B+1]: tree b holds the nodes `offsets[b] : offsets[b + 1]`.
-    kinds [T]: CANDIDATE or AUXILIARY (scored, never accepted); None means all CANDIDATE.
-    root_limits [T]: how many root tokens the node may see; None means all of them.
-    shared [B]: the first nodes of a tree that every node of it sees; None means none.
+    A tree may have several root nodes (depth 0, parent -1).
+
+    Attributes:
+        tokens: [T] token of each node.
+        parents: [T] packed index of the parent, -1 for a root node.
+        depths: [T] 0 for a root node. The position of a node is root length + depth.
+        ends: [T] packed index one past the last node of the node's subtree.
+        offsets: [B + 1]. Tree b holds the nodes `offsets[b] : offsets[b + 1]`.
+        kinds: [T] CANDIDATE or AUXILIARY (scored, never accepted). None means all CANDIDATE.
+        root_limits: [T] number of root tokens that the node may see. None means all of them.
+        shared: [B] number of first nodes that every node of the tree sees. None means none.
     """
 
     tokens: Tensor
@@ -43,20 +50,23 @@ class TokenTree:
 
     @property
     def num_nodes(self) -> int:
-        """T, all nodes of all trees."""
+        """T, the number of nodes of all trees."""
         return self.tokens.shape[0]
 
     @property
     def num_trees(self) -> int:
-        """B."""
+        """B, the number of trees."""
         return self.offsets.shape[0] - 1
 
     def tree_ids(self) -> Tensor:
-        """[T] number of the tree that each node belongs to."""
+        """Returns the number [T] of the tree that each node belongs to."""
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.num_nodes)
 
     def dense_mask(self) -> Tensor:
-        """[T, T] bool, row i sees column j. Quadratic: for tests, training rows and small trees."""
+        """Returns the mask [T, T] bool, true where row i sees column j.
+
+        It is quadratic in T: for tests, training and small trees.
+        """
         index = torch.arange(self.num_nodes, device=self.tokens.device)
         mask = (index[None, :] <= index[:, None]) & (index[:, None] < self.ends[None, :])
         if self.shared is not None:
@@ -66,9 +76,7 @@ class TokenTree:
         return mask
 
     def ancestors(self, max_depth: int) -> Tensor:
-        """[T, max_depth] packed indices of the proper ancestors, nearest first, -1 where none is
-        left.
-        """
+        """Returns indices [T, max_depth] of the proper ancestors, nearest first, padded with -1."""
         columns = []
         node = self.parents
         for _ in range(max_depth):
@@ -79,7 +87,7 @@ class TokenTree:
         return torch.stack(columns, dim=1)
 
     def to(self, device: torch.device | str) -> TokenTree:
-        """The same tree on another device."""
+        """Returns the same tree on another device."""
         moved = {
             name: value.to(device, non_blocking=not value.is_cuda)
             for name, value in vars(self).items()
@@ -89,9 +97,10 @@ class TokenTree:
 
 
 def chain(tokens: Tensor) -> TokenTree:
-    """One tree without forks: a prefill, a linear draft.   0 -- 1 -- 2 -- 3.
+    """Returns one tree without forks, for a prefill or a linear draft:   0 -- 1 -- 2 -- 3.
 
-    tokens: [N]. Returns a tree of N nodes, each the child of the one before it.
+    Args:
+        tokens: [N]. Each node is the child of the one before it.
     """
     n = tokens.shape[0]
     index = torch.arange(n, device=tokens.device)
@@ -101,12 +110,17 @@ def chain(tokens: Tensor) -> TokenTree:
 
 
 def root_branch(tokens: Tensor, branch_offsets: Tensor) -> TokenTree:
-    """One tree of isolated branches: a ranking call (MTGR's mask), each branch a chain of its own.
+    """Returns one tree of isolated branches for a ranking call (MTGR's mask).
 
-    0 -- 1
-    2 -- 3        tokens [N], branch_offsets [M+1] starts of the branches, all of length >= 1.
+        0 -- 1        Each branch is a chain of its own.
+        2 -- 3
 
-    Raises ValueError if a branch is empty or the offsets do not cover the tokens.
+    Args:
+        tokens: [N].
+        branch_offsets: [M + 1] starts of the branches, each at least one token long.
+
+    Raises:
+        ValueError: If a branch is empty or the offsets do not cover the tokens.
     """
     lengths = branch_offsets.diff()
     n = tokens.shape[0]
@@ -123,10 +137,14 @@ def root_branch(tokens: Tensor, branch_offsets: Tensor) -> TokenTree:
 
 
 def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:
-    """One tree from parent indices already in preorder.
+    """Returns one tree from parent indices that are already in preorder.
 
-    tokens, parents: [N]; parents[i] < i, -1 for a root node.
-    Raises ValueError if a parent does not precede its child or the order is not preorder.
+    Args:
+        tokens: [N].
+        parents: [N]. parents[i] < i, -1 for a root node.
+
+    Raises:
+        ValueError: If a parent does not precede its child or the order is not preorder.
     """
     n = tokens.shape[0]
     parent_list = parents.tolist()
@@ -155,8 +173,10 @@ def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:
 
 
 def merge(trees: list[TokenTree]) -> TokenTree:
-    """Pack several trees into one, in order; an optional field that some lack is filled with its
-    neutral value (candidate, whole root, nothing shared).
+    """Packs several trees into one, in order.
+
+    If only some trees have an optional field, the others get its neutral value: candidate, whole
+    root, nothing shared.
     """
     if len(trees) == 1:
         return trees[0]
