@@ -1,11 +1,11 @@
-"""A trie with semantic ids that came after it was built.
+"""A trie with semantic ids that were inserted after it was built.
 
-The base trie stays as it is. Prefixes that it lacks are numbered after its own nodes, breadth-first
-and lexicographically, so the children of a node are at most two ranges of node numbers: those of
-the base, then those that came later. Leaf ranks are those of the merged order, by order statistics:
-a base leaf moves up by the number of ids inserted before it, which is one binary search; the few
-nodes that have inserted ids below them are listed with their ranges. So the cost of a change does
-not depend on the catalogue's size, and reading costs a binary search more than reading the base.
+The base trie does not change. Prefixes that it lacks are numbered after its own nodes,
+breadth-first and lexicographically. So the children of a node are at most two ranges of node
+numbers: those in the base and the later ones. Leaf ranks follow the merged order. A base leaf moves
+up by the number of ids inserted before it, which is one binary search. The few nodes with inserted
+ids below them are listed with their ranks. So the cost of a change does not depend on the
+catalogue's size. Reading costs one binary search more than reading the base.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from recserve.kernels.trie.trie import Children, Leaves, Trie
 
 @dataclass(frozen=True)
 class Grown:
-    """Nodes with inserted ids at or below them, those of the base among them; by node number.
+    """Nodes, also of the base, with inserted ids at or below them, ordered by node number.
 
-    nodes [S]: node number, ascending; the last K are the overlay's own. first, last [S]: leaf ranks
-    under the node. child_first, child_count [S]: its children in the overlay.
+    Attributes:
+        nodes: [S] node numbers, ascending. The last K are the overlay's own.
+        first: [S]. Leaf ranks under the node are `first : last`.
+        last: [S].
+        child_first: [S] first child of the node in the overlay.
+        child_count: [S] number of its children in the overlay.
     """
 
     nodes: Tensor
@@ -38,11 +42,15 @@ class Grown:
 
 @dataclass(frozen=True)
 class BasePrefixes:
-    """How far n semantic ids are in the base already.
+    """The prefixes of n semantic ids that the base already has.
 
-    rows [n] ascending: item row of each. nodes [L + 1, n]: node of each prefix, -1 from where the
-    base lacks it. first, last [L + 1, n]: base leaves under each prefix, or twice the number of
-    base leaves before the id. depths [n]: codes of the longest prefix there.
+    Attributes:
+        rows: [n] item row of each id, ascending.
+        nodes: [L + 1, n] node of each prefix, -1 for prefixes that the base lacks.
+        first: [L + 1, n]. Base leaves under the prefix are `first : last`. For a missing prefix
+            both are the number of base leaves before the id.
+        last: [L + 1, n].
+        depths: [n] number of codes of the longest prefix in the base.
     """
 
     rows: Tensor
@@ -52,7 +60,7 @@ class BasePrefixes:
     depths: Tensor
 
     def at(self, index: Tensor) -> BasePrefixes:
-        """Those at the given places [n] int64."""
+        """Returns the prefixes at the given indices [n] int64."""
         columns = (self.rows, self.nodes, self.first, self.last, self.depths)
         return BasePrefixes(*(column.index_select(-1, index) for column in columns))
 
@@ -61,12 +69,17 @@ class BasePrefixes:
 class TrieOverlay:
     """Base trie and m inserted semantic ids; methods as in `Trie`.
 
-    codes, parents [K]: of the overlay's own nodes. level_starts [L + 1]: its nodes of level l + 1
-    are `level_starts[l] : level_starts[l + 1]`, counted from 0. inserted [m]: base leaves before
-    each inserted id. rows [m]: item row of each. paths [m, L]: node of each of its prefixes.
-    taken_leaves [t] ascending, taken_rows [t]: base leaf ranks that another row has now.
-    row_leaves: leaf node of each row that the base does not have, -1 where it has none.
-    gone: as in Trie. descent: of all ids that came, kept for the overlay of the next version.
+    Attributes:
+        codes, parents: [K] of the overlay's own nodes.
+        level_starts: [L + 1]. Its nodes of level l + 1 are `level_starts[l] : level_starts[l + 1]`,
+            counted from 0.
+        inserted: [m] base leaves before each inserted id.
+        rows: [m] item row of each inserted id. paths [m, L]: node of each of its prefixes.
+        taken_leaves: [t] base leaf ranks, ascending, that now belong to another row: taken_rows
+            [t].
+        row_leaves: Leaf node of each row that the base does not have, -1 without one.
+        gone: Rows that must not be returned. None means that there are none.
+        descent: Prefixes of all later ids, reused for the next version's overlay.
     """
 
     base: Trie
@@ -85,7 +98,7 @@ class TrieOverlay:
 
     @property
     def overlay(self) -> TrieOverlay:
-        """Itself."""
+        """This trie."""
         return self
 
     @property
@@ -95,12 +108,12 @@ class TrieOverlay:
 
     @property
     def num_levels(self) -> int:
-        """L, disambiguation level included."""
+        """L, including the disambiguation level."""
         return self.base.num_levels
 
     @property
     def num_items(self) -> int:
-        """Leaves, those of hidden items included."""
+        """Number of leaves, including those of hidden items."""
         return self.base.num_items + self.inserted.shape[0]
 
     @property
