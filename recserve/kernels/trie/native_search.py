@@ -70,7 +70,7 @@ class DenseCandidateScores:
         rows: [B, R] int64 item rows.
         valid: [B, R].
         scores: [B, R].
-        share: [B, 1] most that the dense score can add to a beam.
+        share: [B, 1] most that the dense head adds to an item that is no dense candidate.
         weights: [B, 1] weight of the dense score.
         dense: [B, I] dense scores of all items.
         leaf_rows: [I] int32 or int64 item row at each leaf rank.

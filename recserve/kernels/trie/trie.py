@@ -54,7 +54,7 @@ class Trie:
     """Prefix tree of all semantic ids of one catalogue version.
 
     `TrieOverlay` has the same methods for a catalogue that changes. Code that accepts both takes a
-    `TrieView` and calls the methods instead of reading the arrays.
+    `TrieView` and calls the methods instead of reading the arrays. Methods take nodes or rows of any
 
     Attributes:
         first_child: [nodes + 1]. Children of node p are `first_child[p] : first_child[p + 1]`. Node
@@ -115,9 +115,8 @@ class Trie:
 
     @cached_property
     def closing_level(self) -> int:
-        """The level, at least 1, from which the number of nodes with several items only decreases.
-
-        Reads the device once per trie.
+        """The level, at least 1, from which fewer and fewer nodes have several items. Reads the
+        device.
         """
         starts, many = self.level_starts, self.last_leaf - self.first_leaf > 1
         counts = [int(many[a:b].sum()) for a, b in pairwise(starts[1:])]
@@ -170,51 +169,41 @@ class Trie:
         return NativeTrie(self.arrays, self.any_leaf)
 
     def num_children(self, nodes: Tensor) -> Tensor:
-        """Returns the number of children of each node. nodes: any shape; same shape back."""
+        """Returns the number of children of each node."""
         return self.first_child[nodes + 1] - self.first_child[nodes]
 
     def codes_of(self, nodes: Tensor) -> Tensor:
-        """Returns the last code of each node's prefix. nodes: any shape; same shape back."""
+        """Returns the last code of each node's prefix."""
         return self.node_codes[nodes]
 
     def parents_of(self, nodes: Tensor) -> Tensor:
-        """Returns the node one code shorter. nodes: any shape; same shape back."""
+        """Returns the node one code shorter."""
         return self.parents[nodes]
 
     def places(self, nodes: Tensor, parents: Tensor) -> Tensor:
-        """Returns the column of each node in `children` of its parent. Same shapes; same shape
-        back.
-        """
+        """Returns the column of each node in `children` of its parent."""
         return nodes - self.first_child[parents]
 
     def leaves(self, nodes: Tensor) -> Leaves:
-        """Returns the leaf ranks under each node. nodes: any shape."""
+        """Returns the leaf ranks under each node."""
         return Leaves(self.first_leaf[nodes], self.last_leaf[nodes])
 
     def base_leaves(self, nodes: Tensor) -> Leaves:
-        """Returns the base's leaf ranks under each node, which are all of them. nodes: any
-        shape.
-        """
+        """Returns the base's leaf ranks under each node, which are all of them."""
         return self.leaves(nodes)
 
     def leaf_nodes(self, rows: Tensor) -> Tensor:
-        """Returns the leaf node of each item row, -1 without one. rows: any shape; same shape
-        back.
-        """
+        """Returns the leaf node of each item row, -1 without one."""
         ranks = self.item_leaves[rows].long()
         return torch.where(ranks >= 0, ranks + self.any_leaf, -1)
 
     def leaf_ranks(self, rows: Tensor) -> Tensor:
-        """Returns the leaf rank of each item row. rows: any shape; same shape back."""
+        """Returns the leaf rank of each item row."""
         return self.item_leaves[rows]
 
     def children(self, nodes: Tensor, width: int | None = None) -> Children:
-        """Returns all children of each node.
-
-        Args:
-            nodes: [n].
-            width: Pads to this many children without a host sync. None pads to the widest of the
-                nodes.
+        """Returns all children of nodes [n], padded to `width` without a host sync, or to the
+        widest.
         """
         first = self.first_child[nodes]
         count = self.first_child[nodes + 1] - first
@@ -226,22 +215,16 @@ class Trie:
         return Children(child, self.node_codes[child], valid)
 
     def levels(self, nodes: Tensor) -> Tensor:
-        """Returns the level of each node, 0 for the empty prefix. nodes: any shape; same shape
-        back.
-        """
+        """Returns the level of each node, 0 for the empty prefix."""
         starts = on_device(self.level_starts[1:], self.device)
         return torch.bucketize(nodes, starts, right=True)
 
     def nodes_of_items(self, rows: Tensor) -> Tensor:
-        """Returns the node [n, L] of each prefix of each item's semantic id. rows: [n] item
-        rows.
-        """
+        """Returns the node [n, L] of each prefix of each item's semantic id. rows: [n]."""
         return self.nodes_of_leaves(self.item_leaves[rows])
 
     def nodes_of_leaves(self, leaves: Tensor) -> Tensor:
-        """Returns the node [n, L] of each prefix of the semantic id at each leaf rank. leaves:
-        [n].
-        """
+        """Returns the node [n, L] of each prefix of the id at each leaf rank. leaves: [n]."""
         columns = []
         for level in range(1, self.num_levels + 1):
             start, stop = self.level_starts[level], self.level_starts[level + 1]
@@ -336,9 +319,7 @@ def build_trie(
 
 
 def lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tensor:
-    """Returns rows in lexicographic order: one sort if the codes fit in 63 bits, else one per
-    level.
-    """
+    """Returns the order of rows: one sort if the codes fit in 63 bits, else one sort per level."""
     bits = 1
     for size in codebook_sizes:
         bits *= max(size, 1)

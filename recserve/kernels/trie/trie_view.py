@@ -15,7 +15,7 @@ from recserve.kernels.trie.trie_overlay import TrieOverlay
 class TrieView(Protocol):
     """Trie of one catalogue version: `Trie`, or `TrieOverlay` once the catalogue has changed.
 
-    nodes and rows may have any shape unless said otherwise; results have the same shape.
+    Methods take nodes or rows of any shape unless said otherwise; results have the same shape.
     """
 
     @property
@@ -56,9 +56,7 @@ class TrieView(Protocol):
 
     @property
     def closing_level(self) -> int:
-        """The level, at least 1, from which the number of nodes with several items only
-        decreases.
-        """
+        """The level, at least 1, from which fewer and fewer nodes have several items."""
 
     @property
     def any_leaf(self) -> int:
@@ -77,49 +75,43 @@ class TrieView(Protocol):
         """Addresses for the C sources; on a CPU."""
 
     def num_children(self, nodes: Tensor) -> Tensor:
-        """Returns the number of children of each node. nodes: any shape; same shape back."""
+        """Returns the number of children of each node."""
 
     def codes_of(self, nodes: Tensor) -> Tensor:
-        """Returns the last code of each node's prefix. nodes: any shape; same shape back."""
+        """Returns the last code of each node's prefix."""
 
     def parents_of(self, nodes: Tensor) -> Tensor:
-        """Returns the node one code shorter. nodes: any shape; same shape back."""
+        """Returns the node one code shorter."""
 
     def places(self, nodes: Tensor, parents: Tensor) -> Tensor:
-        """Returns the column of each node in `children` of its parent. Same shapes; same shape
-        back.
-        """
+        """Returns the column of each node in `children` of its parent."""
 
     def leaves(self, nodes: Tensor) -> Leaves:
-        """Returns the leaf ranks under each node. nodes: any shape."""
+        """Returns the leaf ranks under each node."""
 
     def base_leaves(self, nodes: Tensor) -> Leaves:
         """Returns the base's leaf ranks under each node; inserted leaves do not count."""
 
     def leaf_nodes(self, rows: Tensor) -> Tensor:
-        """Returns the leaf node of each item row, -1 without one. rows: any shape; same shape
-        back.
-        """
+        """Returns the leaf node of each item row, -1 without one."""
 
     def leaf_ranks(self, rows: Tensor) -> Tensor:
-        """Returns the leaf rank of each item row, -1 without one. rows: any shape; same shape
-        back.
-        """
+        """Returns the leaf rank of each item row, -1 without one."""
 
     def children(self, nodes: Tensor, width: int | None = None) -> Children:
-        """Returns all children of each node [n], those of the base first, padded to `width` or the
-        widest.
+        """Returns all children of nodes [n], first those of the base.
+
+        Args:
+            nodes: [n].
+            width: Pads to this many children without a host sync. None pads to the widest of the
+                nodes.
         """
 
     def levels(self, nodes: Tensor) -> Tensor:
-        """Returns the level of each node, 0 for the empty prefix. nodes: any shape; same shape
-        back.
-        """
+        """Returns the level of each node, 0 for the empty prefix."""
 
     def nodes_of_items(self, rows: Tensor) -> Tensor:
-        """Returns the node [n, L] of each prefix of each item's semantic id. rows: [n] item
-        rows.
-        """
+        """Returns the node [n, L] of each prefix of each item's semantic id. rows: [n]."""
 
     def items_of_leaves(self, nodes: Tensor) -> Tensor:
         """Returns the item row of each leaf node (a node of level L)."""
