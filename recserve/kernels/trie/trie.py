@@ -54,7 +54,8 @@ class Trie:
     """Prefix tree of all semantic ids of one catalogue version.
 
     `TrieOverlay` has the same methods for a catalogue that changes. Code that accepts both takes a
-    `TrieView` and calls the methods instead of reading the arrays. Methods take nodes or rows of any
+    `TrieView` and calls the methods instead of reading the arrays. Methods take nodes or rows of
+    any shape unless said otherwise; results have the same shape.
 
     Attributes:
         first_child: [nodes + 1]. Children of node p are `first_child[p] : first_child[p + 1]`. Node
@@ -115,8 +116,9 @@ class Trie:
 
     @cached_property
     def closing_level(self) -> int:
-        """The level, at least 1, from which fewer and fewer nodes have several items. Reads the
-        device.
+        """The level, at least 1, from which fewer and fewer nodes have several items.
+
+        Reads the device once per trie.
         """
         starts, many = self.level_starts, self.last_leaf - self.first_leaf > 1
         counts = [int(many[a:b].sum()) for a, b in pairwise(starts[1:])]
@@ -202,8 +204,12 @@ class Trie:
         return self.item_leaves[rows]
 
     def children(self, nodes: Tensor, width: int | None = None) -> Children:
-        """Returns all children of nodes [n], padded to `width` without a host sync, or to the
-        widest.
+        """Returns all children of each node.
+
+        Args:
+            nodes: [n].
+            width: Pads to this many children without a host sync. None pads to the widest of the
+                nodes.
         """
         first = self.first_child[nodes]
         count = self.first_child[nodes + 1] - first

@@ -134,9 +134,7 @@ class TrieOverlay:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """An upper bound of the children of a node of each level 0 : L, at most the codebook
-        size.
-        """
+        """Upper bounds of the children of a node of each level 0 : L."""
         more = int(self.grown.child_count.max()) if self.grown.nodes.shape[0] else 0
         sizes = self.base.codebook_sizes
         return tuple(min(n + more, c) for n, c in zip(self.base.widths, sizes, strict=True))
@@ -158,9 +156,7 @@ class TrieOverlay:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """Ascending leaf ranks of items that must not be returned. None means that there are
-        none.
-        """
+        """Ascending leaf ranks of items that must not be returned. None if there are none."""
         if self.gone is None:
             return None
         nodes = self.hidden_nodes
@@ -168,9 +164,7 @@ class TrieOverlay:
 
     @property
     def changed_rows(self) -> Tensor:
-        """Item rows whose semantic ids are newer than the base, or belonged to another row in
-        it.
-        """
+        """Item rows whose semantic ids are newer than the base, or belonged to another row."""
         return torch.cat([self.rows, self.taken_rows])
 
     @cached_property
