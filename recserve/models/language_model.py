@@ -47,9 +47,7 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
-        """Returns hidden states [..., T, E] of tokens and positions [..., T], or of `rows`
-        alone.
-        """
+        """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`."""
         hidden: Tensor = self.decoder(self.tokens(tokens), positions, attend, rows)
         return hidden
 

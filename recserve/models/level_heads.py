@@ -50,9 +50,7 @@ class LevelTables:
     temperature: float
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Returns the states [n, L, E] that are compared with the codes of each level. hidden: [n,
-        E].
-        """
+        """Returns states [n, L, E] to compare with the codes of each level. hidden: [n, E]."""
         levels, _, size = self.codebooks.shape
         read = F.silu(F.linear(hidden, self.weight, self.bias))
         states = hidden[:, None] + read.view(-1, levels, size)
