@@ -104,8 +104,8 @@ def choose(logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor) ->
 def follow(chosen: Tensor, tree: TokenTree, max_depth: int) -> Walk:
     """Returns the longest path on which every node carries the token drawn at its parent.
 
-    The first of several children with the same token is followed. Auxiliary nodes are never followed.
-    Shapes depend on T, B and max_depth alone.
+    The first of several children with the same token is followed. Auxiliary nodes are never
+    followed. Shapes depend on T, B and max_depth alone.
 
     Args:
         chosen: [T] token drawn at each node.
@@ -141,8 +141,8 @@ def accept(
 ) -> Walk:
     """Draws a token at every node and walks; greedy where the temperature is 0.
 
-    This is exact for drafts whose tokens were chosen, not drawn. The arguments are those of `choose`
-    and `follow`.
+    This is exact for drafts whose tokens were chosen, not drawn. The arguments are those of
+    `choose` and `follow`.
     """
     return follow(choose(logits, tree, keys, temperatures), tree, max_depth)
 

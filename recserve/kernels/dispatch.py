@@ -56,8 +56,7 @@ def uses_c() -> bool:
 
 
 def in_native(x: Stored) -> bool:
-    """Returns whether kernels on this tensor run in C: on a CPU with a compiler, outside training.
-    """
+    """Returns whether kernels on this tensor run in C: on a CPU with a compiler, not training."""
     return uses_c() and native.takes(x)
 
 

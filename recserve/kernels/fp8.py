@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn  # The dtype of a pool stands for codes of this type with their exponents.
-TOP = (
-    7  # The largest number lies in [2**TOP, 2**(TOP + 1)) before rounding; e4m3 ends at 448.
-)
+FP8 = torch.float8_e4m3fn  # as the dtype of a pool: codes of this type with their exponents
+# Before rounding, the largest number of a vector lies in [2**TOP, 2**(TOP + 1)). e4m3 ends at 448.
+TOP = 7
 LOWEST, INFINITE = 8, 255  # float32 exponents: the lowest that has a scale, and that of inf and NaN
 
 
@@ -51,8 +50,7 @@ class Fp8:
         return Fp8(self.codes[index], self.exponents[index])
 
     def rows(self, index: Tensor) -> Fp8:
-        """Returns the vectors at places [n] of the first dimension; faster on a CPU than indexing.
-        """
+        """Returns the vectors at rows [n] of the first dimension; on a CPU faster than indexing."""
         return Fp8(self.codes.index_select(0, index), self.exponents.index_select(0, index))
 
     @property
@@ -82,8 +80,9 @@ class Fp8:
 
     def float(self) -> Tensor:
         """Decodes exactly to float32 [..., D]."""
-        # The sign, exponent (4 bits) and mantissa (3 bits) of e4m3, moved to their places in a float16,
-        # give the number times 2**-8. torch's own conversion takes six times as long on a CPU.
+        # The sign, exponent (4 bits) and mantissa (3 bits) of e4m3, moved to their places in a
+        # float16, give the number times 2**-8. torch's own conversion takes six times as long on a
+        # CPU.
         bits = self.codes.view(torch.int8).short()
         half = bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16)
         scales = (self.exponents.int() << 23).view(torch.float32) * 2.0**8
@@ -131,8 +130,7 @@ def parts(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def put(stored: Stored, rows: Tensor, x: Tensor) -> None:
-    """Writes vectors x [n, ..., D] to distinct rows [n] of the first dimension, converted to its type.
-    """
+    """Writes vectors x [n, ..., D] to distinct rows [n] of the first dimension."""
     kept = Fp8.of(x) if isinstance(stored, Fp8) else x.to(stored.dtype)
     for whole, part in zip(parts(stored), parts(kept), strict=True):
         whole.index_copy_(0, rows, part)
@@ -145,7 +143,6 @@ def clear_rows(stored: Stored, dim: int, rows: Tensor) -> None:
 
 
 def copy_rows(stored: Stored, dim: int, source: Tensor, target: Tensor) -> None:
-    """Copies rows `source` [n] of a dimension to rows `target` [n]; reads all before it writes any.
-    """
+    """Copies rows `source` [n] to rows `target` [n] of a dimension; reads precede writes."""
     for part in parts(stored):
         part.index_copy_(dim, target, part.index_select(dim, source))

@@ -58,8 +58,7 @@ class DecodedAttention:
     def __call__(
         self, query: Tensor, _key: Tensor, _value: Tensor, keys: Stored, values: Stored
     ) -> Tensor:
-        """Computes what `dispatch.tree_attention` describes, and reads new nodes from the pool too.
-        """
+        """Attends as `dispatch.tree_attention`; new nodes are read from the pool as well."""
         assert isinstance(keys, Fp8) and isinstance(values, Fp8)
         key, value = (pool.rows(self._read).to(query.dtype) for pool in (keys, values))
         own = self._computed

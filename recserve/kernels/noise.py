@@ -118,8 +118,8 @@ def uniform(seeds: Tensor, positions: Tensor, draws: int, stream: int = ACCEPT) 
 def step_keys(lengths: Tensor, numbers: Tensor) -> Tensor:
     """Returns noise positions [m] that no other step of the sequence uses.
 
-    A draw that decided what one step accepted must not decide again in the next step. So the noise of
-    drawn drafts, acceptance and residual draws is keyed by the step, not by the position alone.
+    A draw that decided what one step accepted must not decide again in the next step. So the noise
+    of drawn drafts, acceptance and residual draws is keyed by the step, not by the position alone.
 
     Args:
         lengths: [m] committed tokens at the start of the step.
@@ -139,7 +139,9 @@ def _keyed(
 def philox(
     key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns four words of noise per counter. All words are int64 in 0 : 2**32; shapes broadcast.
+    """Returns four words of noise per counter.
+
+    All words are int64 in 0 : 2**32. Shapes broadcast.
     """
     (key0, key1), (a, b, c, d) = key, counter
     for _ in range(ROUNDS):
@@ -154,13 +156,12 @@ def philox(
 
 
 def gumbel_of_words(words: Tensor) -> Tensor:
-    """Returns -log(-log(1 - p)) with p = (word + 1/2) / 2**32 as float32. words: int64, any shape.
-    """
+    """Returns -log(-log(1 - p)), float32, with p = (word + 1/2) / 2**32. words: int64."""
     return _log(*_split(exponential_of_words(words))).neg_()
 
 
 def exponential_of_words(words: Tensor) -> Tensor:
-    """Returns -log(1 - p) as float32, where 1 - p is at least 2**-26. words: int64, any shape."""
+    """Returns -log(1 - p), float32, where 1 - p is at least 2**-26. words: int64."""
     p = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
     exponent, mantissa = _split((1 - p).clamp_(min=2.0**-26))
     # Small p decide the argmax. There log(1 - p) is computed from p, because 1 - p would round it.

@@ -40,8 +40,8 @@ class KVShape:
 class KVPool:
     """All pages of one model.
 
-    The engine never allocates the page after the last one. Padding of a batch is written to its first
-    slot, `spare_slot`.
+    The engine never allocates the page after the last one. Padding of a batch is written to its
+    first slot, `spare_slot`.
 
     Attributes:
         keys: [num_layers, (P + 1) * S, K, D], a float type or FP8.

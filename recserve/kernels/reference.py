@@ -20,8 +20,8 @@ class Activation:
     """How attention turns scores into weights: softmax, or silu(score) / normalizer (HSTU, MTGR).
 
     Attributes:
-        normalizer: None for softmax. Otherwise a constant, so that a row's result does not depend on
-            the number of other rows.
+        normalizer: None for softmax. Otherwise a constant, so that a row's result does not depend
+            on the number of other rows.
     """
 
     normalizer: float | None = None
@@ -85,8 +85,8 @@ def tree_attention(
 def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: TreeBatch) -> Tensor:
     """Computes the same softmax attention where the roots are a table.
 
-    Every computed node gathers the W places of its tree's row and all T nodes, and masks what it does
-    not see. Shapes depend on Tq, T, W and B alone. Masked places may hold anything, even NaN.
+    Every computed node gathers the W places of its tree's row and all T nodes, and masks what it
+    does not see. Shapes depend on Tq, T, W and B alone. Masked places may hold anything, even NaN.
 
     Args:
         query: [Tq, H, D] of the computed nodes.
@@ -116,7 +116,7 @@ def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: Tr
 
 
 def _rows(pool: Stored, slots: Tensor) -> Tensor:
-    """Returns float32 [n, m, K, D] at slots [n, m]; a CPU reads flat rows faster than by index."""
+    """Returns float32 [n, m, K, D] at slots [n, m]; a CPU gathers flat rows faster."""
     flat = slots.flatten()
     rows = pool.rows(flat) if isinstance(pool, Fp8) else pool.index_select(0, flat)
     return rows.float().view(*slots.shape, *pool.shape[1:])
@@ -127,8 +127,8 @@ def move_paths(
 ) -> None:
     """Moves the keys and values of accepted paths to their final slots, in place, in all layers.
 
-    A target may be a source of the same or an earlier step of its own path, because the nodes of a path
-    never lie before their targets. It is never a source of a later step.
+    A target may be a source of the same or an earlier step of its own path, because the nodes of a
+    path never lie before their targets. It is never a source of a later step.
 
     Args:
         keys: [layers, slots, K, D].

@@ -76,8 +76,7 @@ class TokenTree:
         return mask
 
     def ancestors(self, max_depth: int) -> Tensor:
-        """Returns the packed indices [T, max_depth] of the proper ancestors, nearest first, padded with -1.
-        """
+        """Returns indices [T, max_depth] of the proper ancestors, nearest first, padded with -1."""
         columns = []
         node = self.parents
         for _ in range(max_depth):
@@ -176,8 +175,8 @@ def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:
 def merge(trees: list[TokenTree]) -> TokenTree:
     """Packs several trees into one, in order.
 
-    If only some trees have an optional field, the others get its neutral value: candidate, whole root,
-    nothing shared.
+    If only some trees have an optional field, the others get its neutral value: candidate, whole
+    root, nothing shared.
     """
     if len(trees) == 1:
         return trees[0]

@@ -1,8 +1,9 @@
-"""How a layer attends: the one seam between the networks and the engine.
+"""The interface between networks and attention.
 
-A trunk computes queries, keys and values and hands them to an `Attend`. In serving that is
-`PagedAttention`, over the pages of the engine; in training it is `DenseAttention`. The trunk cannot
-tell them apart. Rotary positions are here too, because serving turns and writes keys in one pass.
+A network computes queries, keys and values and passes them to an `Attend`. Serving uses
+`PagedAttention` over the engine's pages, and training uses `DenseAttention`. The network does not
+know which one it calls. Rotary positions are also here, because serving rotates and writes keys in
+one pass.
 """
 
 from __future__ import annotations
@@ -27,26 +28,37 @@ from recserve.models.config import DecoderConfig
 
 
 class Attend(Protocol):
-    """Attention of one layer over whatever its owner keeps."""
+    """Attention of one layer."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [..., T, H, D], key and value [..., T, K, D], RoPE applied -> [..., T, H, D]."""
+        """Attends after RoPE.
+
+        Args:
+            layer: Number of the layer.
+            query: [..., T, H, D].
+            key: [..., T, K, D].
+            value: [..., T, K, D].
+
+        Returns:
+            [..., T, H, D].
+        """
         ...
 
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Softmax attention inside one padded batch, no cache: training, and the plain path of tests.
+    """Softmax attention within one padded batch, without a cache: for training and tests.
 
-    mask: [N, N] or [B, 1, N, N] bool, true where row sees column; None: causal. dropout:
-    probability.
+    Attributes:
+        mask: [N, N] or [B, 1, N, N] bool, true where row sees column. None means causal.
+        dropout: Dropout probability.
     """
 
     mask: Tensor | None = None
     dropout: float = 0.0
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [B, N, H, D], key and value [B, N, K, D] -> [B, N, H, D]."""
+        """Attends with query [B, N, H, D], key and value [B, N, K, D]; returns [B, N, H, D]."""
         groups = query.shape[-2] // key.shape[-2]
         if groups > 1:
             key = key.repeat_interleave(groups, dim=-2)
@@ -66,7 +78,7 @@ class DenseAttention:
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """What scaled_dot_product_attention computes, whose backward in bf16 is slow on CPUs."""
+    """Computes scaled_dot_product_attention, whose bf16 backward pass is slow on CPUs."""
     if mask is None:
         size = query.shape[-2]
         mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
@@ -78,27 +90,31 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 @dataclass(frozen=True)
 class DenseSiluAttention:
-    """silu(q k / sqrt(D)) / normalizer without softmax (HSTU, MTGR), inside one padded batch.
+    """silu(q k / sqrt(D)) / normalizer without softmax (HSTU, MTGR), within one padded batch.
 
-    mask: [N, N] or [B, 1, N, N] bool, true where row sees column.
-    normalizer: a constant, so that a row does not depend on how many others there are.
+    Attributes:
+        mask: [N, N] or [B, 1, N, N] bool, true where row sees column.
+        normalizer: A constant, so that a row does not depend on the number of other rows.
     """
 
     mask: Tensor
     normalizer: float
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query, key, value [B, N, H, D] -> [B, N, H, D]."""
+        """Attends with query, key and value [B, N, H, D]; returns [B, N, H, D]."""
         scores = torch.einsum("bnhd,bmhd->bhnm", query, key) * query.shape[-1] ** -0.5
         weights = F.silu(scores) * (self.mask / self.normalizer)
         return torch.einsum("bhnm,bmhd->bnhd", weights, value)
 
 
 class Rope:
-    """Cosines and sines of rotary positions, computed once per forward and shared by all layers.
+    """Cosines and sines of rotary positions, computed once per forward pass for all layers.
 
-    cos, sin [..., T, D/2] float32. Pairs are (d, d + D/2), the convention of Hugging Face's Llama.
-    Source: arXiv 2104.09864.
+    Pairs are (d, d + D/2), the convention of Hugging Face's Llama. Source: arXiv 2104.09864.
+
+    Attributes:
+        cos: [..., T, D/2] float32.
+        sin: [..., T, D/2] float32.
     """
 
     def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
@@ -112,14 +128,14 @@ class Rope:
         return cos, sin
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., T, H, D] -> the same shape, turned by its position."""
+        """Rotates x [..., T, H, D] by its positions."""
         cos, sin = self._turns
         low, high = x.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
-    """[D/2] float32 radians per position, on the CPU, whatever the defaults of torch are.
+    """Returns [D/2] float32 radians per position, on the CPU regardless of torch's defaults.
 
     Source of the scaling: Llama 3.1 (arXiv 2407.21783, section 3.4.2, and its published weights).
     """
@@ -138,7 +154,9 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 class PagedAttention:
     """An `Attend` that writes the keys and values of the computed nodes to their slots.
 
-    turns: whether it wants projections as they come, to turn and write them in one pass.
+    Attributes:
+        turns: Whether the network passes unrotated projections to `of_projections`, which rotates
+            and writes them in one pass.
     """
 
     def __init__(
@@ -148,7 +166,14 @@ class PagedAttention:
         activation: Activation = SOFTMAX,
         attention: dispatch.BatchAttention = dispatch.tree_attention,
     ) -> None:
-        """attention: how the nodes of a batch attend."""
+        """Prepares the attention of one batch.
+
+        Args:
+            batch: Trees of one forward pass.
+            pool: Pages of the model.
+            activation: Softmax, or SiLU with a constant normaliser.
+            attention: Kernel that attends to a batch.
+        """
         attention = attention_to(pool.keys, attention)
         self.pool = pool
         self.slots = batch.query_slots()
@@ -157,21 +182,33 @@ class PagedAttention:
         self._attention = attention(batch, activation)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attend: query [Tq, H, D], key and value [Tq, K, D] -> [Tq, H, D]."""
+        """Writes key and value [Tq, K, D] to the pool, and attends with query [Tq, H, D]."""
         pool = self.pool
         pool.write(layer, self.slots, key, value)
         return self._attention(query, key, value, pool.keys[layer], pool.values[layer])
 
     def of_projections(self, layer: int, qkv: Tensor, rope: Rope) -> Tensor:
-        """The same from qkv [Tq, H + 2 K, D], queries first, before RoPE; where `turns`."""
+        """Attends from projections before RoPE; call it only if `turns` is true.
+
+        Args:
+            layer: Number of the layer.
+            qkv: [Tq, H + 2 K, D], queries first.
+            rope: Rotary positions of the rows.
+
+        Returns:
+            [Tq, H, D].
+        """
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         query = dispatch.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values)
-        # Kernels read the computed nodes' own keys and values from the pool.
+        # Kernels read keys and values of the computed nodes from the pool, so these are
+        # placeholders.
         return self._attention(query, query, query, keys, values)
 
     def through(self, layers: NativeLayers, x: Tensor, rope: Rope, count: int) -> Tensor | None:
-        """x [Tq, E] through the first `count` layers in one call, where those are all normed too;
-        None where they go one by one.
+        """Runs the first `count` layers on x [Tq, E] in one call, with the final norm if these are
+        all.
+
+        Returns None where the layers must run one by one.
         """
         keys, values = self.pool.keys, self.pool.values
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):

@@ -1,4 +1,4 @@
-"""Shapes of the networks: the decoder trunk and the recommender.
+"""Configurations of the networks: the decoder trunk and the recommender.
 
 The trunk's fields have the names of Hugging Face's Llama and Qwen configurations.
 """
@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Longer contexts than a model was first trained on, as Llama 3.1 does it.
+    """Scaling of rotary positions to longer contexts, as in Llama 3.1.
 
-    Wavelengths over `original_positions / low_frequency` are stretched by `factor`, those under
-    `original_positions / high_frequency` stay, and between the two the share moves linearly.
+    Wavelengths over `original_positions / low_frequency` are stretched by `factor`. Wavelengths
+    under `original_positions / high_frequency` do not change. Between the two, the share is linear.
     """
 
     factor: float
@@ -25,12 +25,15 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Llama/Qwen family: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+    """Decoder of the Llama and Qwen family: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-    qk_norm: RMSNorm over each head's query and key before RoPE (Qwen3).
-    attention_bias: biases on the query, key and value projections (Qwen2).
-    output_bias: a bias on the attention's output projection (Llama with biases).
-    Raises ValueError where the sizes do not fit each other.
+    Attributes:
+        qk_norm: RMSNorm over each head's query and key before RoPE (Qwen3).
+        attention_bias: Biases on the query, key and value projections (Qwen2).
+        output_bias: A bias on the attention's output projection (Llama with biases).
+
+    Raises:
+        ValueError: If the sizes do not fit each other.
     """
 
     hidden_size: int
@@ -59,22 +62,33 @@ class DecoderConfig:
             raise ValueError(f"head_dim is {self.head_dim}; RoPE turns pairs, so it must be even")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; `DecoderConfig(**d)` reads it back."""
+        """Returns a JSON-ready form; `DecoderConfig(**d)` reads it back."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class RecommenderConfig:
-    """What a recommender is, as `config.json` keeps it.
+    """Configuration of a recommender, stored in `config.json`.
 
-    codebook_sizes: C of each level, disambiguation level included. num_items: rows of the id
-    embedding (items of the catalogue it was trained on; later items have none). vector_dim: F of
-    the frozen item vectors, 0 for none. normalization: what the softmax of a level runs over. tied:
-    head = token embedding. dense_head: scores of all items from the root's last hidden state.
-    level_heads: all levels predicted from that state. level_temperature: their logits are cosines
-    over it; 0: dot products. autoregressive: false for a model that has learned nothing but its
-    level heads and cannot write one code after another. max_history_items: the longest history it
-    was trained on. Raises ValueError naming the field where a value does not fit.
+    Attributes:
+        decoder: The trunk.
+        codebook_sizes: C of each level, including the disambiguation level.
+        input: Whether a history item is its codes or one position.
+        normalization: What the softmax of a level runs over.
+        num_items: Rows of the id embedding: items of the catalogue at training. Later items have
+            none.
+        vector_dim: F of the frozen item vectors, 0 for none.
+        id_embedding: Whether items have a learned id embedding.
+        tied: Whether the head is the token embedding.
+        dense_head: Whether all items are scored from the root's last hidden state.
+        level_heads: Whether all levels are predicted from that state.
+        level_temperature: Level logits are cosines divided by it. 0 means dot products.
+        autoregressive: False for a model that has learned only its level heads and cannot generate
+            one code after another.
+        max_history_items: The longest history in training.
+
+    Raises:
+        ValueError: If a value does not fit; the message names the field.
     """
 
     decoder: DecoderConfig
@@ -115,12 +129,12 @@ class RecommenderConfig:
 
     @property
     def num_levels(self) -> int:
-        """L."""
+        """L, the number of levels."""
         return len(self.codebook_sizes)
 
     @property
     def num_code_tokens(self) -> int:
-        """V: BOS and the codes of all levels; item tokens start here."""
+        """V, BOS and the codes of all levels; the first item token."""
         return 1 + sum(self.codebook_sizes)
 
     @property
@@ -129,12 +143,16 @@ class RecommenderConfig:
         return tuple(1 + sum(self.codebook_sizes[:level]) for level in range(self.num_levels))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, read back by `from_dict`."""
+        """Returns a JSON-ready form; `from_dict` reads it back."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> RecommenderConfig:
-        """Raises ValueError for a missing or unknown key."""
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            ValueError: If a key is missing or unknown.
+        """
         known = {f.name for f in fields(RecommenderConfig)}
         if unknown := sorted(set(values) - known):
             raise ValueError(

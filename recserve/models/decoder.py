@@ -1,4 +1,4 @@
-"""The decoder trunk of the Llama and Qwen family, used by the recommender and by text models alike.
+"""The decoder trunk of the Llama and Qwen family, for the recommender and for text models.
 
 Projections that read the same input are stored as one matrix: one product instead of three.
 """
@@ -16,13 +16,14 @@ from recserve.models.config import DecoderConfig
 
 
 class Silu(nn.Module):
-    """SiLU, x sigmoid(x), whose bits may be independent of an element's place in a tensor.
+    """SiLU, x sigmoid(x), optionally with bits that do not depend on an element's position.
 
-    The library computes the elements after the last whole vector of a row, or of a thread's share,
-    by other instructions than the rest, so the last bit differs. Its exp and division do not.
+    torch computes the elements after the last whole vector of a row, or of a thread's share, with
+    other instructions than the rest. So their last bit differs. torch's exp and division do not
+    have this problem.
 
     Attributes:
-        placeless: Whether to compose SiLU of exp and a division in float32, which is slower.
+        placeless: Whether to compute SiLU from exp and a division in float32, which is slower.
     """
 
     def __init__(self) -> None:
@@ -30,15 +31,15 @@ class Silu(nn.Module):
         self.placeless = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape and float dtype; the same back."""
+        """Applies SiLU to any shape and float dtype."""
         if not self.placeless:
             return F.silu(x)
         wide = x.float()
         return (wide / ((-wide).exp_() + 1.0)).to(x.dtype)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of [..., 2 n], gate first -> [..., n]."""
-        if not self.placeless or dispatch.in_native(gate_up):  # which has no places
+        """Returns silu(gate) * up [..., n] of a tensor [..., 2 n] that holds the gate first."""
+        if not self.placeless or dispatch.in_native(gate_up):  # C does not depend on positions
             return dispatch.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         product: Tensor = self(gate) * up
@@ -54,12 +55,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape [..., size] -> the same shape."""
+        """Normalises x [..., size]."""
         return dispatch.rms_norm(x, self.weight, self.eps)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm and a residual."""
+    """Attention and SwiGLU, each after an RMSNorm and with a residual."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -80,7 +81,18 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, rope: Rope, layer: int, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
-        """x [..., T, E] -> [..., T, E], or [..., R, E] of the given rows [R]."""
+        """Runs the layer.
+
+        Args:
+            x: [..., T, E].
+            rope: Rotary positions.
+            layer: Number of the layer.
+            attend: Attention.
+            rows: [R] tokens to return. None means all of them.
+
+        Returns:
+            [..., T, E], or [..., R, E].
+        """
         c = self.config
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, c.head_dim))
         turned, value = qkv.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
@@ -106,7 +118,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Layers and the final norm; embeddings and heads belong to the model around it.
 
-    together: the layers in one call, where their weights are packed for it.
+    Attributes:
+        together: All layers in one call, if their weights are packed for it.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -121,11 +134,17 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
-        """Embedded tokens to final hidden states.
+        """Turns embedded tokens into final hidden states.
 
-        x: [..., T, E]. positions: [..., T] int, broadcast against x. rows [R]: the tokens whose
-        states are wanted, None: all; the others stop at the last layer's keys and values. Returns
-        [..., T, E] or [..., R, E], final norm applied.
+        Args:
+            x: [..., T, E].
+            positions: [..., T] int, broadcast against x.
+            attend: Attention.
+            rows: [R] tokens whose states to return. None means all. The others stop at the last
+                layer's keys and values.
+
+        Returns:
+            [..., T, E] or [..., R, E], final norm applied.
         """
         if self._frequencies.device != x.device:
             self._frequencies = self._frequencies.to(x.device)

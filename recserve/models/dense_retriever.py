@@ -1,12 +1,11 @@
-"""The dense retriever: from the state of a history to vectors, one per outcome and time offset, and
-from an item to a vector beside them.
+"""The dense retriever: vectors of histories, one per outcome and time offset, and vectors of items.
 
     query(h, o, d) = norm(W h + MLP([h, outcome_o, offset_d]))      item(x) = norm(x + MLP(x))
 
-x is what the item is to the recommender (Recommender.embed_items), so that an item without a
-learned id has a vector as well. The first layer of an MLP over concatenated inputs is a sum of
-three products; those of outcome and offset are learned as they are, so that K offsets cost one
-product with h. Source: PinRec, arXiv 2504.10507, outcome conditioning and temporal multi-token.
+x is the recommender's embedding of the item (Recommender.embed_items), so items without a learned
+id also have a vector. The first layer of an MLP over concatenated inputs is a sum of three
+products. The products of outcome and offset are learned directly, so K offsets cost one product
+with h. Source: PinRec, arXiv 2504.10507, outcome conditioning and temporal multi-token.
 """
 
 from __future__ import annotations
@@ -28,12 +27,20 @@ from recserve.models.weight_check import check_finite
 
 @dataclass(frozen=True)
 class RetrieverConfig:
-    """What a retriever is, as `config.json` keeps it.
+    """Configuration of a retriever, stored in `config.json`.
 
-    hidden_size: E of its recommender. width: of the hidden layers. outcomes [O]: names.
-    outcome_shares [O]: the mix that a request without one gets. offset_unit: what lies between the
-    last event and a future one, `events` or `seconds`. offset_bounds [K]: lower end of each offset,
-    ascending. offset_shares [K]: how a slate looks ahead. Raises ValueError naming the field.
+    Attributes:
+        hidden_size: E of its recommender.
+        width: Width of the hidden layers.
+        outcomes: [O] names.
+        outcome_shares: [O] mix for a request without one.
+        offset_unit: Unit of the distance from the last event to a future one: `events` or
+            `seconds`.
+        offset_bounds: [K] lower bound of each offset, ascending.
+        offset_shares: [K] share of each offset in a slate.
+
+    Raises:
+        ValueError: If a value does not fit; the message names the field.
     """
 
     hidden_size: int
@@ -58,7 +65,7 @@ class RetrieverConfig:
 
 
 class DenseRetriever(nn.Module):
-    """Query head and item head; `scale` turns a cosine into the logit of the training softmax."""
+    """Query head and item head. `scale` turns a cosine into a logit of the training softmax."""
 
     def __init__(self, config: RetrieverConfig) -> None:
         super().__init__()
@@ -74,27 +81,31 @@ class DenseRetriever(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1 / 0.07))
         nn.init.eye_(self.direct.weight)
         for embedding in (self.outcomes, self.offsets):
-            nn.init.normal_(embedding.weight, std=0.5)  # beside W h, which is of that size
+            nn.init.normal_(embedding.weight, std=0.5)  # comparable to W h in size
         for last in (self.project, self.item_out):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
 
     @torch.no_grad()
     def start_from(self, recommender: Recommender) -> None:
-        """Start as the recommender's dense head, where it has one."""
+        """Starts from the recommender's dense head if it has one."""
         if recommender.config.dense_head:
             self.direct.weight.copy_(recommender.dense_query.weight)
             self.scale.copy_(recommender.dense_scale)
 
     def queries(self, hidden: Tensor, outcomes: Tensor, offsets: Tensor) -> Tensor:
-        """Unit vectors [..., E]. hidden [..., E], outcomes and offsets [...]: numbers,
-        broadcast.
+        """Returns unit query vectors [..., E].
+
+        Args:
+            hidden: [..., E].
+            outcomes: [...] outcome numbers, broadcast.
+            offsets: [...] offset numbers, broadcast.
         """
         inner = self.state(hidden) + self.outcomes(outcomes) + self.offsets(offsets)
         return F.normalize(self.direct(hidden) + self.project(F.gelu(inner)), dim=-1)
 
     def items(self, embedded: Tensor) -> Tensor:
-        """Unit vectors [..., E] of items. embedded [..., E]: of Recommender.embed_items."""
+        """Returns unit vectors [..., E] of items. embedded: [..., E] of Recommender.embed_items."""
         return F.normalize(embedded + self.item_out(F.gelu(self.item_in(embedded))), dim=-1)
 
 
@@ -105,7 +116,14 @@ def item_vectors(
     rows: Tensor | None = None,
     chunk: int = 16_384,
 ) -> Tensor:
-    """[n, E] float32 on the host: unit vectors of item rows [n], None: of all that are bound."""
+    """Returns unit vectors [n, E] float32 of item rows, on the host.
+
+    Args:
+        retriever: The retriever.
+        recommender: The recommender that embeds the items.
+        rows: [n] item rows. None means all bound items.
+        chunk: Items computed at once.
+    """
     if rows is None:
         rows = torch.arange(recommender.num_bound_items)
     rows = rows.to(recommender.item_tokens.device)
@@ -114,7 +132,7 @@ def item_vectors(
 
 
 def save_retriever(retriever: DenseRetriever, directory: Path | str) -> None:
-    """Write `config.json` and `model.safetensors`."""
+    """Writes `config.json` and `model.safetensors`."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().contiguous() for name, value in retriever.state_dict().items()}
@@ -124,9 +142,10 @@ def save_retriever(retriever: DenseRetriever, directory: Path | str) -> None:
 
 
 def load_retriever(directory: Path | str, recommender: Recommender) -> DenseRetriever:
-    """Read what `save_retriever` wrote, in eval mode, on the recommender's device.
+    """Reads what `save_retriever` wrote, in eval mode, on the recommender's device.
 
-    Raises ValueError where the files are damaged or were made for another recommender.
+    Raises:
+        ValueError: If the files are damaged or were made for another recommender.
     """
     folder = Path(directory)
     try:

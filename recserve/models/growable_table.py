@@ -6,9 +6,10 @@ from torch import Tensor
 
 
 def with_rows(table: Tensor, count: int, rows: Tensor) -> Tensor:
-    """The table with rows [n, ...] written after its first `count`; a larger copy where it is full.
+    """Writes rows [n, ...] after the first `count` of a table, which is copied and enlarged if
+    full.
 
-    Whoever reads the first `count` rows, of the old table or the new, is not disturbed.
+    Concurrent readers of the first `count` rows, of the old or the new table, are not affected.
     """
     needed = count + rows.shape[0]
     if needed > table.shape[0]:

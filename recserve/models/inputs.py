@@ -1,4 +1,4 @@
-"""What a model is fed: packed columns, one row per token of a root or node of a tree."""
+"""Inputs of a model: packed columns with one row per root token or tree node."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """Columns of n rows; all but `tokens` are the ranker's and None elsewhere.
+    """Columns of n rows. Only the ranker uses columns other than `tokens`; they are None elsewhere.
 
-    tokens [n] int64: token numbers (recommender, text) or item rows (ranker).
-    groups [n] int64: token group of MTGR: 0 profile, 1 long history, 2 recent events, 3 candidate.
-    types [n] int64: event type. times [n] int64: microseconds, or position.
-    dense [n, F] float32: side information and cross features.
+    Attributes:
+        tokens: [n] int64 token numbers (recommender, text) or item rows (ranker).
+        groups: [n] int64 token group of MTGR: 0 profile, 1 long history, 2 recent events, 3
+            candidate.
+        types: [n] int64 event type.
+        times: [n] int64 microseconds, or position.
+        dense: [n, F] float32 side information and cross features.
     """
 
     tokens: Tensor
@@ -30,7 +33,7 @@ class NodeInputs:
         return self.tokens.shape[0]
 
     def select(self, index: Tensor | slice) -> NodeInputs:
-        """The rows at `index`, in that order."""
+        """Returns the rows at `index`, in that order."""
         kept: dict[str, Any] = {}
         for f in fields(self):
             column = getattr(self, f.name)
@@ -39,7 +42,7 @@ class NodeInputs:
 
     @staticmethod
     def cat(parts: Sequence[NodeInputs]) -> NodeInputs:
-        """Rows of all parts, in order. A column must be present in all parts or in none."""
+        """Concatenates rows in order. A column must be present in all parts or in none."""
         if len(parts) == 1:
             return parts[0]
         columns: dict[str, Any] = {}

@@ -16,8 +16,12 @@ from recserve.models.decoder import Decoder
 class LanguageModelConfig:
     """A trunk and its vocabulary of V tokens.
 
-    tied: the head is the embedding. bos_token: what a text begins with, None: nothing.
-    eos_tokens: end-of-text tokens.
+    Attributes:
+        decoder: The trunk.
+        vocab_size: V.
+        tied: Whether the head is the embedding.
+        bos_token: First token of a text. None means that there is none.
+        eos_tokens: End-of-text tokens.
     """
 
     decoder: DecoderConfig
@@ -28,7 +32,7 @@ class LanguageModelConfig:
 
 
 class LanguageModel(nn.Module):
-    """Token numbers in, logits of the next token out. head: None where it is the embedding."""
+    """Maps token numbers to logits of the next token. `head` is None if it is the embedding."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
@@ -43,12 +47,12 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
-        """tokens, positions [..., T] -> hidden [..., T, E], of `rows` alone where given."""
+        """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`."""
         hidden: Tensor = self.decoder(self.tokens(tokens), positions, attend, rows)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., E] -> [..., V]."""
+        """Returns logits [..., V] of hidden states [..., E]."""
         if self.head is None:
             return F.linear(hidden, self.tokens.weight)
         logits: Tensor = self.head(hidden)

@@ -1,7 +1,7 @@
-"""Language models from Hugging Face folders: config.json, and safetensors in one file or sharded.
+"""Loads language models from Hugging Face folders: config.json, and safetensors, also sharded.
 
-Families: Llama, Qwen2, Qwen3. Whatever a configuration asks for that this code does not compute is
-refused by name; nothing is ignored that would change the logits.
+Families: Llama, Qwen2, Qwen3. A configuration that needs something this code does not compute is
+rejected by name. Nothing that would change the logits is ignored.
 """
 
 from __future__ import annotations
@@ -26,15 +26,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class UnsupportedModel(ValueError):
-    """A model folder asks for something that is not computed here, or lacks something."""
+    """A model folder needs something that is not implemented, or lacks something."""
 
 
 def load_language_model(
     folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> LanguageModel:
-    """The model of a folder, ready to serve. dtype: None keeps the configuration's.
+    """Loads the model of a folder, ready to serve.
 
-    Raises UnsupportedModel naming the field or tensor, what was expected and what came.
+    Args:
+        folder: Folder in the Hugging Face layout.
+        dtype: Type of the weights. None means the type in the configuration.
+        device: Device of the weights.
+
+    Raises:
+        UnsupportedModel: If a field or tensor does not fit; the message names it, the expected and
+            the actual value.
     """
     config, stored = read_folder(folder)
     dtype = stored if dtype is None else dtype
@@ -79,15 +86,16 @@ def load_language_model(
 
 
 def read_folder(folder: Path) -> tuple[LanguageModelConfig, torch.dtype]:
-    """The configuration of a folder, and the type that it names for its weights.
+    """Returns the configuration of a folder, and the type that it names for its weights.
 
-    Raises UnsupportedModel naming the field, what was expected and what came.
+    Raises:
+        UnsupportedModel: If a field does not fit; the message names it.
     """
     fields = _read_json(folder / "config.json")
     config = read_config(fields)
     generation = folder / "generation_config.json"
     if generation.exists():
-        # Chat models end their turn with other tokens than the one that ends a text.
+        # Chat models end a turn with other tokens than the end-of-text token.
         more = _tokens(_read_json(generation).get("eos_token_id"))
         config = replace(config, eos_tokens=tuple(dict.fromkeys(config.eos_tokens + more)))
     name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
@@ -97,7 +105,7 @@ def read_folder(folder: Path) -> tuple[LanguageModelConfig, torch.dtype]:
 
 
 def read_config(fields: dict[str, Any]) -> LanguageModelConfig:
-    """A configuration from the fields of a config.json."""
+    """Builds a configuration from the fields of a config.json."""
     family = fields.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModel(f"model_type is {family!r}; choose one of {list(FAMILIES)}")
@@ -144,7 +152,7 @@ def _tokens(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from the older fields or from `rope_parameters`."""
+    """Returns base and scaling, from the older fields or from `rope_parameters`."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -182,12 +190,12 @@ OUTSIDE = {
     "decoder.norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-# A tied head is the embedding again, and old files carry the angles that rope.py computes.
+# A tied head repeats the embedding. Old files contain the RoPE frequencies, computed here anyway.
 UNREAD = ("lm_head.weight", "rotary_emb.inv_freq")
 
 
 def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Our tensor `name` from theirs: projections that read the same input are one matrix here."""
+    """Returns our tensor `name`; projections that read the same input are one matrix here."""
     if name in OUTSIDE:
         return read(OUTSIDE[name])
     _, _, layer, part, last = name.split(".")
@@ -196,7 +204,7 @@ def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """File of every tensor."""
+    """Returns the file of every tensor."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return {name: folder / file for name, file in _read_json(index)["weight_map"].items()}

@@ -1,8 +1,8 @@
-"""Weights laid out as the processor's matrix products read them, for serving on a CPU.
+"""Packs weights in the layout of the fastest matrix products, for serving on a CPU.
 
-The products are those of `kernels/cpu/native.py`, whose rows do not know how many there are, or
-oneDNN's, whichever is faster here. oneDNN has an arithmetic of its own for a single row over long
-sums; `keep_rows_alike` turns that off.
+The products are those of `kernels/cpu/native.py`, whose rows do not depend on the number of rows,
+or oneDNN's, whichever is faster on this machine. oneDNN uses different arithmetic for a single row
+over long sums. `keep_rows_alike` turns this off.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from recserve.models.language_model import LanguageModel
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear for inference: x W^T + b, W as the quickest product of this machine reads it."""
+    """nn.Linear for inference: x W^T + b, with W in the layout of the fastest product."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, in_c: bool | None = None
     ) -> None:
-        """Packs a weight [n, m] and a bias [n], of which `packable` is true.
+        """Packs a weight [n, m] and a bias [n] for which `packable` is true.
 
-        in_c: Whether the product runs in C; None measures it for this weight alone.
+        Args:
+            weight: [n, m].
+            bias: [n], or None.
+            in_c: Whether the product runs in C. None measures it for this weight alone.
         """
         super().__init__()
         self.never_alone = False
@@ -44,11 +47,14 @@ class PackedLinear(nn.Module):
 
     @property
     def panels(self) -> Panels | None:
-        """What it multiplies by, if that is done in C."""
+        """The packed weight if the product runs in C, else None."""
         return self._product if isinstance(self._product, Panels) else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., m] -> [..., n]. never_alone: oneDNN computes a single row twice."""
+        """Multiplies x [..., m] and returns [..., n].
+
+        With `never_alone`, oneDNN computes a single row as two equal rows.
+        """
         alone = self.never_alone and x.numel() == x.shape[-1]
         if alone and isinstance(self._product, OneDnnWeight):
             return self._product(x.reshape(1, -1).repeat(2, 1))[:1].view(*x.shape[:-1], -1)
@@ -56,7 +62,7 @@ class PackedLinear(nn.Module):
 
 
 def packable(weight: Tensor, in_c: bool | None = None) -> bool:
-    """Whether this machine has products of packed weights for it; in_c as in PackedLinear."""
+    """Returns whether this machine can pack a weight; in_c as in PackedLinear."""
     if not weight.is_cpu:
         return False
     if in_c is None:
@@ -68,10 +74,10 @@ def packable(weight: Tensor, in_c: bool | None = None) -> bool:
 def pack_weights(model: nn.Module) -> None:
     """Replaces every linear layer by its packed form, in place.
 
-    So is the head of a language model whose head is its embedding. What this machine cannot pack
-    stays. All products of a model run in C or none does, because a decoder whose products are all
-    in C runs in one call. A packed model answers, but neither trains nor is saved nor moves to
-    another device.
+    The head of a language model is packed too if it is the embedding. Weights that this machine
+    cannot pack do not change. All products of a model run in C or none does, because a decoder
+    whose products all run in C runs in one call. A packed model serves. It cannot be trained, saved
+    or moved to another device.
     """
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     tied = model.tokens if isinstance(model, LanguageModel) and model.head is None else None
@@ -89,11 +95,11 @@ def pack_weights(model: nn.Module) -> None:
 
 
 def fastest_dtype(decoder: DecoderConfig, candidates: Sequence[torch.dtype]) -> torch.dtype:
-    """The type in which a decoder's products are fastest on this CPU.
+    """Returns the type in which a decoder's products are fastest on this CPU.
 
     Args:
-        decoder: Its shapes.
-        candidates: The first is taken unless another is clearly faster.
+        decoder: Shapes of the decoder.
+        candidates: Types to compare. The first is used unless another is clearly faster.
     """
     heads = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
     shapes = (
@@ -105,14 +111,14 @@ def fastest_dtype(decoder: DecoderConfig, candidates: Sequence[torch.dtype]) -> 
     best, *others = (dispatch.products_ms(shapes, dtype) for dtype in candidates)
     found = candidates[0]
     for dtype, ms in zip(candidates[1:], others, strict=True):
-        # A decoding step counts as much as a prompt, though a prompt takes longer.
+        # A decoding step has the same weight as a prompt, although a prompt takes longer.
         if math.prod(b / m for b, m in zip(best, ms, strict=True)) > MARGIN ** len(ms):
             best, found = ms, dtype
     return found
 
 
 def _together(decoder: Decoder) -> NativeLayers | None:
-    """Its layers in one call, if every weight is in panels and of one type."""
+    """Returns the layers in one call, if every weight is in panels and of one type."""
     c = decoder.config
     if c.head_dim % (2 * LANES):
         return None
@@ -136,7 +142,7 @@ def _together(decoder: Decoder) -> NativeLayers | None:
 
 
 def pack_layers(model: nn.Module, *names: str) -> None:
-    """`pack_weights` of linear layers that are attributes of the model, by name; those it has."""
+    """Packs linear layers that are attributes of the model, by name. Missing ones are skipped."""
     for name in names:
         layer = getattr(model, name, None)
         if isinstance(layer, nn.Linear) and packable(layer.weight):
@@ -144,7 +150,7 @@ def pack_layers(model: nn.Module, *names: str) -> None:
 
 
 def keep_rows_alike(model: nn.Module) -> None:
-    """A row's bits are the same alone and among others from now on, in packed layers and SiLU."""
+    """Makes a row's bits independent of other rows in packed layers and SiLU."""
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.never_alone = True

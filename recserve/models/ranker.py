@@ -1,7 +1,7 @@
 """The MTGR ranker: one root per user, one token per candidate, HSTU-style layers, task heads.
 
-A candidate's logits depend on its own row, the rows of the root it may see and constants, never on
-the other candidates: the normaliser of the attention is a constant and every norm is per token.
+A candidate's logits depend on its own row, the root rows it may see and constants, never on the
+other candidates. The normaliser of the attention is a constant, and every norm is per token.
 Source: MTGR, arXiv 2505.18654, section 3; HSTU layers, arXiv 2402.17152.
 """
 
@@ -37,14 +37,19 @@ WEIGHTS_FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class RankerConfig:
-    """Sizes of a ranker.
+    """Configuration of a ranker.
 
-    num_items: rows with an id embedding of their own; later rows live on their vector alone.
-    vector_size: width of the item vectors. dense_size: width of `NodeInputs.dense`.
-    num_types: event types. max_positions: positions from here on share one embedding.
-    normalizer: constant of the silu attention.
-    id_dropout: share of item tokens that train without their id embedding, so that new items work.
-    Raises ValueError where a size is below 1 or a probability is outside [0, 1).
+    Attributes:
+        num_items: Rows with their own id embedding. Later rows have only their vector.
+        vector_size: Width of the item vectors.
+        dense_size: Width of `NodeInputs.dense`.
+        num_types: Event types.
+        max_positions: Positions from this one on share one embedding.
+        normalizer: Constant of the SiLU attention.
+        id_dropout: Share of item tokens trained without their id embedding, so that new items work.
+
+    Raises:
+        ValueError: If a size is below 1 or a probability is outside [0, 1).
     """
 
     num_items: int
@@ -76,12 +81,12 @@ class RankerConfig:
             raise ValueError(f"tasks are {self.tasks}; name at least one, each once")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; `RankerConfig(**d)` reads it back."""
+        """Returns a JSON-ready form; `RankerConfig(**d)` reads it back."""
         return asdict(self)
 
 
 class GroupLayerNorm(nn.Module):
-    """LayerNorm with a gain (kept as its difference from 1) and a bias per token group."""
+    """LayerNorm with a gain (stored as its difference from 1) and a bias per token group."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -90,7 +95,7 @@ class GroupLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, groups: Tensor) -> Tensor:
-        """x [..., T, E], groups [..., T] -> [..., T, E]."""
+        """Normalises x [..., T, E] by groups [..., T]."""
         normed = F.layer_norm(x, x.shape[-1:], eps=self.eps)
         gain, bias = F.embedding(groups, self.gain + 1), F.embedding(groups, self.bias)
         return torch.addcmul(bias, normed, gain)
@@ -114,7 +119,9 @@ class RankerLayer(nn.Module):
     def forward(
         self, x: Tensor, groups: Tensor, layer: int, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
-        """x [..., T, E], groups [..., T] -> [..., T, E], or [..., R, E] of the given rows [R]."""
+        """Maps x [..., T, E] with groups [..., T] to the same shape, or to [..., R, E] of
+        `rows`.
+        """
         projected = self.silu(self.qkvu(self.input_norm(x, groups)))
         query, key, value, gate = projected.view(*x.shape[:-1], *self.shape).unbind(-3)
         mixed = (attend(layer, query, key, value) * gate).flatten(-2)
@@ -126,7 +133,7 @@ class RankerLayer(nn.Module):
 
 
 class Ranker(nn.Module):
-    """Embeddings, layers and task heads. Attention comes from outside, as for the decoder trunk."""
+    """Embeddings, layers and task heads. The caller provides attention, as for the decoder."""
 
     item_vectors: Tensor
     item_table: Tensor | None
@@ -155,11 +162,13 @@ class Ranker(nn.Module):
         self.num_bound_items = 0
 
     def bind_items(self, vectors: Tensor) -> None:
-        """Attach the catalogue's item vectors [I, F]; they are not saved with the weights.
+        """Binds the catalogue's item vectors [I, F]; they are not saved with the weights.
 
-        I may exceed `config.num_items`: items that came after training have no id embedding.
-        Frozen embeddings are computed anew and swapped in whole, so a server may call this.
-        Raises ValueError if F differs from `config.vector_size` or I is below `config.num_items`.
+        I may exceed `config.num_items`: items added after training have no id embedding. Frozen
+        embeddings are recomputed and swapped in as a whole, so a running server may call this.
+
+        Raises:
+            ValueError: If F differs from `config.vector_size` or I is below `config.num_items`.
         """
         c = self.config
         if vectors.ndim != 2 or vectors.shape[1] != c.vector_size:
@@ -177,10 +186,14 @@ class Ranker(nn.Module):
 
     @torch.inference_mode()
     def append_items(self, vectors: Tensor, learned: Tensor) -> None:
-        """Take further items into a frozen ranker, while others read those that are bound.
+        """Appends items to a frozen ranker, while others read the items that are bound.
 
-        vectors [n, F]. learned [n]: bound row whose id embedding the item keeps, -1: none.
-        Raises ValueError before `freeze_items`.
+        Args:
+            vectors: [n, F].
+            learned: [n] bound row whose id embedding the item uses, -1 for none.
+
+        Raises:
+            ValueError: If `freeze_items` was not called before.
         """
         if self.item_table is None:
             raise ValueError("items are appended to frozen item embeddings; call freeze_items")
@@ -195,19 +208,19 @@ class Ranker(nn.Module):
 
     @torch.no_grad()
     def freeze_items(self) -> None:
-        """Compute all item embeddings [I, E] once, for serving; `train()` drops them again."""
+        """Computes all item embeddings [I, E] once, for serving; `train()` drops them."""
         table = self.vector_projection(self.item_vectors)
         table[: self.config.num_items] += self.id_embedding.weight
         self.item_table = table
 
     def pack(self) -> None:
-        """Lay the weights out for this CPU (packing.py); then it neither trains nor is saved."""
+        """Packs the weights for this CPU (packing.py); it cannot be trained or saved afterwards."""
         for part in (self.layers, self.mixer, self.head):
             pack_weights(part)
         pack_layers(self, "dense_projection")
 
     def train(self, mode: bool = True) -> Ranker:
-        """Switch to training or back; training drops the frozen item embeddings, they go stale."""
+        """Switches to training or back; training drops the frozen item embeddings."""
         if mode:
             self.item_table = None
         super().train(mode)
@@ -215,16 +228,22 @@ class Ranker(nn.Module):
 
     @torch.no_grad()
     def fit_dense(self, mean: Tensor, deviation: Tensor) -> None:
-        """Standardise the dense columns. mean, deviation [dense_size]; deviation 0 counts as 1."""
+        """Standardises the dense columns by mean and deviation [dense_size]; deviation 0 is 1."""
         self.get_buffer("dense_mean").copy_(mean)
         self.get_buffer("dense_scale").copy_(1 / deviation.where(deviation > 1e-6, 1.0))
 
     def embed(self, inputs: NodeInputs) -> Tensor:
-        """Rows to embeddings, each from its own columns alone.
+        """Embeds rows, each from its own columns alone.
 
-        inputs: n rows (any leading shape, the same in all columns); every column is required.
-        `times` holds the position in the root. Returns [n, E].
-        Raises ValueError where a column is missing.
+        Args:
+            inputs: n rows (any leading shape, the same in all columns). Every column is required.
+                `times` holds the position in the root.
+
+        Returns:
+            [n, E].
+
+        Raises:
+            ValueError: If a column is missing.
         """
         groups, types, positions = inputs.groups, inputs.types, inputs.times
         if groups is None or types is None or positions is None or inputs.dense is None:
@@ -250,9 +269,16 @@ class Ranker(nn.Module):
     def forward(
         self, x: Tensor, groups: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
-        """x [..., T, E] embedded rows, groups [..., T] -> [..., T, E], final norm applied.
+        """Runs the layers and the final norm.
 
-        rows [R]: the tokens whose states are wanted, None: all; [..., R, E] then.
+        Args:
+            x: [..., T, E] embedded rows.
+            groups: [..., T].
+            attend: Attention.
+            rows: [R] tokens whose states to return. None means all.
+
+        Returns:
+            [..., T, E] or [..., R, E].
         """
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
@@ -263,18 +289,18 @@ class Ranker(nn.Module):
         return hidden
 
     def heads(self, hidden: Tensor) -> Tensor:
-        """hidden [..., E] of candidates -> [..., tasks] logits, in the order of `config.tasks`."""
+        """Returns logits [..., tasks] of candidates [..., E], in the order of `config.tasks`."""
         logits: Tensor = self.head(hidden)
         return logits
 
 
 def node_inputs(columns: Mapping[str, np.ndarray]) -> NodeInputs:
-    """Numpy columns (tokens, groups, types, times, dense) as tensors; nothing is copied."""
+    """Wraps numpy columns (tokens, groups, types, times, dense) as tensors without copying."""
     return NodeInputs(**{name: torch.from_numpy(column) for name, column in columns.items()})
 
 
 def save_ranker(model: Ranker, directory: str | Path) -> None:
-    """Write config.json and model.safetensors; a file is replaced whole or not at all."""
+    """Writes config.json and model.safetensors; each file is replaced atomically."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -289,10 +315,15 @@ def save_ranker(model: Ranker, directory: str | Path) -> None:
 def load_ranker(
     directory: str | Path, vectors: np.ndarray | Tensor, device: torch.device | str = "cpu"
 ) -> Ranker:
-    """Read a saved ranker, ready to score: in eval mode, item embeddings frozen.
+    """Reads a saved ranker, ready to score: in eval mode, item embeddings frozen.
 
-    vectors [I, F]: item vectors of the catalogue version to answer from.
-    Raises ValueError where a file is missing, damaged or does not fit the other.
+    Args:
+        directory: Folder of `save_ranker`.
+        vectors: [I, F] item vectors of the catalogue version to serve.
+        device: Device of the weights.
+
+    Raises:
+        ValueError: If a file is missing, damaged or does not fit the other.
     """
     folder = Path(directory)
     try:

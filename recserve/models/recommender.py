@@ -1,10 +1,10 @@
-"""The recommender: a decoder over a history that writes the next item's semantic id.
+"""The recommender: a decoder over a history that generates the next item's semantic id.
 
-Two input forms share one token space (docs/architecture.md). `codes`: a history item is its L code
-tokens, and the model is a plain Llama. `items`: a history item is one position, the sum of its
-level embeddings, its projected frozen vector and its id embedding, so that roots are L times
-shorter; codes stay the tokens of what is generated. Sources: TIGER (arXiv 2305.05065) for the
-generation. Level heads, which predict all levels at once, are in models/level_heads.py.
+Two input forms share one token space (docs/architecture.md). With `codes`, a history item is its L
+code tokens, and the model is a plain Llama. With `items`, a history item is one position: the sum
+of its level embeddings, its projected frozen vector and its id embedding. Roots are L times shorter
+then; generated tokens are still codes. Source of the generation: TIGER (arXiv 2305.05065). Level
+heads, which predict all levels at once, are in models/level_heads.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BOS = 0
 
 
 class Recommender(nn.Module):
-    """Embedding, decoder and heads; `bind_items` gives it the catalogue that item tokens need."""
+    """Embedding, decoder and heads; `bind_items` sets the catalogue that item tokens need."""
 
     item_tokens: Tensor
     item_vectors: Tensor | None
@@ -71,10 +71,10 @@ class Recommender(nn.Module):
             nn.init.eye_(self.dense_query.weight)
 
     def bind_items(self, codes: Tensor, vectors: Tensor | None = None) -> None:
-        """Take the catalogue of this model: what `items` embeds and the dense head scores.
+        """Binds the catalogue that `items` embeds and the dense head scores.
 
-        codes: [I, L] int. vectors: [I, F] float, needed when config.vector_dim is set; rows are
-        scaled to length 1 here. Raises ValueError where they do not fit the config.
+        codes: [I, L] int. vectors: [I, F] float, required if config.vector_dim is set; rows are
+        scaled to length 1 here. Raises ValueError if they do not fit the config.
         """
         c = self.config
         if codes.ndim != 2 or codes.shape[1] != c.num_levels:
@@ -95,15 +95,15 @@ class Recommender(nn.Module):
         self._learned = self._dense_table = None
 
     def bind_placeholders(self, vectors: Tensor) -> None:
-        """Take the learned vectors [P, E] of a draft head: token -1 is the first, -2 the next."""
+        """Binds the learned vectors [P, E] of a draft head: token -1 is the first, -2 the next."""
         self.placeholders = vectors.detach()
 
     @torch.inference_mode()
     def append_items(self, codes: Tensor, vectors: Tensor, learned: Tensor) -> None:
-        """Take further items, while others read those that are bound.
+        """Appends items, while others read the items that are bound.
 
         codes [n, L], vectors [n, F]: as in bind_items. learned [n]: bound row whose id embedding
-        the item keeps, -1: none.
+        the item uses, -1 for none.
         """
         count, device = self.num_bound_items, self.item_tokens.device
         offsets = torch.tensor(self.config.level_offsets, device=device)
@@ -113,7 +113,7 @@ class Recommender(nn.Module):
             self.item_vectors = with_rows(self.item_vectors, count, unit)
         known = torch.arange(count, device=device) if self._learned is None else self._learned
         self._learned = with_rows(known, count, learned)
-        # A reader may just have made it of fewer rows; then it is made again when it is read.
+        # A concurrent reader may have built a table with fewer rows. It is then rebuilt on use.
         table = self._dense_table
         if table is not None and table.shape[0] >= count:
             rows = torch.arange(count, count + len(codes), device=device)
@@ -121,7 +121,7 @@ class Recommender(nn.Module):
         self.num_bound_items = count + len(codes)
 
     def embed_items(self, rows: Tensor) -> Tensor:
-        """What a history item is to the decoder. rows: any shape [...] -> [..., E]."""
+        """Returns the decoder's input [..., E] for history items. rows: any shape [...]."""
         x: Tensor = self.tokens(self.item_tokens[rows]).sum(-2)
         if self.item_vectors is not None:
             x = x + self.vector_projection(self.item_vectors[rows])
@@ -132,17 +132,14 @@ class Recommender(nn.Module):
         return x
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens to the decoder's input: codes, items, and placeholders where they are bound.
-
-        tokens: any shape [...] -> [..., E].
-        """
+        """Embeds tokens [...] as [..., E]: codes, items, and placeholders if they are bound."""
         x = self.tokens(tokens) if self._are_codes(tokens) else self._embed_any(tokens)
         if self.training:
             x = F.dropout(x, self.config.decoder.dropout)
         return x
 
     def _are_codes(self, tokens: Tensor) -> bool:
-        """Whether nothing else is among them, as far as is known without waiting for a device."""
+        """Returns whether all tokens are known to be codes, without waiting for a device."""
         if self.placeholders is None and self.config.input == "codes":
             return True
         if self.training or not tokens.is_cpu or not tokens.numel():
@@ -159,7 +156,8 @@ class Recommender(nn.Module):
         else:
             is_item = own >= first_item
             x = self.tokens(torch.where(is_item, BOS, own))
-            if tokens.device.type == "cpu":  # elsewhere a count of items would stop the queue
+            # on other devices, counting the items would synchronise with the host
+            if tokens.device.type == "cpu":
                 x = x.index_put((is_item,), self.embed_items(own[is_item] - first_item))
             else:
                 rows = torch.where(is_item, own - first_item, 0)
@@ -172,31 +170,31 @@ class Recommender(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
-        """tokens, positions [..., T] -> hidden [..., T, E], of `rows` alone where given."""
+        """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`."""
         hidden: Tensor = self.decoder(self.embed(tokens), positions, attend, rows)
         return hidden
 
     def level_logits(self, hidden: Tensor, level: int) -> Tensor:
-        """Raw logits of one level's codes. hidden: [n, E] -> [n, C_level]."""
+        """Returns raw logits [n, C_level] of one level's codes. hidden: [n, E]."""
         if self._packed_levels is not None:
             packed: Tensor = self._packed_levels[level](hidden)
             return packed
         return F.linear(hidden, self.level_codes(level))
 
     def level_codes(self, level: int) -> Tensor:
-        """[C_level, E] what a hidden state is compared with at a level."""
+        """Returns the codes [C_level, E] that a hidden state is compared with at a level."""
         start = self.config.level_offsets[level]
         return self.head.weight[start : start + self.config.codebook_sizes[level]]
 
     def full_logits(self, hidden: Tensor) -> Tensor:
-        """Raw logits of BOS and all codes. hidden: [n, E] -> [n, V]."""
+        """Returns raw logits [n, V] of BOS and all codes. hidden: [n, E]."""
         head = self.head if self._packed_head is None else self._packed_head
         logits: Tensor = head(hidden)
         return logits
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Lay the weights out for this CPU (packing.py); then it neither trains nor is saved."""
+        """Packs the weights for this CPU (packing.py); it cannot be trained or saved afterwards."""
         pack_weights(self.decoder)
         pack_layers(self, "vector_projection", "dense_query")
         if packable(self.head.weight):
@@ -207,7 +205,7 @@ class Recommender(nn.Module):
 
     @torch.no_grad()
     def pack_search(self) -> None:
-        """Lay the codes out, as they are now, for searches on this CPU (native_search.py)."""
+        """Packs the current codes for searches on this CPU (native_search.py)."""
         if self.config.normalization == "children" and dispatch.in_native(self.head.weight):
             self.search = NativeSearch([self._laid_out(n) for n in range(self.config.num_levels)])
 
@@ -217,9 +215,10 @@ class Recommender(nn.Module):
         return LevelCodes.of(self.level_codes(level), panels)
 
     def parallel_logits(self, hidden: Tensor, level: int) -> Tensor:
-        """Logits of a level from the root's last hidden state, without the codes before it.
+        """Returns logits [n, C_level] of a level from the root's last hidden state [n, E] alone.
 
-        hidden: [n, E] -> [n, C_level]. Raises ValueError if the model has no level heads.
+        Raises:
+            ValueError: If the model has no level heads.
         """
         if not self.config.level_heads:
             raise ValueError("this recommender was trained without level heads")
@@ -231,9 +230,10 @@ class Recommender(nn.Module):
 
     @torch.no_grad()
     def level_tables(self) -> LevelTables:
-        """The level heads stacked as they are now, for `parallel_logits` of all levels at once.
+        """Returns the current level heads stacked, for `parallel_logits` of all levels at once.
 
-        Raises ValueError if the model has no level heads.
+        Raises:
+            ValueError: If the model has no level heads.
         """
         if not self.config.level_heads:
             raise ValueError("this recommender was trained without level heads")
@@ -241,24 +241,23 @@ class Recommender(nn.Module):
         return stack_heads(self.level_heads, codebooks, self.config.level_temperature)
 
     def dense_query_rows(self, hidden: Tensor) -> Tensor:
-        """What the dense head looks for, its scale included. hidden: [n, E] -> [n, E]."""
+        """Returns the queries [n, E] of the dense head, scaled. hidden: [n, E]."""
         return F.normalize(self.dense_query(hidden), dim=-1) * self.dense_scale
 
     def dense_scores(
         self, hidden: Tensor, num_items: int | None = None, without: Tensor | None = None
     ) -> Tensor:
-        """Log-probability of the first `num_items` bound items (None: all of them).
+        """Returns log-probabilities [n, I] float32 of the first `num_items` bound items (None:
+        all).
 
-        hidden [n, E] -> [n, I] float32. without: rows that are not there, -inf. Each query by
-        itself where `one_by_one` is set.
-
-        Raises ValueError if the model has no dense head.
+        hidden: [n, E]. without: rows to exclude, which get -inf. With `one_by_one`, each query is
+        computed separately. Raises ValueError if the model has no dense head.
         """
         if not self.config.dense_head:
             raise ValueError("this recommender was trained without a dense head")
         query = self.dense_query_rows(hidden)
         items = self.dense_item_rows()[:num_items].to(query.dtype)
-        # A product with one query sums in another order than one with several.
+        # A product with one query adds in another order than one with several.
         rows = torch.split(query, 1) if self.one_by_one else (query,)
         logits = torch.cat([F.linear(row, items) for row in rows]).float()
         if without is not None:
@@ -266,9 +265,7 @@ class Recommender(nn.Module):
         return logits.log_softmax(-1)
 
     def train(self, mode: bool = True) -> Recommender:
-        """As nn.Module.train; forgets the item table that eval mode keeps, and in training what
-        searches read.
-        """
+        """Switches to training or back; drops the item table and, in training, packed codes."""
         self._dense_table = None
         if mode:
             self.search = None
@@ -276,8 +273,9 @@ class Recommender(nn.Module):
         return self
 
     def dense_item_rows(self, rows: Tensor | None = None) -> Tensor:
-        """Unit rows [I, E] of all bound items, or [n, E] of some; all of them are kept while the
-        weights stand still (eval mode without gradients).
+        """Returns unit rows [I, E] of all bound items, or [n, E] of some.
+
+        Those of all items are cached while the weights cannot change (eval mode without gradients).
         """
         if rows is not None:
             return F.normalize(self.embed_items(rows), dim=-1)
@@ -294,13 +292,13 @@ class Recommender(nn.Module):
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
-    elif isinstance(module, LevelHead):  # reached after its linear layer
+    elif isinstance(module, LevelHead):  # apply() reaches it after its linear layer
         nn.init.zeros_(module.linear.weight)
         nn.init.zeros_(module.linear.bias)
 
 
 def save_recommender(model: Recommender, directory: Path | str) -> None:
-    """Write `config.json` and `model.safetensors`; the catalogue belongs to the bundle."""
+    """Writes `config.json` and `model.safetensors`; the catalogue belongs to the bundle."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
@@ -317,7 +315,7 @@ def load_recommender(
     vectors: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Recommender:
-    """Read what `save_recommender` wrote, in eval mode, bound to the catalogue if `codes` is given.
+    """Reads what `save_recommender` wrote, in eval mode; binds the catalogue if `codes` is given.
 
     codes: [I, L]. vectors: [I, F]. Raises FileNotFoundError, or ValueError naming the file that
     does not fit.

@@ -1,6 +1,6 @@
-"""SASRec: self-attention over item ids, trained with cross-entropy over all items. The baseline.
+"""SASRec, the baseline: self-attention over item ids, trained with cross-entropy over all items.
 
-Beside the published model (dot product of ids) it can be given what the recommender has: frozen
+The published model scores by a dot product of ids. Options add what the recommender has: frozen
 item vectors, and a scaled cosine instead of the dot product. Source: arXiv 1808.09781;
 cross-entropy: arXiv 2309.07602.
 """
@@ -24,11 +24,17 @@ from recserve.models.weight_check import check_finite
 
 @dataclass(frozen=True)
 class SasRecConfig:
-    """num_items: I. vector_dim: F of frozen item vectors, 0 for ids alone. cosine: scaled cosine
-    logits.
+    """Configuration of a SASRec model.
 
-    max_history_items: length of the position table; only the latest of a longer history are read.
-    Raises ValueError where the sizes do not fit each other.
+    Attributes:
+        num_items: I.
+        vector_dim: F of frozen item vectors, 0 for ids alone.
+        cosine: Whether logits are scaled cosines.
+        max_history_items: Length of the position table. Only the latest items of a longer history
+            are read.
+
+    Raises:
+        ValueError: If the sizes do not fit each other.
     """
 
     num_items: int
@@ -49,12 +55,12 @@ class SasRecConfig:
             raise ValueError(f"num_items is {self.num_items}; a catalogue has at least 1")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; `SasRecConfig(**d)` reads it back."""
+        """Returns a JSON-ready form; `SasRecConfig(**d)` reads it back."""
         return asdict(self)
 
 
 class SasRecLayer(nn.Module):
-    """Attention and a two-layer network, each behind a LayerNorm and a residual."""
+    """Attention and a two-layer network, each after a LayerNorm and with a residual."""
 
     def __init__(self, config: SasRecConfig) -> None:
         super().__init__()
@@ -67,7 +73,7 @@ class SasRecLayer(nn.Module):
         self.up, self.down = nn.Linear(size, size), nn.Linear(size, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, E] -> [B, S, E], causal."""
+        """Maps x [B, S, E] to the same shape, causally."""
         heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.config.num_heads, -1))
         mixed = DenseAttention()(0, *heads.unbind(-3)).flatten(-2)
         x = x + self._dropout(self.output(mixed))
@@ -78,7 +84,7 @@ class SasRecLayer(nn.Module):
 
 
 class SasRec(nn.Module):
-    """Item embedding (ids, and vectors where it has them), positions, layers."""
+    """Item embeddings (ids, and vectors if configured), positions, layers."""
 
     vectors: Tensor | None
 
@@ -100,9 +106,10 @@ class SasRec(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def bind_vectors(self, vectors: Tensor | None) -> None:
-        """Take the catalogue's vectors [I, F], where the config asks for them.
+        """Binds the catalogue's vectors [I, F] if the config has them.
 
-        Raises ValueError if they are missing or of another size.
+        Raises:
+            ValueError: If they are missing or of another size.
         """
         if not self.config.vector_dim:
             return
@@ -113,14 +120,14 @@ class SasRec(nn.Module):
         self.vectors = F.normalize(vectors.to(self.ids.weight.device, torch.float32), dim=-1)
 
     def items(self) -> Tensor:
-        """[I, E] what each item is, as input and as output."""
+        """Returns the item embeddings [I, E], used as input and as output."""
         if self.vectors is None:
             return self.ids.weight
         rows: Tensor = self.ids.weight + self.projection(self.vectors)
         return rows
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Histories to states. rows [B, S] item rows, right-padded with any row -> [B, S, E]."""
+        """Maps histories to states [B, S, E]. rows: [B, S] item rows, right-padded with any row."""
         x = F.embedding(rows, self.items()) + self.positions.weight[: rows.shape[1]]
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
@@ -129,21 +136,21 @@ class SasRec(nn.Module):
         return hidden
 
     def queries(self, hidden: Tensor) -> Tensor:
-        """[n, E] -> [n, E], to be multiplied with `keys`."""
+        """Maps states [n, E] to queries [n, E], which are multiplied with `keys`."""
         return F.normalize(hidden, dim=-1) * self.scale if self.config.cosine else hidden
 
     def keys(self) -> Tensor:
-        """[I, E] items as the logits see them."""
+        """Returns the items [I, E] as the logits use them."""
         return F.normalize(self.items(), dim=-1) if self.config.cosine else self.items()
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Logits of all items. hidden: [n, E] -> [n, I] float32."""
+        """Returns logits [n, I] float32 of all items. hidden: [n, E]."""
         query = self.queries(hidden)
         return F.linear(query, self.keys().to(query.dtype)).float()
 
 
 def save_sasrec(model: SasRec, directory: Path | str) -> None:
-    """Write `config.json` and `model.safetensors`."""
+    """Writes `config.json` and `model.safetensors`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
@@ -155,9 +162,11 @@ def save_sasrec(model: SasRec, directory: Path | str) -> None:
 def load_sasrec(
     directory: Path | str, vectors: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> SasRec:
-    """Read what `save_sasrec` wrote, in eval mode.
+    """Reads what `save_sasrec` wrote, in eval mode.
 
-    Raises FileNotFoundError, or ValueError naming the file that does not fit.
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file does not fit; the message names it.
     """
     directory = Path(directory)
     try:

@@ -1,4 +1,4 @@
-"""Language models into Hugging Face folders: the layout that models/loading.py and others read."""
+"""Saves language models as Hugging Face folders, which models/loading.py and others read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from recserve.models.loading import OUTSIDE, PARTS
 
 
 def save_language_model(model: LanguageModel, folder: Path) -> None:
-    """Write config.json and model.safetensors.
+    """Writes config.json and model.safetensors.
 
-    Raises ValueError for a trunk that no public family has.
+    Raises:
+        ValueError: If no public family has this trunk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fields = config_fields(model.config)
@@ -30,7 +31,7 @@ def save_language_model(model: LanguageModel, folder: Path) -> None:
 
 
 def named_tensors(model: LanguageModel) -> dict[str, Tensor]:
-    """The model's weights under the names of Hugging Face's classes."""
+    """Returns the model's weights under the names of Hugging Face's classes."""
     weights: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
         weights |= _apart(name, weight, model.config.decoder)
@@ -38,7 +39,7 @@ def named_tensors(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def config_fields(config: LanguageModelConfig) -> dict[str, Any]:
-    """Fields of a config.json; `loading.read_config` reads them back."""
+    """Returns the fields of a config.json; `loading.read_config` reads them back."""
     c = config.decoder
     family = "qwen3" if c.qk_norm else "qwen2" if c.attention_bias != c.output_bias else "llama"
     if family == "qwen2" and c.head_dim * c.num_heads != c.hidden_size:
@@ -81,7 +82,7 @@ def config_fields(config: LanguageModelConfig) -> dict[str, Any]:
 
 
 def _apart(name: str, weight: Tensor, config: DecoderConfig) -> dict[str, Tensor]:
-    """Their tensors of ours `name`."""
+    """Splits our tensor `name` into Hugging Face's tensors."""
     if name in OUTSIDE:
         return {OUTSIDE[name]: weight}
     _, _, layer, part, last = name.split(".")

@@ -1,8 +1,8 @@
-"""Which of two implementations is faster on this processor: measured once, then remembered.
+"""Measures once which of two implementations is faster on this processor.
 
-The C sources are written for wide vectors; on a processor without them torch can be faster. No list
-of processors says which, so both do the same work once, for the shapes that are served and with the
-threads that serve them, and the faster one is used from then on.
+The C sources are written for wide vectors. torch can be faster on a processor without them. No list
+of processors tells which is faster. So both do the same work once, for the served shapes and with
+the serving threads. The faster one is used from then on.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# torch replaces C only where it is clearly faster, so that noise does not change the choice from
-# one start to the next.
+# torch replaces C only if it is clearly faster, so that noise does not change the choice between
+# two starts.
 MARGIN = 1.1
 ROUNDS = 5
-BUDGET_S = 0.05  # of one pair; at least two rounds are timed
+BUDGET_S = 0.05  # for one pair of calls; at least two rounds are timed
 
 
 @dataclass(frozen=True)
 class KernelChoice:
     """Times of C and of torch for the same work.
 
-    work: what was measured, for people.
-    c_ms: one time for each size of the work.
-    torch_ms: the same sizes in torch.
+    Attributes:
+        work: Description of the work, for the log.
+        c_ms: Time in C for each size of the work.
+        torch_ms: Time in torch for the same sizes.
     """
 
     work: str
@@ -34,7 +35,7 @@ class KernelChoice:
 
     @property
     def ratio(self) -> float:
-        """Geometric mean of C's times over torch's."""
+        """Geometric mean of C's times divided by torch's times."""
         pairs = zip(self.c_ms, self.torch_ms, strict=True)
         return math.exp(sum(math.log(c / t) for c, t in pairs) / len(self.c_ms))
 
@@ -51,10 +52,10 @@ class KernelChoice:
 def measure(
     work: str, c: Sequence[Callable[[], object]], torch: Sequence[Callable[[], object]]
 ) -> KernelChoice:
-    """Times each pair of calls in turns.
+    """Times each pair of calls alternately.
 
     Args:
-        work: What the calls compute.
+        work: Description of what the calls compute.
         c: One call for each size of the work.
         torch: The same work in torch.
     """
@@ -63,7 +64,7 @@ def measure(
 
 
 def _best_ms(one: Callable[[], object], other: Callable[[], object]) -> tuple[float, float]:
-    """The shortest time of each; the first round only warms up."""
+    """Returns the shortest time of each call in ms; the first round only warms up."""
     best = [math.inf, math.inf]
     began = time.perf_counter()
     for number in range(ROUNDS + 1):

@@ -1,18 +1,21 @@
-"""Tree attention for CPUs: root and tree as one list of keys where that is cheap, else two results
-merged: the root by a flash kernel that reads it once for all nodes, the tree by its shape.
+"""Tree attention for CPUs, in torch or in C.
 
-Softmax attends in C (native_attention.py), unplanned, where that was measured to be no slower
-(`choose`). Of the rest, per tree, with n computed nodes, R root tokens, A ancestors at most and N
-tree nodes:
-  few nodes   n x (R + N): many rows and keys by oneDNN's products, head after head (its float32
-              products run at twice the rate of the flash kernel's where that has no wide vectors
-              of its own), few by batched products or one flash call for all
-              trees that lie alike in the pool
-  root part   n x R, one flash call for all nodes and all query heads of a KV group
-  tree part   chain: causal flash, n x n / 2;   shallow: n x (A + 1) gathered keys;   other: n x N
-and the two are merged by their log-sum-exp. No mask over the root exists unless the nodes have root
-limits, and no T x T mask ever does. Bytes moved: root keys and values once (twice where they are
-copied beside each other for a product), the tree's keys once, in a shallow tree once per ancestor.
+Softmax attention runs in C without a plan (native_attention.py) where measurement shows that C is
+no slower (`choose`). Otherwise each tree uses one of these forms, with n computed nodes, R root
+tokens, N tree nodes and at most A ancestors per node:
+
+- Few nodes: root and tree are one list of keys, n x (R + N) scores. Many rows and keys use oneDNN's
+  float32 products per head, which are twice as fast as the flash kernel on processors where the
+  flash kernel has no wide vectors. Few rows and keys use batched products, or one flash call for
+  all trees with the same layout in the pool.
+- Otherwise root and tree give two results that are merged by their log-sum-exp. The root part is
+  one flash call of n x R scores for all nodes and all query heads of a KV group. The tree part
+  depends on its shape. A chain uses causal flash (n x n / 2), a shallow tree n x (A + 1) gathered
+  keys, any other tree n x N scores.
+
+A mask over the root exists only if the nodes have root limits, and a T x T mask never exists.
+Bytes moved: root keys and values once, or twice if a product needs a dense copy. The tree's keys
+once, or once per ancestor in a shallow tree.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ log = logging.getLogger(__name__)
 
 ROW_BLOCK = 512
 MEASURED_ROWS = 256
-LAYERS = 4  # of the network for which a choice is measured: a plan is made once for all
+LAYERS = 4  # layers of the measured network; one plan serves all of them
 
 
 class CpuTreeAttention:
-    """Attention of one batch, planned at the first layer, called once per layer of one network."""
+    """Attention of one batch, planned at the first layer and called once per layer of a network."""
 
     def __init__(
         self,
@@ -49,7 +52,14 @@ class CpuTreeAttention:
         native: bool = False,
         measured: bool = False,
     ) -> None:
-        """native: C attends where it can. measured: only where it is no slower than torch."""
+        """Stores what to attend to; planning happens at the first call.
+
+        Args:
+            batch: Trees of one forward pass.
+            activation: Softmax, or SiLU with a constant normaliser.
+            native: Whether to attend in C where C supports it.
+            measured: Whether to use C only if it is no slower than torch.
+        """
         self.batch, self.activation, self.native = batch, activation, native
         self.measured = measured
         self._parts: list[PlanPart] = []
@@ -59,11 +69,19 @@ class CpuTreeAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """query [Tq, H, D], keys and values [slots, K, D] of the pool; the same H, K, D and type in
-        every call.
+        """Attends to one layer of the pool. Sizes and type must be the same in every call.
 
-        The computed nodes are already in the pool and read from there, not from key and value.
-        Returns [Tq, H, D].
+        The computed nodes are already in the pool and are read from there, not from key and value.
+
+        Args:
+            query: [Tq, H, D] of the computed nodes.
+            key: [Tq, K, D], not read.
+            value: [Tq, K, D], not read.
+            keys: [slots, K, D], one layer of the pool.
+            values: Same shape as the keys.
+
+        Returns:
+            [Tq, H, D].
         """
         kv_heads, dim = keys.shape[1:]
         softmax = self.activation.normalizer is None
@@ -79,7 +97,7 @@ class CpuTreeAttention:
         return torch.cat([attend(p, query[p.rows], keys, values) for p in self._parts])
 
     def natively(self, form: Form) -> NativeTreeAttention | None:
-        """The same in C; None where torch attends to this batch."""
+        """Returns the same attention in C, or None where torch attends to this batch."""
         if self._form != form:
             self._form = form
             self._natively = NativeTreeAttention.of(self.batch, form) if self.native else None
@@ -88,7 +106,7 @@ class CpuTreeAttention:
         return self._natively
 
     def _silu(self, part: PlanPart, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Sums of silu weights need no merging: each part is added to the last."""
+        """Adds up SiLU-weighted sums of root and tree; they need no merge by log-sum-exp."""
         assert self.activation.normalizer is not None
         scale, inverse = query.shape[-1] ** -0.5, 1.0 / self.activation.normalizer
         out = torch.empty_like(query)
@@ -119,9 +137,9 @@ class CpuTreeAttention:
 
 
 def choose(form: Form) -> KernelChoice:
-    """Attention of a tree below a root and of a prompt, in C and in torch.
+    """Returns the measured choice for attention of a tree below a root and of a prompt.
 
-    One choice for both: a row then has the same sums whatever else is in its batch.
+    One choice serves both. A row then has the same sums in every batch.
     """
     return _measured(form, torch.get_num_threads())
 
@@ -130,7 +148,7 @@ def choose(form: Form) -> KernelChoice:
 def _measured(form: Form, threads: int) -> KernelChoice:
     kv = torch.zeros(MEASURED_ROWS, form.kv_heads, form.dim, dtype=form.dtype)
     rows = torch.zeros(MEASURED_ROWS, form.kv_heads * form.group, form.dim, dtype=form.dtype)
-    # 14 branches of 4 nodes below a root, and a chain that fills the same slots.
+    # 14 branches of 4 nodes below a root, and a chain in the same slots.
     tokens = torch.arange(MEASURED_ROWS)
     root, below = tokens[:200], tokens[200:]
     branches = root_branch(below, torch.arange(0, below.shape[0] + 1, 4))
@@ -159,10 +177,10 @@ def _measured(form: Form, threads: int) -> KernelChoice:
 
 
 def _softmax(part: PlanPart, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Softmax over root and tree together, [n, H, D]."""
+    """Returns softmax attention over root and tree together, [n, H, D]."""
     n, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    # Heads of one KV group become extra rows of one problem: the group's keys are read once.
+    # Heads of one KV group become extra rows of one problem, so the group's keys are read once.
     if part.whole is not None and not part.whole.width:
         attend = _few if part.whole.few_scores else _joined
         return attend(part.whole, query, keys, values)
@@ -179,17 +197,17 @@ def _softmax(part: PlanPart, query: Tensor, keys: Tensor, values: Tensor) -> Ten
     if part.root_length:
         root_out, root_lse = _flash(grouped, keys[part.root], values[part.root], part.root_mask)
         if part.root_empty is not None:
-            # A row that sees nothing has no sum: its part weighs nothing in the merge.
+            # A row that sees no root token has no sum. Its root part weighs nothing in the merge.
             root_lse = root_lse.masked_fill(part.root_empty[None, :, None], float("-inf"))
             root_out = root_out.masked_fill(part.root_empty[None, :, None, None], 0.0)
-        # Weight of the tree's part of the one softmax.
+        # The tree's share of the joint softmax.
         share = torch.sigmoid(tree_lse - root_lse).unsqueeze(-1).to(query.dtype)
         tree_out = torch.lerp(root_out, tree_out, share)
     return tree_out.transpose(0, 1).reshape(n, heads, dim)
 
 
 def _few(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Few rows and keys of one tree by two batched products; [n, H, D]."""
+    """Attends to few rows and keys of one tree with two batched products; [n, H, D]."""
     n, heads, dim = query.shape
     kv_heads = keys.shape[1]
     rows = query.view(n, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
@@ -201,14 +219,14 @@ def _few(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _joined(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One flash call for a tree, or for several that lie alike; [n, H, D]."""
+    """Attends with one flash call to one tree, or to several trees of equal layout; [n, H, D]."""
     kv_heads, dim = keys.shape[1:]
     rows = query.view(whole.count, -1, kv_heads, query.shape[1] // kv_heads, dim).transpose(1, 2)
     shape = rows.shape
     rows = rows.reshape(whole.count, kv_heads, -1, dim)
     num_rows = rows.shape[2]
     if num_rows == 1 and rows.dtype != torch.float32:
-        # The kernel's product of one row of halves costs three times that of two.
+        # The kernel takes three times as long for one row of 16-bit floats as for two.
         rows = rows.expand(whole.count, kv_heads, 2, dim)
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         rows, _heads_first(keys, whole), _heads_first(values, whole), attn_mask=whole.mask
@@ -217,7 +235,7 @@ def _joined(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor
 
 
 def _heads_first(pool: Tensor, whole: Whole) -> Tensor:
-    """[B, K, m, D] of pool [slots, K, D]: a view where the keys follow each other."""
+    """Returns [B, K, m, D] of a pool [slots, K, D]: a view where the keys are consecutive."""
     if whole.count == 1:
         return _together(pool, whole.places).transpose(0, 1)[None]
     assert isinstance(whole.places[0], slice)
@@ -228,14 +246,15 @@ def _heads_first(pool: Tensor, whole: Whole) -> Tensor:
 
 
 def _together(pool: Tensor, places: tuple[Place, ...]) -> Tensor:
-    """[m, K, D] of pool [slots, K, D]."""
+    """Returns the keys [m, K, D] at some places of a pool [slots, K, D]."""
     return pool[places[0]] if len(places) == 1 else torch.cat([pool[place] for place in places])
 
 
 def _products(whole: Whole, grouped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Two products and a softmax per KV head in float32; grouped [K, n, G, D] -> the same shape.
+    """Computes two products and a softmax per KV head in float32; grouped [K, n, G, D], same
+    result.
 
-    oneDNN wants its matrices dense, so a head's keys and values are copied beside each other.
+    oneDNN needs dense matrices, so the keys and values of a head are copied into one buffer.
     """
     assert whole.mask is not None
     product: Any = torch.ops.mkldnn._linear_pointwise
@@ -267,8 +286,16 @@ def _products(whole: Whole, grouped: Tensor, keys: Tensor, values: Tensor) -> Te
 def _flash(
     grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """grouped [K, n, G, D], key and value [m, K, D], mask [n, m] added -> [K, n, G, D], log-sum-exp
-    [K, n, G].
+    """Runs one flash call.
+
+    Args:
+        grouped: [K, n, G, D] queries, G query heads per KV head.
+        key: [m, K, D].
+        value: [m, K, D].
+        mask: [n, m], added to the scores. None means that all rows see all keys.
+
+    Returns:
+        The result [K, n, G, D] and its log-sum-exp [K, n, G].
     """
     kv_heads, n, groups, dim = grouped.shape
     if mask is not None:
@@ -284,7 +311,7 @@ def _flash(
 
 
 def _flash_chain(grouped: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention among the computed rows; grouped [K, n, G, D], key and value [n, K, D]."""
+    """Attends causally among the computed rows; grouped [K, n, G, D], key and value [n, K, D]."""
     kv_heads, n, groups, dim = grouped.shape
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         grouped.transpose(1, 2).reshape(1, kv_heads * groups, n, dim),
@@ -299,7 +326,7 @@ def _flash_chain(grouped: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
 def _shallow(
     part: PlanPart, grouped: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Each row with itself and its few gathered ancestors."""
+    """Attends from each row to itself and its few gathered ancestors."""
     assert part.ancestors is not None and part.ancestor_mask is not None
     scale = grouped.shape[-1] ** -0.5
     key = keys[part.keys].transpose(0, 1).unsqueeze(2)

@@ -1,4 +1,4 @@
-"""How a CPU attends to each tree of a batch: worked out once per forward, used by every layer."""
+"""Plans how a CPU attends to each tree of a batch, once per forward pass for all layers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ from recserve.kernels.cpu.processor import processor
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 SHALLOW = 8
-FEW = 256  # nodes whose N x N mask costs less than gathering each node's ancestors
-SHORT = 512  # tokens that are copied faster than two results are merged
-RUNS = 8  # more runs of consecutive slots are gathered one slot at a time
-GAP = 64  # foreign slots that are read and masked rather than left out by a copy
-# Rows, and multiply-adds of one head for each thread, below which a product's fixed cost and copies
-# are most of it. Threads share one product, where the flash kernel gives them heads of their own.
+FEW = 256  # up to so many nodes, an N x N mask costs less than gathering each node's ancestors
+SHORT = 512  # up to so many tokens, copying is faster than merging two results
+RUNS = 8  # with this many runs of consecutive slots, slots are gathered one at a time
+GAP = 64  # up to so many unrelated slots are read and masked to avoid a copy
+# Below this many rows, or multiply-adds per head and thread, fixed cost and copies dominate a
+# product. Threads share one product, while the flash kernel gives each thread its own heads.
 PRODUCT_ROWS, PRODUCT_SIZE = 48, 4_000_000
-FEW_SCORES = 160_000  # more of them, of all heads, cost more to keep than the flash kernel's blocks
-STEP_ROWS, STEP_KEYS = 16, 64  # sizes of products are rounded up: each new one is compiled
-TILE = 2**19  # scores of one product, so that they stay in the processor's caches
+FEW_SCORES = 160_000  # of all heads; storing more costs more than the blocks of the flash kernel
+# Sizes of products are rounded up, because oneDNN compiles each new size.
+STEP_ROWS, STEP_KEYS = 16, 64
+TILE = 2**19  # scores of one product, which then fit the processor's caches
 
 Place = slice | Tensor
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a plan depends on beside the batch: KV heads K, query heads G of each, head dim D, the
-    type of queries and keys, and whether weights are a softmax.
+    """The properties of a model that a plan depends on, in addition to the batch.
+
+    Attributes:
+        kv_heads: K.
+        group: G, query heads per KV head.
+        dim: D, head dimension.
+        dtype: Type of queries and keys.
+        softmax: Whether the weights are a softmax.
     """
 
     kv_heads: int
@@ -42,11 +49,15 @@ class Form:
 class Whole:
     """Root and tree of one tree as one list of m keys under one softmax.
 
-    places: their slots, in order. mask [n * G, m]: 0 or -inf, None: all see all. width: with
-    oneDNN's products m rounded up, else 0; the mask then is of the last keys, up to the rounded
-    end, and of rounded rows. few_scores: all of them may be kept; the mask is [1] for None.
-    count: B trees of as many rows and keys, each `distance` slots behind the one before; mask
-    [B, 1, n * G, m].
+    Attributes:
+        places: Slots of the keys, in order.
+        num_keys: m.
+        mask: [n * G, m], 0 or -inf. None means that all rows see all keys. With oneDNN's products
+            it covers only the last keys up to the rounded end, and a rounded number of rows.
+        width: m rounded up for oneDNN's products, 0 otherwise.
+        few_scores: Whether all scores may be stored at once. The mask is [1] instead of None then.
+        count: B, trees with the same number of rows and keys. Their mask is [B, 1, n * G, m].
+        distance: Slots from each of these trees to the next.
     """
 
     places: tuple[Place, ...]
@@ -62,13 +73,22 @@ class Whole:
 class PlanPart:
     """One tree's share of a batch.
 
-    rows: its rows among the computed nodes. whole: all it sees in one; the rest is then unused.
-    root: slots of the root, as a slice where they are consecutive.
-    root_mask [n, R]: only with root limits; root_empty [n]: rows that see nothing of the root.
-    chain: causal among the computed rows, nothing else. ancestors [n, A] slots and ancestor_mask
-    [n, A]: proper ancestors of a shallow tree; keys [n] slots: of the rows themselves, in both.
-    keys [N] slots and mask [n, N]: any other tree.
-    root_mask and mask are bool for silu, and 0 or -inf for softmax, which adds them.
+    `root_mask` and `mask` are bool for SiLU. For softmax they are 0 or -inf and are added to the
+    scores.
+
+    Attributes:
+        rows: The tree's rows among the computed nodes.
+        root: Slots of the root, a slice where they are consecutive.
+        root_length: R.
+        root_mask: [n, R], only with root limits.
+        root_empty: [n] rows that see no root token.
+        whole: Root and tree as one list of keys. The other fields are unused if it is set.
+        chain: Whether attention is causal among the computed rows and nothing else.
+        ancestors: [n, A] slots of the proper ancestors in a shallow tree.
+        ancestor_mask: [n, A], true where the ancestor exists.
+        keys: Slots of the rows themselves [n] for a chain or shallow tree, of all nodes [N] for any
+            other tree.
+        mask: [n, N] for any other tree.
     """
 
     rows: slice
@@ -85,7 +105,7 @@ class PlanPart:
 
 
 def plan(batch: TreeBatch, form: Form) -> list[PlanPart]:
-    """One part for each tree that has a computed node."""
+    """Returns one part for each tree that has a computed node."""
     tree = batch.tree
     queries = batch.queries
     if queries is None:
@@ -123,7 +143,7 @@ def _with_tree(
     shared: int,
     form: Form,
 ) -> PlanPart:
-    """Add how the nodes see each other, or all of it in one."""
+    """Adds to a part how the nodes see each other, as one list of keys if that is cheaper."""
     tree, root_length = batch.tree, base.root_length
     size = inside.stop - inside.start
     depth = int(tree.depths[nodes].max())
@@ -148,7 +168,7 @@ def _with_tree(
 
 
 def _two(base: PlanPart, form: Form, **tree: bool | Tensor | Place) -> PlanPart:
-    """Root and tree apart: results that are merged, or for silu added."""
+    """Plans root and tree separately: two results that are merged, or added for SiLU."""
     part = replace(base, **tree)  # type: ignore[arg-type]
     if not form.softmax:
         return part
@@ -164,7 +184,10 @@ def _two(base: PlanPart, form: Form, **tree: bool | Tensor | Place) -> PlanPart:
 def _whole(
     base: PlanPart, root_slots: Tensor, slots: Tensor, seen: Tensor, form: Form
 ) -> Whole | None:
-    """Root and tree as one; None where few nodes over a long root are cheaper in two results."""
+    """Returns root and tree as one list of keys.
+
+    The result is None where few nodes over a long root are cheaper as two results.
+    """
     if base.root_mask is not None:
         seen = torch.cat([base.root_mask, seen], dim=1)
     num_keys = base.root_length + slots.shape[0]
@@ -200,7 +223,7 @@ def _whole(
 
 
 def _near(base: PlanPart, slots: Tensor) -> slice | None:
-    """Root and tree as one stretch of the pool, if the tree lies close behind the root."""
+    """Returns root and tree as one stretch of the pool, if the tree lies close behind the root."""
     if isinstance(base.root, Tensor):
         return None
     first, last = int(slots.min()), int(slots.max())
@@ -211,7 +234,7 @@ def _near(base: PlanPart, slots: Tensor) -> slice | None:
 
 
 def _stacked(parts: list[PlanPart]) -> list[PlanPart]:
-    """Trees of the same size, each a stretch of the pool at the same distance, as one."""
+    """Joins trees of the same size that lie at the same distance in the pool into one part."""
     wholes, starts = [], []
     for part in parts:
         whole = part.whole
@@ -242,9 +265,10 @@ def _stacked(parts: list[PlanPart]) -> list[PlanPart]:
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's float32 products beat the flash kernel for keys of this type: on x86, but
-    for Intel's processors, where those of the flash kernel (MKL's) are as fast, and for the halves
-    on processors with AMX, which the flash kernel uses.
+    """Returns whether oneDNN's float32 products beat the flash kernel for keys of this type.
+
+    They do on x86 processors, with two exceptions. On Intel's processors the products of the flash
+    kernel (MKL's) are as fast. With AMX the flash kernel is faster for 16-bit floats.
     """
     if not torch.backends.mkldnn.is_available() or _of_intel():  # type: ignore[no-untyped-call]
         return False
@@ -252,23 +276,23 @@ def has_products(dtype: torch.dtype) -> bool:
 
 
 def _of_intel() -> bool:
-    """Whether this processor says that it is Intel's."""
+    """Returns whether the processor's vendor is Intel."""
     return processor().vendor == "GenuineIntel"
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where the mask is true, -inf elsewhere."""
+    """Returns 0 where the mask is true and -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 def consecutive(slots: Tensor) -> Place:
-    """The same slots as a slice where they follow each other: a view instead of a copy."""
+    """Returns consecutive slots as a slice, which gives a view instead of a copy."""
     places = _runs(slots)
     return places[0] if len(places) == 1 else slots
 
 
 def _runs(slots: Tensor) -> tuple[Place, ...]:
-    """The same slots as few slices, or as they are where they are scattered."""
+    """Returns the slots as a few slices, or unchanged where they are scattered."""
     n = slots.shape[0]
     if n == 0:
         return (slice(0, 0),)

@@ -1,8 +1,8 @@
-"""Tree attention with exact sums: a row's result depends on what the row sees and on nothing else.
+"""Tree attention with exact sums: a row's result depends only on what the row sees.
 
-A floating-point sum depends on its order, and libraries choose the order by the shapes of a call:
-by how many rows, keys and threads there are. Here every term is rounded to a grid first, coarse
-enough for double precision to hold all partial sums, and exact additions have no order:
+A floating-point sum depends on its order. Libraries choose the order by the shapes of a call: the
+numbers of rows, keys and threads. Here every term is first rounded to a grid that is coarse enough
+for double precision to hold all partial sums. Exact additions do not depend on their order.
 
   queries, keys, values   multiples of 2^-22 of their vector's size (keys and values as written)
   scores  q . k           44 bits + log2 D <= 53
@@ -10,8 +10,8 @@ enough for double precision to hold all partial sums, and exact additions have n
   outputs sum of w v      44 bits + log2 keys <= 53; past 512 keys in two halves of 33 bits
   normaliser sum of w     multiples of 2^-30: 30 bits + log2 keys <= 53
 
-So other rows, siblings, page places, cached or new roots, chunks and threads change no bit. The
-grids are as fine as float32 is; the rest is exp, products and a division, element by element.
+So other rows, siblings, page addresses, cached or new roots, chunks and threads change no bit. The
+grids are as fine as float32. The remaining operations (exp, products, a division) are elementwise.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from recserve.kernels.reference import SOFTMAX, Activation
 BITS = 22
 HALF = 2.0**11
 NORMALISER_BITS = 30
-ONE_SUM = 512  # keys whose products fit one exact sum
+ONE_SUM = 512  # products of so many keys fit one exact sum
 MOST_KEYS = 2**20
-ELEMENTS = 2**21  # scores that exist at a time
-# Floats as integers of their size: bits below the exponent, and what it is too large by.
+ELEMENTS = 2**21  # scores that are stored at a time
+# Integer type of the same size, mantissa bits, and exponent offset of each float type.
 LAYOUTS = {
     torch.float64: (torch.int64, 52, 1022),
     torch.float32: (torch.int32, 23, 126),
@@ -40,28 +40,28 @@ LAYOUTS = {
 
 
 def exponents(x: Tensor) -> Tensor:
-    """int64 [...] e with |x| < 2^e for all of the last dimension's vectors [..., D]."""
+    """Returns the exponents e int64 [...] with |x| < 2^e for each vector of x [..., D]."""
     kind, bits, bias = LAYOUTS[x.dtype]
     largest = (x.view(kind) & (torch.iinfo(kind).max >> bits << bits)).amax(-1)
     return ((largest.long() >> bits) - bias).clamp_(min=-500)
 
 
 def powers(exponent: Tensor) -> Tensor:
-    """2^exponent in float64, exactly. exponent: int64 within +-1000."""
+    """Returns 2^exponent in float64, exactly. exponent: int64 within +-1000."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def on_grid(x: Tensor) -> Tensor:
-    """The last dimension's vectors [..., D] rounded to BITS below their size; same dtype."""
+    """Rounds each vector of x [..., D] to multiples of 2^-BITS of its size; same dtype."""
     step = powers(exponents(x) - BITS)[..., None]
     return ((x.double() / step).round_() * step).to(x.dtype)
 
 
 class ExactPool(KVPool):
-    """A pool that holds what exact sums can be made of."""
+    """A KV pool whose numbers lie on the grid of exact sums."""
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """As KVPool.write, rounded."""
+        """Stores keys and values as KVPool.write does, rounded to the grid."""
         super().write(layer, slots, on_grid(key), on_grid(value))
 
 
@@ -69,9 +69,13 @@ class ExactPool(KVPool):
 class _Part:
     """One tree's share of a batch.
 
-    rows: its rows among the computed nodes. shared: slots of the m keys that its rows have in
-    common, a slice where they follow each other, with bias [n, m] 0 or -inf, None: all see all.
-    own [n, A]: slots of each row's keys beside them, with own_bias [n, A].
+    Attributes:
+        rows: Its rows among the computed nodes.
+        shared: Slots of the m keys that all rows have in common, a slice where they are
+            consecutive.
+        bias: [n, m], 0 or -inf. None means that all rows see all shared keys.
+        own: [n, A] slots of each row's further keys.
+        own_bias: [n, A], 0 or -inf.
     """
 
     rows: slice
@@ -83,8 +87,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys of a part's rows in float64, and their values: [..., m, D] each. sizes [..., m]: of the
-    values.
+    """Keys and values of a part's rows in float64.
+
+    Attributes:
+        keys: [..., m, D].
+        values: [..., m, D].
+        sizes: [..., m] exponents of the values.
     """
 
     keys: Tensor
@@ -93,13 +101,13 @@ class _Keys:
 
     @staticmethod
     def of(keys: Tensor, values: Tensor, slots: slice | Tensor) -> _Keys:
-        """Those at the slots: a slice or [m] give [K, m, D], [n, A] gives [K, n, A, D]."""
+        """Reads keys at slots: a slice or [m] gives [K, m, D], and [n, A] gives [K, n, A, D]."""
         key, value = keys[slots].movedim(-2, 0), values[slots].movedim(-2, 0)
         return _Keys(key.double(), value.double(), exponents(value))
 
 
 class ExactTreeAttention:
-    """Attention of one batch, planned once, called once per layer; the pool is an ExactPool."""
+    """Attention of one batch, planned once and called once per layer; the pool is an ExactPool."""
 
     def __init__(self, batch: TreeBatch, activation: Activation = SOFTMAX) -> None:
         self.activation = activation
@@ -108,7 +116,7 @@ class ExactTreeAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """As `dispatch.tree_attention`'s; key and value are read from the pool."""
+        """Attends as `dispatch.tree_attention`; key and value are read from the pool."""
         return torch.cat([self._part(part, query[part.rows], keys, values) for part in self.parts])
 
     def _part(self, part: _Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -128,7 +136,7 @@ class ExactTreeAttention:
     def _rows(
         self, part: _Part, rows: slice, grouped: Tensor, common: _Keys, own: _Keys | None
     ) -> Tensor:
-        """grouped [K, n, G, D] -> [n, H, D]."""
+        """Attends from grouped rows [K, n, G, D] to shared and own keys; [n, H, D]."""
         kv_heads, n, groups, dim = grouped.shape
         count = common.sizes.shape[1]
         scores = torch.matmul(grouped.flatten(1, 2), common.keys.mT).view(
@@ -147,7 +155,7 @@ class ExactTreeAttention:
         if bias is not None:
             scores += bias[None, :, None]
         weights, total = self._weights(scores)
-        # Every product of a weight and a value is a multiple of one number per row.
+        # Per row, every product of a weight and a value is a multiple of one number.
         scale = powers(sizes)
         top = exponents(weights * scale)[..., None] - BITS
         units = (weights * (scale / powers(top))).round_()
@@ -169,7 +177,7 @@ class ExactTreeAttention:
         return (out / total).permute(1, 0, 2, 3).flatten(1, 2)
 
     def _weights(self, scores: Tensor) -> tuple[Tensor, Tensor | float]:
-        """[..., m] of what each key's value is multiplied by, and what the sum is divided by."""
+        """Returns the factor [..., m] of each key's value, and the divisor of the sum."""
         if self.activation.normalizer is not None:
             weights = scores / ((-scores).exp_() + 1.0)
             return weights.masked_fill_(scores == float("-inf"), 0.0), self.activation.normalizer
@@ -216,12 +224,12 @@ def _plan(batch: TreeBatch) -> list[_Part]:
 
 
 def _place(slots: Tensor) -> slice | Tensor:
-    """Slots that follow each other as a slice: a view instead of a copy."""
+    """Returns consecutive slots as a slice, which gives a view instead of a copy."""
     if not slots.shape[0] or bool((slots.diff() != 1).any()):
         return slots
     return slice(int(slots[0]), int(slots[-1]) + 1)
 
 
 def _added(mask: Tensor) -> Tensor:
-    """0 where the mask is true, -inf elsewhere."""
+    """Returns 0 where the mask is true and -inf elsewhere."""
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))

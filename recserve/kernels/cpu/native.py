@@ -1,8 +1,8 @@
-"""What a decoder does on a CPU, in C: products with packed weights, and what lies between them.
+"""Decoder operations on a CPU in C: products with packed weights, norms, RoPE and the gate.
 
-Torch composes a norm of seven operators and RoPE of eight, and oneDNN takes ten microseconds to
-begin a product; beside small matrices that is most of a layer's time. `native_library.py` compiles
-the sources. Where there is no compiler, torch does the same.
+torch composes a norm of seven operators and RoPE of eight. oneDNN takes ten microseconds to start
+a product. With small matrices this overhead is most of a layer's time. `native_library.py` compiles
+the sources. Without a compiler torch does the same work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recserve.kernels.fp8 import Stored
 log = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-LANES, PANEL = 16, 64  # of the sources
+LANES, PANEL = 16, 64  # the same constants as in the C sources
 
 P, N, FLOAT, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
@@ -45,7 +45,7 @@ RETURNS = dict.fromkeys(("trie_search", "trie_layout", "wanted_prefixes", "passe
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None, and a line in the log, where there is no usable library."""
+    """Returns the compiled functions, or None (with a log line) if no library is usable."""
     compiler = find_compiler()
     if compiler is None:
         log.info("no C compiler; torch does what the C sources do")
@@ -63,27 +63,27 @@ def library() -> ctypes.CDLL | None:
 
 
 def compiled() -> ctypes.CDLL:
-    """The library, where `takes` or `multiplies` has said that there is one."""
+    """Returns the library. Call it only after `takes`, `reads` or `multiplies` returned true."""
     found = library()
     assert found is not None
-    torch.get_num_threads()  # tells OpenMP how many this thread may use
+    torch.get_num_threads()  # sets the number of OpenMP threads of the calling thread
     return found
 
 
 def takes(x: Stored) -> bool:
-    """Whether these functions compute on such a tensor: on a CPU, nothing being trained."""
+    """Returns whether the C functions compute on this tensor: on a CPU, without gradients."""
     if not x.is_cpu or x.dtype not in TYPES or torch.is_grad_enabled():
         return False
     return library() is not None
 
 
 def reads(x: Tensor) -> bool:
-    """Whether these functions read such whole numbers, of tries and trees."""
+    """Returns whether the C functions can read these integers of tries and trees."""
     return x.is_cpu and x.dtype == torch.int64 and library() is not None
 
 
 def multiplies(weight: Tensor) -> bool:
-    """Whether `Panels` can hold a weight [n, m]."""
+    """Returns whether `Panels` can hold a weight [n, m]."""
     if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2 or weight.shape[1] % 2:
         return False
     return library() is not None
@@ -97,10 +97,13 @@ class Product(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Panels:
-    """A weight [size, m] and a bias as products read them.
+    """A weight [size, m] and its bias in the layout that the C products read.
 
-    weight [ceil(size / PANEL), m / e, PANEL, e]: e elements in four bytes, rows of zeros up to
-    whole panels. bias [whole panels] float32.
+    Attributes:
+        weight: [ceil(size / PANEL), m / e, PANEL, e], where e elements take four bytes. Zero rows
+            pad the last panel.
+        bias: [ceil(size / PANEL) * PANEL] float32.
+        size: n, the number of outputs.
     """
 
     weight: Tensor
@@ -109,7 +112,7 @@ class Panels:
 
     @staticmethod
     def of(weight: Tensor, bias: Tensor | None) -> Panels:
-        """weight [n, m], bias [n]."""
+        """Packs a weight [n, m] and a bias [n]."""
         size, each = weight.shape[0], 4 // weight.itemsize
         rows = F.pad(weight, (0, 0, 0, -size % PANEL))
         packed = rows.view(-1, PANEL, rows.shape[1] // each, each).transpose(1, 2).contiguous()
@@ -120,12 +123,22 @@ class Panels:
 
     @property
     def product(self) -> Product:
-        """For a C function; by address, so these panels are to be kept as long as it is."""
+        """Struct for a C function. It holds addresses, so these panels must outlive it."""
         weight = self.weight
         return Product(weight.data_ptr(), self.bias.data_ptr(), weight.shape[1], self.size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., m] of the weight's type -> x W^T + b [..., size]."""
+        """Returns x W^T + b.
+
+        Args:
+            x: [..., m] of the weight's type.
+
+        Returns:
+            [..., size].
+
+        Raises:
+            ValueError: If x has another type or width than the weight.
+        """
         x = x.contiguous()
         steps = self.weight.shape[1]
         inner = steps * self.weight.shape[3]
@@ -146,7 +159,7 @@ class Panels:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension; x [..., E], weight [E] of the same type."""
+    """Returns x / rms(x) * weight over the last dimension; x [..., E], weight [E] of x's type."""
     x = x.contiguous()
     out, size = torch.empty_like(x), x.shape[-1]
     compiled().rms_norm(
@@ -162,7 +175,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2 n], gate first -> [..., n]."""
+    """Returns silu(gate) * up [..., n] of a tensor [..., 2 n] that holds the gate first."""
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
@@ -175,7 +188,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def rope_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """`reference.rope_write`; D a multiple of twice LANES, all of one type."""
+    """Runs `reference.rope_write` in C. D is a multiple of 2 * LANES; all tensors have one type."""
     rows, all_heads, dim = qkv.shape
     kv_heads = keys.shape[1]
     heads = all_heads - 2 * kv_heads

@@ -1,6 +1,6 @@
-"""Tree attention on a CPU in C: nothing is planned, gathered or masked beforehand.
+"""Tree attention on a CPU in C, without plans, gathers or masks.
 
-cpu_attention.py decides which batches are attended to here.
+cpu_attention.py decides which batches use it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from recserve.kernels.cpu.cpu_plan import Form
 from recserve.kernels.cpu.native import LANES, TYPES, N, P, compiled, library
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 
-AT_ONCE = 128  # rows; MOST_ROWS of attention.c
-MOST_NUMBERS = 2**16  # of the queries that attend at once, which lie on the stack
-PARALLEL = 2**15  # scores of all heads from which threads share a call
+AT_ONCE = 128  # rows that attend together; MOST_ROWS of attention.c
+MOST_NUMBERS = 2**16  # numbers of the queries that attend together, which lie on the stack
+PARALLEL = 2**15  # from so many scores of all heads on, threads share a call
 
 
 class _Tree(ctypes.Structure):
@@ -39,12 +39,18 @@ class NativeTreeAttention:
     """Attention of one batch, called once per layer."""
 
     def __init__(self, batch: TreeBatch, counts: list[int]) -> None:
-        """counts: rows of each tree."""
+        """Collects the addresses of the trees.
+
+        Args:
+            batch: Trees of one forward pass; root slots as a tuple.
+            counts: Computed nodes of each tree.
+        """
         assert not isinstance(batch.root_slots, RootTable)
         slots, ends = _dense(batch.slots), _dense(batch.tree.ends)
         queries = None if batch.queries is None else _dense(batch.queries)
         roots = [_dense(root) for root in batch.root_slots]
-        self._read = slots, ends, queries, roots  # by address: kept as long as this is
+        # C reads these by address, so they must live as long as this object
+        self._read = slots, ends, queries, roots
         offsets = batch.tree.offsets.tolist()
         self._trees = (_Tree * len(counts))()
         self._scores = row = 0
@@ -66,7 +72,7 @@ class NativeTreeAttention:
 
     @staticmethod
     def of(batch: TreeBatch, form: Form) -> NativeTreeAttention | None:
-        """None where it cannot attend."""
+        """Returns the attention of a batch, or None where C does not support it."""
         tree = batch.tree
         if not form.softmax or form.dtype not in TYPES or form.dim % LANES or library() is None:
             return None
@@ -80,22 +86,22 @@ class NativeTreeAttention:
 
     @property
     def address(self) -> int:
-        """Of the trees."""
+        """Address of the tree structs."""
         return ctypes.addressof(self._trees)
 
     @property
     def num_trees(self) -> int:
-        """B."""
+        """B, the number of trees."""
         return len(self._trees)
 
     def together(self, heads: int) -> bool:
-        """Whether threads share a call."""
+        """Returns whether a call is large enough for several threads."""
         return self._scores * heads >= PARALLEL
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """As `dispatch.tree_attention`'s; key and value are read from the pool."""
+        """Attends as `dispatch.tree_attention`; key and value are read from the pool."""
         heads, (kv_heads, dim) = query.shape[1], keys.shape[1:]
         query = query.contiguous()
         out = torch.empty_like(query)
@@ -117,7 +123,7 @@ class NativeTreeAttention:
 
 
 def _counts(batch: TreeBatch) -> list[int]:
-    """Computed nodes of each tree."""
+    """Returns the number of computed nodes of each tree."""
     bounds = batch.tree.offsets
     if batch.queries is not None:
         bounds = torch.searchsorted(batch.queries, bounds)
@@ -130,5 +136,5 @@ def _dense(column: Tensor) -> Tensor:
 
 
 def _place(column: Tensor, index: int) -> int:
-    """Address of an element of an int64 column."""
+    """Returns the address of an element of an int64 column."""
     return column.data_ptr() + 8 * index

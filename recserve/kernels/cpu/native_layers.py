@@ -1,7 +1,7 @@
-"""The layers of a decoder in one call, for few rows on a CPU.
+"""All layers of a decoder in one call, for few rows on a CPU.
 
-Between two products of one row a processor is busy for microseconds, and twice as long with getting
-from one operator to the next while its caches are full of weights.
+A product of one row takes microseconds. Going from one operator to the next takes twice as long,
+because the caches are full of weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from recserve.kernels.cpu.native_attention import NativeTreeAttention
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Of one layer; all of one type. query_norm, key_norm [D]: None where there are none."""
+    """Weights of one layer; all have one type.
+
+    Attributes:
+        attention_norm: [E].
+        query_norm: [D], or None without a query norm.
+        key_norm: [D], or None without a key norm.
+        mlp_norm: [E].
+        qkv: Query, key and value projections.
+        output: Output projection of the attention.
+        gate_up: Gate and up projections.
+        down: Down projection.
+    """
 
     attention_norm: Tensor
     query_norm: Tensor | None
@@ -33,7 +44,16 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """size E, heads H, kv_heads K, dim D, inner: width of the gate."""
+    """Sizes of a decoder layer.
+
+    Attributes:
+        size: E, hidden size.
+        heads: H, query heads.
+        kv_heads: K.
+        dim: D, head dimension.
+        inner: Width of the gate.
+        eps: Added to the mean square in norms.
+    """
 
     size: int
     heads: int
@@ -44,7 +64,7 @@ class LayerShape:
 
     @property
     def scratch(self) -> int:
-        """Numbers that lie between the products of one row."""
+        """Numbers of scratch memory per row for intermediate results."""
         qkv = (self.heads + 2 * self.kv_heads) * self.dim
         return self.size + qkv + 2 * self.heads * self.dim + 3 * self.inner
 
@@ -64,13 +84,17 @@ class _Shape(ctypes.Structure):
 
 
 class NativeLayers:
-    """All layers of one decoder, and the norm behind them."""
+    """All layers of one decoder, and its final norm."""
 
     def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, shape: LayerShape) -> None:
-        """norm [E]: of the type of the layers. shape: of every layer; D a multiple of twice
-        LANES.
+        """Collects the addresses of the weights.
+
+        Args:
+            layers: Weights of each layer.
+            norm: [E] weight of the final norm, of the layers' type.
+            shape: Sizes of every layer. D is a multiple of 2 * LANES.
         """
-        # By address: kept as long as this is.
+        # C reads these by address, so they must live as long as this object.
         self.shape, self._read, self._norm = shape, tuple(layers), norm
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         s = shape
@@ -85,10 +109,18 @@ class NativeLayers:
         attention: NativeTreeAttention,
         count: int,
     ) -> Tensor:
-        """x [T, E] through the first `count` layers -> [T, E], normed where those are all.
+        """Runs the first `count` layers, and the final norm if `count` is all of them.
 
-        turns: cosines and sines [T, D / 2] float32. pool: keys and values [layers, slots, K, D] of
-        the type of x; those of the rows go to `slots` [T].
+        Args:
+            x: [T, E] inputs.
+            turns: Cosines and sines, each [T, D / 2] float32.
+            slots: [T] pool slots that receive the rows' keys and values.
+            pool: Keys and values, each [layers, slots, K, D] of x's type.
+            attention: Attention of the batch.
+            count: Number of layers to run.
+
+        Returns:
+            [T, E].
         """
         out = x.clone(memory_format=torch.contiguous_format)
         cos, sin, slots = (column.contiguous() for column in (*turns, slots))

@@ -1,10 +1,9 @@
-"""The compiled C sources: built for this processor, cached, checked and loaded.
+"""Builds, caches, verifies and loads the library of the compiled C sources.
 
-The system's C compiler builds the sources beside this file when they are first needed, in two
-seconds, and the result is cached in the user's cache folder. The file's name holds a fingerprint of
-everything that the code depends on and the sha256 of its content. A file is loaded only if its
-content has that hash, and only if nobody but this user can have written it. Without a compiler
-torch does the same work.
+The system's C compiler builds the sources in this folder on first use, which takes two seconds. The
+result is cached in the user's cache folder. The file name contains a fingerprint of everything the
+code depends on, and the sha256 of the content. A file is loaded only if its content has this hash
+and only this user can write to it. Without a compiler torch does the same work.
 """
 
 from __future__ import annotations
@@ -28,19 +27,22 @@ FLAGS = "-O3 -std=gnu11 -fPIC -fopenmp -ffp-contract=fast -fno-math-errno -Wno-p
 
 
 def find_compiler() -> str | None:
-    """Path of the C compiler: `$CC` or `cc`. None where there is none."""
+    """Returns the path of the C compiler (`$CC` or `cc`), or None without one."""
     return shutil.which(os.environ.get("CC", "cc"))
 
 
 def load_library(compiler: str) -> ctypes.CDLL:
-    """Loads the cached library, or compiles it and caches it where the folder can be written.
+    """Loads the cached library, or compiles it and caches it if the folder is writable.
+
+    Args:
+        compiler: Path of the C compiler.
 
     Raises:
         OSError: If the library cannot be written or loaded.
         subprocess.CalledProcessError: If the compiler fails; `stderr` says why.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    # A relative folder would hold code of whoever owns the working directory.
+    # A relative folder could hold code of the working directory's owner.
     cache = home / "recserve" if home.is_absolute() else None
     name = f"native-{fingerprint(compiler)}"
     cached = None if cache is None else _find(cache, name)
@@ -57,7 +59,7 @@ def load_library(compiler: str) -> ctypes.CDLL:
 def compile_sources(compiler: str, folder: Path) -> Path:
     """Compiles the sources into `folder` and returns the library.
 
-    OpenMP is not linked: torch has loaded its runtime, and both share its threads.
+    OpenMP is not linked. torch has already loaded its runtime, so both share its threads.
     """
     flags = [f"-march={instruction_set()}", *FLAGS.split()]
     sources = [str(source) for source in SOURCES if source.suffix == ".c"]
@@ -71,10 +73,11 @@ def compile_sources(compiler: str, folder: Path) -> Path:
 
 
 def fingerprint(compiler: str) -> str:
-    """Returns a hash of what the compiled code depends on.
+    """Returns a hash of everything that the compiled code depends on.
 
-    These are sources, flags, processor and compiler. The compiler counts by path, size and time of
-    change too: a wrapper that adds flags reports the version of what it wraps.
+    It covers sources, flags, processor and compiler. The compiler also counts by path, size and
+    modification time, because a wrapper that adds flags reports the version of the wrapped
+    compiler.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     found = os.stat(compiler)
@@ -85,7 +88,7 @@ def fingerprint(compiler: str) -> str:
 
 
 def _find(cache: Path, name: str) -> Path | None:
-    """The whole library of that name in a folder that only this user writes; None without one."""
+    """Returns an intact library of this name in a private folder, or None."""
     if not _is_private(cache):
         return None
     for path in sorted(cache.glob(f"{name}-*.so")):
@@ -102,7 +105,7 @@ def _find(cache: Path, name: str) -> Path | None:
 
 
 def _store(built: Path, cache: Path, name: str) -> None:
-    """Puts the library into the cache: it appears complete, synced to disk, or not at all."""
+    """Puts the library into the cache atomically: complete and synced to disk, or not at all."""
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(cache):
@@ -125,7 +128,7 @@ def _store(built: Path, cache: Path, name: str) -> None:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether this user owns the path and nobody else may write to it."""
+    """Returns whether this user owns the path and is the only one who may write to it."""
     try:
         found = path.stat(follow_symlinks=False)
     except OSError:

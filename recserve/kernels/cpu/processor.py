@@ -1,8 +1,7 @@
-"""The processor that this runs on, as the system describes it, and the instructions we may use.
+"""The processor of this machine, as the system describes it, and the instructions to compile for.
 
-`RECSERVE_ISA` lowers the instruction set of the C sources, so that a machine can stand in for an
-older one. torch has settings of its own for the same: `ATEN_CPU_CAPABILITY` and
-`ONEDNN_MAX_CPU_ISA`.
+`RECSERVE_ISA` lowers the instruction set of the C sources, so that a machine can act as an older
+one. torch has its own settings for this: `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 WIDEST = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd", "sve")
-# Names of x86-64's levels, and the flags each adds to the one before.
+# Levels of x86-64, with the flags that each adds to the level before it.
 LEVELS = {
     "x86-64": ("sse2",),
     "x86-64-v2": ("sse4_2", "ssse3", "popcnt"),
@@ -27,8 +26,12 @@ LEVELS = {
 
 @dataclass(frozen=True)
 class Processor:
-    """name: for people. vendor: as it signs itself, e.g. GenuineIntel; "" where it does not. flags:
-    instruction sets in Linux's words; none where the system does not list them.
+    """A processor, as the system describes it.
+
+    Attributes:
+        name: Model name, for the log.
+        vendor: Vendor id, e.g. GenuineIntel; "" if unknown.
+        flags: Instruction sets in Linux's names; empty where the system does not list them.
     """
 
     name: str
@@ -37,7 +40,7 @@ class Processor:
 
 
 def instruction_set() -> str:
-    """The instruction set that the C sources are compiled for: `RECSERVE_ISA`, or "native".
+    """Returns the instruction set for the C sources: `RECSERVE_ISA`, or "native".
 
     Raises:
         ValueError: If the name is unknown, or this processor lacks the instructions.
@@ -54,7 +57,7 @@ def instruction_set() -> str:
 
 
 def missing_flags(level: str) -> list[str]:
-    """The flags of a level of `LEVELS`, and of those below it, that this processor lacks."""
+    """Returns the flags of a level and of those below it that this processor lacks."""
     names = list(LEVELS)
     needed = {flag for name in names[: names.index(level) + 1] for flag in LEVELS[name]}
     return sorted(needed - processor().flags)
@@ -62,7 +65,7 @@ def missing_flags(level: str) -> list[str]:
 
 @functools.cache
 def processor() -> Processor:
-    """That of this machine."""
+    """Returns the processor of this machine."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -71,14 +74,14 @@ def processor() -> Processor:
 
 
 def instructions() -> str:
-    """What computes here, for people: of this processor, of the C sources and of torch."""
+    """Describes for the log which instructions the processor, the C sources and torch use."""
     widest = [name for name in WIDEST if name in processor().flags]
     torch_uses = torch.backends.cpu.get_cpu_capability()
     return f"{', '.join(widest) or 'none of note'}; C {instruction_set()}; torch {torch_uses}"
 
 
 def described(text: str) -> Processor:
-    """The first processor of a /proc/cpuinfo; what is not in it is asked of Python's platform."""
+    """Returns the first processor of a /proc/cpuinfo, completed from Python's platform module."""
     first = text.partition("\n\n")[0]
     parts = (line.partition(":") for line in first.splitlines())
     about = {key.strip(): value.strip() for key, _, value in parts}

@@ -1,7 +1,7 @@
 """Products with the weights of a linear layer, packed once for serving on a CPU.
 
-A product of few rows with a plain matrix repacks the matrix on every call, and is then bound by
-that and not by memory. Packed once, a row costs what reading the weights costs.
+A product of few rows with a plain matrix repacks the matrix on every call, and this repacking
+limits its speed. With packed weights, a row costs only the time to read the weights.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ from recserve.kernels.cpu import choice, native
 from recserve.kernels.cpu.choice import KernelChoice
 from recserve.kernels.cpu.native import TYPES, Panels
 
-ROWS = 64  # the layout for so many rows is as fast for one, and the same arithmetic for all
+ROWS = 64  # The layout for 64 rows is as fast for one row, and the arithmetic is the same for all.
 MEASURED_ROWS = (1, 128)  # a decoding step, and a prompt
-MEASURED_WEIGHTS = 2**21  # elements of a weight that are measured; larger ones are cut
+# elements of a weight that are measured; times of larger weights are scaled
+MEASURED_WEIGHTS = 2**21
 
 
 class OneDnnWeight:
-    """x W^T + b by oneDNN, W [n, m] in its own layout."""
+    """x W^T + b by oneDNN, with W [n, m] in oneDNN's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = _onednn()._reorder_linear_weight(weight, ROWS), bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., m] -> [..., n]."""
+        """Multiplies x [..., m] and returns [..., n]."""
         product: Tensor = _onednn()._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return product
 
 
 def onednn_packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has products of packed weights of this type here."""
+    """Returns whether oneDNN has products with packed weights of this type on this machine."""
     if dtype not in TYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
 
 
 def choose(weights: Sequence[Tensor]) -> KernelChoice:
-    """Products with some weights [n, m] of a type, in C and in torch, with the threads of now."""
+    """Measures products with weights [n, m] of one type in C and torch, with today's threads."""
     return total([(w.shape[0], w.shape[1]) for w in weights], weights[0].dtype)
 
 
 def total(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> KernelChoice:
-    """The same for weights of these shapes (n, m): the sum of their times."""
+    """Measures products with weights of these shapes (n, m) and adds up their times."""
     threads = torch.get_num_threads()
     c, plain = [0.0] * len(MEASURED_ROWS), [0.0] * len(MEASURED_ROWS)
     for size, inner in shapes:

@@ -1,8 +1,8 @@
-"""A catalogue version where recorded steps read it: a base trie, and capacity for later changes.
+"""A catalogue version at fixed addresses for graph replay: a base trie with capacity for changes.
 
-A recorded step reads fixed addresses and has fixed shapes; versions of a live catalogue come many
-times a second. So the base is read where it lies, and the few arrays by which a version differs are
-copied to places with spare capacity, filled up with nodes that nothing finds.
+A captured CUDA graph reads fixed addresses and has fixed shapes. A live catalogue has a new version
+many times a second. So replays read the base in place. The few arrays that differ between versions
+are copied into buffers with spare capacity, padded with nodes that no search finds.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_overlay import Grown, TrieOverlay
 from recserve.kernels.trie.trie_view import TrieView
 
-NOWHERE = 2**62  # past every node number and leaf rank
+NOWHERE = 2**62  # greater than every node number and leaf rank
 SEARCHED = 2
-CAPACITY = 16_384  # inserted ids; from half as many on a service folds them into a new base
+CAPACITY = 16_384  # inserted ids; a service folds them into a new base from half as many on
 
 
 class FixedTrie:
-    """trie: what a recorded search reads: its `children`, `places`, `leaves`, `codes_of` and
-    `any_leaf` are those of the version, the rest is of none. widths: to how many the children of a
-    node of each level are padded there.
+    """A trie with fixed addresses that holds one catalogue version at a time.
+
+    Attributes:
+        trie: What a captured search reads. Its `children`, `places`, `leaves`, `codes_of` and
+            `any_leaf` are those of the loaded version; its other members are not valid.
+        widths: Padded number of children of a node of each level.
     """
 
     def __init__(self, base: Trie, capacity: int = CAPACITY) -> None:
-        """capacity: ids that a version may have inserted."""
+        """Allocates the buffers. capacity: the most ids that a version may have inserted."""
         levels, device = base.num_levels, base.device
 
         def place(count: int, fill: int = 0) -> Tensor:
@@ -48,12 +51,12 @@ class FixedTrie:
             inserted=place(capacity, NOWHERE),
         )
         sizes = zip(base.widths, base.codebook_sizes, strict=True)
-        # Twice as many as now, so that a version may have more.
+        # Twice the base's widths, so that a version may have more children.
         self.widths = tuple(min(2 * width, size) for width, size in sizes)
         self._loaded: weakref.ref[TrieView] = weakref.ref(base)
 
     def holds(self, version: TrieView) -> bool:
-        """Whether a version stands on this base and its changes fit."""
+        """Returns whether a version has this base and its changes fit into the buffers."""
         if version.base is not self.base:
             return False
         if version.overlay is None:
@@ -63,7 +66,7 @@ class FixedTrie:
         return all(size <= most for size, most in (*sizes, *widths))
 
     def load(self, version: TrieView) -> None:
-        """Let recorded searches read this version, which fits."""
+        """Copies a version into the buffers for the next searches. `holds` must be true for it."""
         if self._loaded() is version:
             return
         own = version.overlay or self._nothing
@@ -76,7 +79,7 @@ class FixedTrie:
 
 
 def _columns(trie: TrieOverlay) -> list[Tensor]:
-    """What a search reads of what came later; the first, SEARCHED ones in ascending order."""
+    """Returns the overlay's arrays that a search reads; the first SEARCHED ones are ascending."""
     grown = trie.grown
     own = [grown.first, grown.last, grown.child_first, grown.child_count, trie.codes]
     return [grown.nodes, trie.inserted, *own]

@@ -1,8 +1,8 @@
-"""Search over a graph of similar items: the best items of a request while few of them are scored.
+"""Search over a graph of similar items: finds good items while scoring only few of them.
 
-From its seeds a request goes `steps` times to the neighbours of the best items that it has scored
-so far. Many requests move together in tensors of fixed shape; what an item costs is one look at a
-table for each level. Source: RPG (KDD 2025, section 3.3); seeds are given here instead of drawn.
+From its seeds, a request moves `steps` times to the neighbours of the best items scored so far.
+Many requests move together in tensors of fixed shape. An item costs one table look-up per level.
+Source: RPG (KDD 2025, section 3.3); seeds are given here instead of drawn.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from recserve.kernels.trie.item_scores import NOTHING, keys_of, rows_of, score_r
 class ItemGraph:
     """Similar items of the first I items of a catalogue.
 
-    neighbours [I, edges] int32: item rows, -1 where an item has fewer. entries [S] int32: item rows
-    spread over the whole catalogue, where every search begins.
+    Attributes:
+        neighbours: [I, edges] int32 item rows, padded with -1.
+        entries: [S] int32 item rows spread over the whole catalogue, where every search begins.
     """
 
     neighbours: Tensor
@@ -28,11 +29,11 @@ class ItemGraph:
 
     @property
     def num_items(self) -> int:
-        """I."""
+        """I, the number of items in the graph."""
         return self.neighbours.shape[0]
 
     def to(self, device: torch.device | str) -> ItemGraph:
-        """The same graph on another device."""
+        """Returns the same graph on another device."""
         return ItemGraph(self.neighbours.to(device), self.entries.to(device))
 
 
@@ -42,8 +43,8 @@ class GraphWalk:
 
     Attributes:
         k: Items to return for each request.
-        width: Items that are followed in the last step. Each step before it follows half as many
-            as the next one.
+        width: Items that are followed in the last step. Each step before it follows half as many as
+            the next one.
         steps: Steps to neighbours.
     """
 
@@ -54,10 +55,10 @@ class GraphWalk:
 
 @dataclass(frozen=True)
 class GraphResult:
-    """What a search of the item graph finds.
+    """Result of a search of the item graph.
 
     Attributes:
-        best: [B, k] rank keys of the best usable items, best first, NOTHING where there are fewer.
+        best: [B, k] rank keys of the best usable items, best first, padded with NOTHING.
         num_scored: [B] items scored.
     """
 
@@ -73,14 +74,13 @@ def search(
     usable: Tensor | None,
     walk: GraphWalk,
 ) -> GraphResult:
-    """Returns the best usable items that lie on the way.
+    """Returns the best usable items that the search reaches.
 
     Args:
         graph: Similar items of the first I items.
         log_probs: [B, V] of each token at its own level.
-        item_tokens: [I', L], I' >= I. Items that the graph does not know are seeds of every
-            request.
-        seeds: [B, s] item rows, -1 where there is none. The graph's entries are added.
+        item_tokens: [I', L], I' >= I. Items outside the graph are seeds of every request.
+        seeds: [B, s] item rows, padded with -1. The graph's entries are added.
         usable: [B, I'] bool, or None for all. Items that are not usable are walked through but
             never returned.
         walk: How far to go.
@@ -101,7 +101,8 @@ def search(
             keys = keys.masked_fill(~usable.gather(1, rows), NOTHING)
         best = _top(torch.cat([best, keys], dim=1), k)
         if step < steps:
-            # What is known of a request grows with each step, and so does what it may cost.
+            # Each step follows twice as many items as the one before, because more is known by
+            # then.
             leading = followed[:, : max(width >> (steps - 1 - step), 1)]
             known = rows_of(leading)
             linked = (leading != NOTHING) & (known < graph.num_items)
@@ -111,10 +112,14 @@ def search(
 
 
 def _fresh(rows: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in ascending order, and which of them are neither repeats nor scored before.
+    """Sorts rows and finds those that are neither repeats nor already scored.
 
-    rows: [B, n], -1 where there is none. scored: [B, I + 1] bool, true from now on for all of them;
-    its last column stands for no item.
+    Args:
+        rows: [B, n], padded with -1.
+        scored: [B, I + 1] bool, set to true for all rows. Its last column stands for no item.
+
+    Returns:
+        The rows in ascending order [B, n], and whether each is new [B, n].
     """
     items = scored.shape[1] - 1
     rows = torch.where(rows < 0, items, rows).sort(dim=1).values
@@ -126,8 +131,9 @@ def _fresh(rows: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _score(log_probs: Tensor, item_tokens: Tensor, rows: Tensor, fresh: Tensor) -> Tensor:
-    """[B, n] rank keys, NOTHING where not fresh."""
-    if rows.device.type == "cpu":  # elsewhere a count of fresh items would stop the queue
+    """Returns rank keys [B, n], NOTHING where a row is not fresh."""
+    # on other devices, counting the fresh items would synchronise with the host
+    if rows.device.type == "cpu":
         owners, columns = fresh.nonzero(as_tuple=True)
         chosen = rows[owners, columns]
         keys = torch.full(rows.shape, NOTHING)

@@ -1,9 +1,9 @@
-"""Which leaves of a trie a request allows, counted at every prefix.
+"""Filters over the leaves of a trie, counted under every prefix.
 
-Leaves are numbered in trie order, so the items under a prefix are a range of leaf ranks and the
-allowed ones among them are a difference of two counts. A filter is in two parts: bits of the base's
-leaves, which all requests that ask the same share, in every version over that base; and lists of
-the few leaves of which a version or a request says something else.
+Leaves are numbered in trie order. So the items under a prefix are a range of leaf ranks, and the
+number of allowed ones is the difference of two counts. A filter has two parts. Bits over the base's
+leaves are shared by all requests with the same filter, in every version over this base. Short lists
+hold the leaves where a version or a request differs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from recserve.kernels.trie.trie_children import LeafBits
 
 @dataclass(frozen=True)
 class LeafFilter:
-    """Allowed leaves: all, or those of `bits` and `added`, without the excluded ones.
+    """The leaves that a request allows.
 
-    excluded: ascending ranks int64 of leaves that are allowed otherwise, in lists that have no leaf
-    in common; a row without a leaf has the number of items there. bits: one row, of the base's
-    leaves. added: ascending ranks int64 of leaves that are allowed beside those. Without both, all
-    leaves are allowed but the excluded ones; without bits, those added.
+    Without `bits` and `added`, all leaves are allowed. Otherwise the leaves of either are. The
+    excluded leaves are removed in both cases.
+
+    Attributes:
+        excluded: Lists of ascending ranks int64 of leaves to remove. No leaf is in two lists. A row
+            without a leaf has the number of items as its rank.
+        bits: Allowed leaves of the base, one row.
+        added: Ascending ranks int64 of leaves that are allowed in addition to `bits`.
     """
 
     excluded: tuple[Tensor, ...] = ()
@@ -34,12 +38,12 @@ class LeafFilter:
 
     @property
     def all(self) -> bool:
-        """Whether all leaves are allowed but the excluded ones."""
+        """Whether all leaves except the excluded ones are allowed."""
         return self.bits is None and self.added is None
 
 
 def native_leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
-    """`dispatch.leaf_bits` on a CPU in C: one pass over the leaves."""
+    """Runs `dispatch.leaf_bits` on a CPU in C: one pass over the leaves."""
     rows, leaf_rows = np.ascontiguousarray(rows), leaf_rows.contiguous()
     leaves = leaf_rows.shape[0]
     words = torch.empty(1, leaves // 32 + 1, dtype=torch.int32)

@@ -1,5 +1,6 @@
-"""What of the trie is scored next, as token trees, on a CPU in C: what a hundred small operators of
-torch do otherwise.
+"""Lays out trie nodes that are scored next as token trees, on a CPU in C.
+
+One C call replaces a hundred small torch operators.
 """
 
 from __future__ import annotations
@@ -15,15 +16,22 @@ from recserve.kernels.cpu.native import N, P, compiled
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie.native_trie import NativeTrie, Prefixes
 
-ALIVE, FORKED, OPEN = range(3)  # which beams: with a child, several children, several items
+# which beams: with a child, with several children, with several items
+ALIVE, FORKED, OPEN = range(3)
 
 
 @dataclass(frozen=True)
 class Laid:
-    """tree: its tokens are the model's. query_keys [Tq]: of the nodes that were not scored before.
+    """Token trees of a set of trie nodes.
 
-    Where some were: slots [T], -1 of the others, and queries [Tq], those others, with their tokens;
-    None where none was, and every node is a query.
+    `queries` and `slots` are None if no node was scored before; then every node is a query.
+
+    Attributes:
+        tree: The trees; their tokens are the model's.
+        query_keys: [Tq] keys of the nodes that were not scored before.
+        query_tokens: [Tq] tokens of these nodes.
+        queries: [Tq] packed indices of these nodes.
+        slots: [T] slots of nodes that were scored before, -1 for the others.
     """
 
     tree: TokenTree
@@ -61,10 +69,15 @@ class _Layout(ctypes.Structure):
 def wanted_prefixes(
     trie: NativeTrie, beams: Prefixes, which: int, scored_keys: Tensor, below: Sequence[int]
 ) -> Tensor:
-    """[n] keys of the beams that are wanted and not scored, each with all above it.
+    """Returns the keys [n] of beams to score, each with all nodes above it.
 
-    which: ALIVE, FORKED or OPEN. scored_keys [m]: ascending. below [B]: up to so many prefixes with
-    several items below the beams are wanted too, those of better beams first.
+    Args:
+        trie: The catalogue's trie.
+        beams: Beams of one level.
+        which: Which beams to score: ALIVE, FORKED or OPEN.
+        scored_keys: [m] ascending keys of prefixes that are already scored.
+        below: [B] number of prefixes with several items below the beams to score as well. Those of
+            better beams come first.
     """
     paths, log_probs = beams.paths, beams.log_probs.contiguous()
     limits = (N * len(below))(*below)
@@ -92,11 +105,16 @@ def lay_out(
     scored_keys: Tensor,
     scored_slots: Tensor,
 ) -> Laid:
-    """One token tree per request.
+    """Returns one token tree per request.
 
-    keys [n] int64: `tree number * nodes of the trie + trie node`, duplicates allowed; with a node
-    all nodes above it (but node 0). level_offsets [L] int64: first token of each level.
-    scored_keys [m] ascending, scored_slots [m]: nodes that were scored before.
+    Args:
+        trie: The catalogue's trie.
+        keys: [n] int64 `tree number * nodes of the trie + trie node`, duplicates allowed. All nodes
+            above a node (except node 0) must be included.
+        num_trees: B.
+        level_offsets: [L] int64 first token of each level.
+        scored_keys: [m] ascending keys of nodes that were scored before.
+        scored_slots: [m] their slots.
     """
     keys, count, known = keys.contiguous(), keys.shape[0], scored_keys.shape[0]
     found = torch.empty(8 if known else 5, count, dtype=torch.int64)

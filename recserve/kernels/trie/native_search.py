@@ -1,7 +1,7 @@
 """Beam search down a trie on a CPU, in C: several levels in one call.
 
-A level of beam search is thirty small operators of torch, which take longer to call than to
-compute; so is a step of a draft head.
+In torch a level is thirty small operators, which take longer to call than to compute. The same is
+true for a step of a draft head.
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ ANY = -1
 
 @dataclass(frozen=True)
 class LevelCodes:
-    """The codes of a level [C, E], as products with few and with all of them read them."""
+    """Codes of a level [C, E], in the layouts for products with few codes and with all codes."""
 
     rows: Tensor
     panels: Panels
 
     @staticmethod
     def of(codes: Tensor, panels: Panels | None = None) -> LevelCodes:
-        """codes [C, E], which are not to change. panels: the same, where there are some already."""
+        """Lays out codes [C, E], which must not change. panels: the packed codes if they exist."""
         return LevelCodes(codes.detach().contiguous(), panels or Panels.of(codes, None))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One step of a recurrent head: tanh(inputs[code] + states U). inputs [C, E]."""
+    """One step of a recurrent head: tanh(inputs[code] + states U).
+
+    Attributes:
+        weight: U.
+        inputs: [C, E].
+    """
 
     weight: Panels
     inputs: Tensor
@@ -44,8 +49,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Limits:
-    """What B requests keep and allow. widths: beams. places: of the score that bounds each, from 0;
-    negative: nothing does.
+    """Beam widths, bounds and filters of B requests.
+
+    Attributes:
+        widths: Beam width of each request.
+        places: Rank (from 0) of the score that bounds the search. Negative means no bound.
+        filters: Leaves that each request allows. None means all leaves.
     """
 
     widths: Sequence[int]
@@ -55,8 +64,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class DenseCandidateScores:
-    """Items that compete with the finished beams. rows [B, R] int64, valid [B, R], scores [B, R];
-    share, weights [B, 1]; dense [B, I]; leaf_rows [I] int32 or int64: item row at each leaf rank.
+    """Items of the dense head that compete with the finished beams.
+
+    Attributes:
+        rows: [B, R] int64 item rows.
+        valid: [B, R].
+        scores: [B, R].
+        share: [B, 1] most that the dense head adds to an item that is no dense candidate.
+        weights: [B, 1] weight of the dense score.
+        dense: [B, I] dense scores of all items.
+        leaf_rows: [I] int32 or int64 item row at each leaf rank.
     """
 
     rows: Tensor
@@ -70,9 +87,14 @@ class DenseCandidateScores:
 
 @dataclass(frozen=True)
 class States:
-    """Final hidden states. last_hidden [B, E]: of the last root tokens. keys [n] int64 ascending,
-    hidden [n, E]: of scored prefixes; a key is `request number * nodes of the trie + trie node`.
-    contexts [B, L, E]: what a draft head reads at each level beside its own state, if it has one.
+    """Final hidden states.
+
+    Attributes:
+        last_hidden: [B, E] of the last root tokens.
+        keys: [n] int64 ascending keys of scored prefixes: `request number * nodes of the trie +
+            trie node`.
+        hidden: [n, E] of these prefixes.
+        contexts: [B, L, E] that a draft head reads at each level in addition to its own state.
     """
 
     last_hidden: Tensor
@@ -83,12 +105,16 @@ class States:
 
 @dataclass(frozen=True)
 class Levels:
-    """Beams of each level 0 : L + 1, best first; filled in from where a search begins to `reached`.
+    """Beams of each level 0 : L + 1, best first, filled from the first level of a search to
+    `reached`.
 
-    log_probs [L + 1, B, W], -inf where there is no beam; paths [L + 1, B, W, L] int64: the nodes of
-    each one's prefixes, as many as the level has; scored [L + 1, B, W] uint8: UNNEEDED, or whether
-    the state was KNOWN. used [L + 1]: columns in use, at least 1. lost [B]: the best score of a
-    beam whose state was missing, -inf where none was.
+    Attributes:
+        log_probs: [L + 1, B, W], -inf where there is no beam.
+        paths: [L + 1, B, W, L] int64 nodes of each beam's prefixes, as many as the level.
+        scored: [L + 1, B, W] uint8: UNNEEDED, or KNOWN or MISSING for a needed state.
+        used: [L + 1] columns in use, at least 1.
+        lost: [B] best score of a beam whose state was missing, -inf where none was.
+        reached: The last level that all requests reached.
     """
 
     log_probs: Tensor
@@ -153,10 +179,14 @@ class _Passed(ctypes.Structure):
 def passed_prefixes(
     found: Levels, first: int, all_nodes: int, which: int, floors: Sequence[float]
 ) -> Tensor:
-    """[n] keys of beams of levels `first` to before the last, each with all above it; some twice.
+    """Returns the keys [n] of beams, each with all nodes above it; duplicates occur.
 
-    all_nodes: of the trie. which: KNOWN or MISSING of `scored`, or ANY. floors [B]: beams of lower
-    scores are left out.
+    Args:
+        found: Result of a search.
+        first: First level. The last level that was reached is not included.
+        all_nodes: Nodes of the trie.
+        which: KNOWN or MISSING of `scored`, or ANY.
+        floors: [B] scores. Beams with lower scores are left out.
     """
     paths, limits = found.paths, (FLOAT * len(floors))(*floors)
     keys = torch.empty(paths[first : found.reached].numel(), dtype=torch.int64)
@@ -179,8 +209,14 @@ class NativeSearch:
     """Beam search by the logits of one model's states, or by a draft head."""
 
     def __init__(self, levels: Sequence[LevelCodes], cells: Sequence[Cell] = ()) -> None:
-        """levels [L]. cells [L - 1]: of a head with a state of its own."""
-        self._read = tuple(levels), tuple(cells)  # by address: kept as long as this is
+        """Collects the addresses of the weights.
+
+        Args:
+            levels: [L] codes of each level.
+            cells: [L - 1] of a recurrent head; empty without one.
+        """
+        # C reads these by address, so they must live as long as this object
+        self._read = tuple(levels), tuple(cells)
         self._heads = (Product * len(levels))(*(level.panels.product for level in levels))
         self._codes = (P * len(levels))(*(level.rows.data_ptr() for level in levels))
         self._cells = (Product * len(cells))(*(cell.weight.product for cell in cells))
@@ -196,8 +232,18 @@ class NativeSearch:
         dense_candidates: DenseCandidateScores | None = None,
         stops: bool = False,
     ) -> Levels:
-        """From the beams on to level `until`, or, if it `stops`, to the first level at which a
-        state is missing; otherwise what has none leads nowhere.
+        """Searches from the given beams on.
+
+        Args:
+            trie: The catalogue's trie.
+            beams: Beams of the first level.
+            limits: Beam widths, bounds and filters of the requests.
+            states: Hidden states.
+            until: The last level.
+            dense_candidates: Items that compete with the finished beams. None means that there are
+                none.
+            stops: Whether to stop at the first level at which a state is missing. Otherwise beams
+                without a state have no children.
         """
         batch, width, level = beams.paths.shape
         depth, columns = len(self._heads), max(width, *limits.widths)
@@ -245,7 +291,7 @@ class NativeSearch:
 
 @dataclass(frozen=True)
 class _SearchArguments:
-    """Requests, and what they point to."""
+    """Structs of the requests, and the lists that they point to."""
 
     requests: ctypes.Array[_Request]
     lists: list[ctypes.Array[_Ranks]]

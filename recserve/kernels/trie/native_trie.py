@@ -1,4 +1,4 @@
-"""A trie as the C sources read it: addresses of its arrays, kept with the trie."""
+"""Addresses of a trie's arrays, as the C sources read them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ class _Trie(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Beams of one level. log_probs [B, W], -inf where there is none; paths [B, W, level] int64:
-    the nodes of each one's prefixes, the last one its own.
+    """Beams of one level.
+
+    Attributes:
+        log_probs: [B, W], -inf where there is no beam.
+        paths: [B, W, level] int64 nodes of each beam's prefixes; the last one is its own.
     """
 
     log_probs: Tensor
@@ -37,7 +40,7 @@ class Prefixes:
 
     @property
     def distances(self) -> tuple[int, int]:
-        """Elements from a request's paths to the next one's, and from a beam's to the next."""
+        """Elements between the paths of two requests, and between the paths of two beams."""
         request, beam, node = self.paths.stride()
         assert node == 1 or self.paths.shape[2] < 2, "a path is no row"
         return request, beam
@@ -45,7 +48,14 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class BaseArrays:
-    """Of `Trie`, all int32: first_child [nodes + 1], codes, first_leaf, last_leaf [nodes]."""
+    """Arrays of a `Trie`, all int32.
+
+    Attributes:
+        first_child: [nodes + 1].
+        codes: [nodes].
+        first_leaf: [nodes].
+        last_leaf: [nodes].
+    """
 
     first_child: Tensor
     codes: Tensor
@@ -55,7 +65,7 @@ class BaseArrays:
 
 @dataclass(frozen=True)
 class OverlayArrays:
-    """Of `TrieOverlay`: those of `Grown` [S], codes [K], inserted [m]."""
+    """Arrays of a `TrieOverlay`: the fields of `Grown` [S], codes [K] and inserted [m]."""
 
     nodes: Tensor
     first: Tensor
@@ -67,12 +77,21 @@ class OverlayArrays:
 
 
 class NativeTrie:
-    """Addresses of a trie's arrays, which are kept as long as this is."""
+    """Addresses of a trie's arrays. It holds references to them, so that they stay valid."""
 
     def __init__(
         self, base: BaseArrays, any_leaf: int, overlay: OverlayArrays | None = None
     ) -> None:
-        """any_leaf: a node of the last level. Raises ValueError for a base that is not int32."""
+        """Collects the addresses.
+
+        Args:
+            base: Arrays of the base.
+            any_leaf: Any node of the last level.
+            overlay: Arrays of later changes. None means that there are none.
+
+        Raises:
+            ValueError: If an array of the base is not int32.
+        """
         columns = [base.first_child, base.codes, base.first_leaf, base.last_leaf]
         if any(column.dtype != torch.int32 for column in columns):
             raise ValueError("the C sources read tries of int32 node arrays")
@@ -94,5 +113,5 @@ class NativeTrie:
 
     @property
     def address(self) -> int:
-        """Of the struct."""
+        """Address of the struct."""
         return ctypes.addressof(self._trie)

@@ -1,9 +1,14 @@
 """The catalogue's trie on the device: every existing semantic id, as arrays.
 
-Nodes are numbered breadth-first and, within a level, in lexicographic order of their prefix. Two
-things follow: the children of a node are consecutive node numbers, and the items under a node are a
-consecutive range of leaf ranks, so "how many allowed items are under this prefix" is a difference
-of two prefix sums, at any node, for any filter.
+Nodes are numbered breadth-first and, within a level, in lexicographic order of their prefixes. This
+has two consequences. The children of a node are consecutive node numbers. The items under a node
+are a consecutive range of leaf ranks, so the number of allowed items under a prefix is a difference
+of two prefix sums, at any node and for any filter.
+
+    0 -+- 1 -+- 3    ids (0, 2), (0, 5), (1, 4)     first_child  1 3 5 6 6 6 6
+       |     +- 4    node_codes  0 0 1 2 5 4        first_leaf   0 0 2 0 1 2
+       +- 2 --- 5    parents     0 0 0 1 1 2        last_leaf    3 2 3 1 2 3
+
 Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 2602.22647.
 """
 
@@ -25,8 +30,10 @@ from recserve.kernels.trie.native_trie import BaseArrays, NativeTrie
 class Children:
     """Children of n nodes, padded to the widest of them.
 
-    nodes [n, M]: node number, 0 where padded. codes [n, M]: code at the child's level, 0 where
-    padded. valid [n, M]: false where padded.
+    Attributes:
+        nodes: [n, M] node numbers, 0 where padded.
+        codes: [n, M] code at the child's level, 0 where padded.
+        valid: [n, M] false where padded.
     """
 
     nodes: Tensor
@@ -36,7 +43,7 @@ class Children:
 
 @dataclass(frozen=True)
 class Leaves:
-    """Leaf ranks under nodes: `first : last` of each, any shape."""
+    """Leaf ranks under nodes: the range `first : last` of each node, any shape."""
 
     first: Tensor
     last: Tensor
@@ -47,17 +54,21 @@ class Trie:
     """Prefix tree of all semantic ids of one catalogue version.
 
     `TrieOverlay` has the same methods for a catalogue that changes. Code that accepts both takes a
-    `TrieView` and calls the methods instead of reading the arrays.
+    `TrieView` and calls the methods instead of reading the arrays. Methods take nodes or rows of
+    any shape unless said otherwise; results have the same shape.
 
-    first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is
-        the empty prefix; leaves have no children.
-    parents [nodes]: the node one code shorter (0 at node 0).
-    node_codes [nodes]: the last code of the node's prefix (0 at node 0).
-    first_leaf, last_leaf [nodes]: items under the node have leaf ranks `first_leaf : last_leaf`.
-    leaf_items [I]: item row at each leaf rank. item_leaves [rows]: leaf rank of each item row, -1
-        of a row that has none.
-    level_starts: node numbers of level l are `level_starts[l] : level_starts[l + 1]`; level 0 is
-        node 0 alone, level L holds the leaves.
+    Attributes:
+        first_child: [nodes + 1]. Children of node p are `first_child[p] : first_child[p + 1]`. Node
+            0 is the empty prefix. Leaves have no children.
+        parents: [nodes] the node one code shorter (0 at node 0).
+        node_codes: [nodes] the last code of the node's prefix (0 at node 0).
+        first_leaf: [nodes]. Items under the node have leaf ranks `first_leaf : last_leaf`.
+        last_leaf: [nodes].
+        leaf_items: [I] item row at each leaf rank.
+        item_leaves: [rows] leaf rank of each item row, -1 for a row without a leaf.
+        level_starts: Level l has the nodes `level_starts[l] : level_starts[l + 1]`. Level 0 is node
+            0 alone, level L holds the leaves.
+        codebook_sizes: C of each level.
     """
 
     first_child: Tensor
@@ -72,12 +83,12 @@ class Trie:
 
     @property
     def num_levels(self) -> int:
-        """L, disambiguation level included."""
+        """L, including the disambiguation level."""
         return len(self.codebook_sizes)
 
     @property
     def num_items(self) -> int:
-        """Items (= leaves) in the trie."""
+        """I, the number of items (= leaves)."""
         return self.leaf_items.shape[0]
 
     @property
@@ -87,12 +98,12 @@ class Trie:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, the empty prefix included."""
+        """Number of nodes, including the empty prefix."""
         return self.node_codes.shape[0]
 
     @cached_property
     def level_sizes(self) -> tuple[int, ...]:
-        """Nodes of each level, the empty prefix first."""
+        """Number of nodes of each level, the empty prefix first."""
         starts = self.level_starts
         return tuple(stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True))
 
@@ -105,8 +116,9 @@ class Trie:
 
     @cached_property
     def closing_level(self) -> int:
-        """The level, at least 1, from which on fewer and fewer nodes have several items below them.
-        Reads the device: once per trie.
+        """The level, at least 1, from which fewer and fewer nodes have several items.
+
+        Reads the device once per trie.
         """
         starts, many = self.level_starts, self.last_leaf - self.first_leaf > 1
         counts = [int(many[a:b].sum()) for a, b in pairwise(starts[1:])]
@@ -117,17 +129,17 @@ class Trie:
 
     @property
     def any_leaf(self) -> int:
-        """A node of level L, whichever."""
+        """Any node of level L."""
         return self.level_starts[self.num_levels]
 
     @property
     def base(self) -> Trie:
-        """Itself."""
+        """This trie."""
         return self
 
     @property
     def overlay(self) -> None:
-        """None: nothing has changed since this trie was built."""
+        """None, because nothing has changed since this trie was built."""
         return None
 
     @property
@@ -137,7 +149,7 @@ class Trie:
 
     @property
     def device(self) -> torch.device:
-        """Where the arrays are."""
+        """Device of the arrays."""
         return self.first_child.device
 
     @cached_property
@@ -150,51 +162,54 @@ class Trie:
 
     @property
     def arrays(self) -> BaseArrays:
-        """What the C sources read."""
+        """Arrays that the C sources read."""
         return BaseArrays(self.first_child, self.node_codes, self.first_leaf, self.last_leaf)
 
     @cached_property
     def native(self) -> NativeTrie:
-        """For the C sources; on a CPU."""
+        """Addresses for the C sources; on a CPU."""
         return NativeTrie(self.arrays, self.any_leaf)
 
     def num_children(self, nodes: Tensor) -> Tensor:
-        """Branching of each node. nodes: any shape; same shape back."""
+        """Returns the number of children of each node."""
         return self.first_child[nodes + 1] - self.first_child[nodes]
 
     def codes_of(self, nodes: Tensor) -> Tensor:
-        """Last code of each node's prefix. nodes: any shape; same shape back."""
+        """Returns the last code of each node's prefix."""
         return self.node_codes[nodes]
 
     def parents_of(self, nodes: Tensor) -> Tensor:
-        """The node one code shorter. nodes: any shape; same shape back."""
+        """Returns the node one code shorter."""
         return self.parents[nodes]
 
     def places(self, nodes: Tensor, parents: Tensor) -> Tensor:
-        """Column of each node in `children` of its parent. Same shapes; same shape back."""
+        """Returns the column of each node in `children` of its parent."""
         return nodes - self.first_child[parents]
 
     def leaves(self, nodes: Tensor) -> Leaves:
-        """Leaf ranks under each node. nodes: any shape."""
+        """Returns the leaf ranks under each node."""
         return Leaves(self.first_leaf[nodes], self.last_leaf[nodes])
 
     def base_leaves(self, nodes: Tensor) -> Leaves:
-        """Leaf ranks of the base under each node, here all. nodes: any shape."""
+        """Returns the base's leaf ranks under each node, which are all of them."""
         return self.leaves(nodes)
 
     def leaf_nodes(self, rows: Tensor) -> Tensor:
-        """Leaf node of each item row, -1 where it has none. rows: any shape; same shape back."""
+        """Returns the leaf node of each item row, -1 without one."""
         ranks = self.item_leaves[rows].long()
         return torch.where(ranks >= 0, ranks + self.any_leaf, -1)
 
     def leaf_ranks(self, rows: Tensor) -> Tensor:
-        """Leaf rank of each item row. rows: any shape; same shape back."""
+        """Returns the leaf rank of each item row."""
         return self.item_leaves[rows]
 
     def children(self, nodes: Tensor, width: int | None = None) -> Children:
-        """All children of each node.
+        """Returns all children of each node.
 
-        nodes: [n]. width: pad to so many children (no host sync); None: the widest of these nodes.
+        Args:
+            nodes: [n].
+            width: Pads to this many children without a host sync. None pads to the widest of the
+                nodes.
         """
         first = self.first_child[nodes]
         count = self.first_child[nodes + 1] - first
@@ -206,16 +221,16 @@ class Trie:
         return Children(child, self.node_codes[child], valid)
 
     def levels(self, nodes: Tensor) -> Tensor:
-        """Level of each node, 0 for the empty prefix. nodes: any shape; same shape back."""
+        """Returns the level of each node, 0 for the empty prefix."""
         starts = on_device(self.level_starts[1:], self.device)
         return torch.bucketize(nodes, starts, right=True)
 
     def nodes_of_items(self, rows: Tensor) -> Tensor:
-        """[n, L] the node of each prefix of each item's semantic id. rows: [n] item rows."""
+        """Returns the node [n, L] of each prefix of each item's semantic id. rows: [n]."""
         return self.nodes_of_leaves(self.item_leaves[rows])
 
     def nodes_of_leaves(self, leaves: Tensor) -> Tensor:
-        """[n, L] the node of each prefix of the semantic id at each leaf rank. leaves: [n]."""
+        """Returns the node [n, L] of each prefix of the id at each leaf rank. leaves: [n]."""
         columns = []
         for level in range(1, self.num_levels + 1):
             start, stop = self.level_starts[level], self.level_starts[level + 1]
@@ -224,11 +239,11 @@ class Trie:
         return torch.stack(columns, dim=-1)
 
     def items_of_leaves(self, nodes: Tensor) -> Tensor:
-        """Item row of each leaf node (a node of level L)."""
+        """Returns the item row of each leaf node (a node of level L)."""
         return self.leaf_items[nodes - self.level_starts[self.num_levels]]
 
     def to(self, device: torch.device | str) -> Trie:
-        """The same trie on another device."""
+        """Returns the same trie on another device."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, column in columns.items():
             columns[name] = column.to(device) if isinstance(column, Tensor) else column
@@ -241,13 +256,18 @@ def build_trie(
     rows: Tensor | None = None,
     num_rows: int | None = None,
 ) -> Trie:
-    """Trie of all rows of `codes`.
+    """Builds the trie of all rows of `codes`.
 
-    codes: [I, L] int, distinct semantic ids. codebook_sizes: C of each level. rows: [I] item row of
-    each, out of num_rows; None: 0 .. I-1. Node arrays are int32 (int64 only in what is computed
-    from them).
-    Raises ValueError if two items share a semantic id, a code is out of range, or there are no
-    items.
+    Node arrays are int32. Only values computed from them are int64.
+
+    Args:
+        codes: [I, L] int, distinct semantic ids.
+        codebook_sizes: C of each level.
+        rows: [I] item row of each. None means 0 .. I-1.
+        num_rows: Number of item rows. None means I.
+
+    Raises:
+        ValueError: If two items share a semantic id, a code is out of range, or there are no items.
     """
     items, levels = codes.shape
     if items == 0:
@@ -265,7 +285,7 @@ def build_trie(
     ranked = codes[order]
     opens = torch.zeros(items, dtype=torch.bool)
     opens[0] = True
-    starts = [torch.zeros(1, dtype=torch.int64)]  # first leaf of each node, level by level
+    starts = [torch.zeros(1, dtype=torch.int64)]  # first leaf of each node, per level
     node_codes = [torch.zeros(1, dtype=torch.int64)]
     for level in range(levels):
         opens[1:] |= ranked[1:, level] != ranked[:-1, level]
@@ -277,7 +297,7 @@ def build_trie(
     level_starts = [0]
     for first in starts:
         level_starts.append(level_starts[-1] + first.shape[0])
-    # The first child of a node is the node of the next level that starts at the same leaf.
+    # A node's first child is the node of the next level that starts at the same leaf.
     firsts = [
         torch.searchsorted(starts[level + 1], starts[level]) + level_starts[level + 1]
         for level in range(levels)
@@ -305,7 +325,7 @@ def build_trie(
 
 
 def lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tensor:
-    """Rows in lexicographic order: one sort when the codes pack in 63 bits, else one per level."""
+    """Returns the order of rows: one sort if the codes fit in 63 bits, else one sort per level."""
     bits = 1
     for size in codebook_sizes:
         bits *= max(size, 1)

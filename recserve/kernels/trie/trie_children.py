@@ -1,7 +1,7 @@
-"""One level of beam search in the trie: the best children of all beams, and what a filter leaves.
+"""One level of beam search in the trie: the best children of all beams, and filters over leaves.
 
-A child's score and number are packed into one integer whose order is the order of the answer
-(higher score first, then the lower node), so that one top-k without a tie chooses among them.
+A child's score and node number are packed into one integer that orders by higher score, then by
+lower node. So one top-k without ties selects the children.
 """
 
 from __future__ import annotations
@@ -22,28 +22,37 @@ LOWEST = -(2**63)
 
 @dataclass(frozen=True)
 class LeafBits:
-    """Allowed leaves of B requests as bits, with a count in front of every word: two reads say how
-    many are allowed before any rank. words, counts [B, I // 32 + 1] int32; 8 bytes per 32 items.
+    """Allowed leaves of B requests as bits, with a count before every word.
+
+    Two reads give the number of allowed leaves before any rank. 32 items take 8 bytes.
+
+    Attributes:
+        words: [B, I // 32 + 1] int32 bits.
+        counts: [B, I // 32 + 1] int32 set bits before each word.
     """
 
     words: Tensor
     counts: Tensor
 
     def before(self, ranks: Tensor) -> Tensor:
-        """Allowed leaves before each rank. ranks [B, n] in 0 : I + 1; same shape back, int32."""
+        """Returns the allowed leaves before each rank, int32. ranks: [B, n] in 0 : I + 1."""
         place = (ranks >> 5).long()
         words = self.words.gather(1, place) & ((1 << (ranks & 31).int()) - 1)
         return self.counts.gather(1, place) + popcount(words)
 
     def within(self, leaves: Leaves) -> Tensor:
-        """[B, n] allowed leaves in each range, int32. leaves: [B, n]."""
+        """Returns the allowed leaves [B, n] int32 in each range. leaves: [B, n]."""
         return self.before(leaves.last) - self.before(leaves.first)
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What B requests allow. bits: of the base's leaves. added [B, A]: leaf ranks of later ones,
-    ascending, padded with the number of items or more; None: there are none.
+    """Leaves that B requests allow.
+
+    Attributes:
+        bits: Leaves of the base.
+        added: [B, A] ascending ranks of later leaves, padded with the number of items or more. None
+            means that there are none.
     """
 
     bits: LeafBits
@@ -52,7 +61,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class ChildFilter:
-    """Which leaves B requests allow: all of them, or what one of the two fields says.
+    """The leaves that B requests allow: all of them, or as one of the two fields says.
 
     Attributes:
         excluded: [B, X] int, ascending leaf ranks that are not allowed, padded with the number of
@@ -75,7 +84,7 @@ class ChildFilter:
     def remaining(self, trie: TrieView, nodes: Tensor) -> Tensor | None:
         """Returns a number that is positive where a node [B, n] has an allowed leaf.
 
-        None: every node has one.
+        None means that every node has one.
         """
         if self.excluded is not None:
             leaves = trie.leaves(nodes)
@@ -92,7 +101,7 @@ EVERYTHING = ChildFilter()
 
 @dataclass(frozen=True)
 class ChildQuery:
-    """Beams of one level of a trie, and how many of their children are wanted.
+    """Beams of one level of a trie, and the number of children to select.
 
     Attributes:
         nodes: [B, W] trie nodes of the beams.
@@ -100,9 +109,9 @@ class ChildQuery:
         logits: [B * W, C] of the level's codes at each beam. A beam with one child may have any
             finite row.
         width: Most children of a node of this level (`Trie.widths`).
-        keep: Children wanted of each request.
-        normalizers: [B * W] subtracted from the logits. None: their log-sum-exp over the children
-            of the beam, whether allowed or not.
+        keep: Children to select per request.
+        normalizers: [B * W] subtracted from the logits. None means their log-sum-exp over the
+            children of the beam, whether allowed or not.
         filters: Leaves that the requests allow.
     """
 
@@ -116,7 +125,7 @@ class ChildQuery:
 
 
 def leaf_bits(allowed: Tensor) -> LeafBits:
-    """allowed [B, I] bool over leaf ranks."""
+    """Packs allowed leaves [B, I] bool, by leaf rank."""
     requests, items = allowed.shape
     padded = torch.zeros(requests, (items // 32 + 1) * 32, dtype=torch.bool, device=allowed.device)
     padded[:, :items] = allowed
@@ -128,21 +137,24 @@ def leaf_bits(allowed: Tensor) -> LeafBits:
 
 
 def counted(words: Tensor) -> LeafBits:
-    """Bits with their counts. words [B, n] int32."""
+    """Adds the counts to words [B, n] int32."""
     counts = popcount(words)
     return LeafBits(words, counts.cumsum(-1, dtype=torch.int32) - counts)
 
 
 def listed(ranks: Tensor, leaves: Leaves) -> Tensor:
-    """How many of the ascending ranks are in each range. ranks [n] or [B, n], leaves: as many
-    rows.
+    """Returns how many of the ascending ranks lie in each range.
+
+    Args:
+        ranks: [n], or [B, n].
+        leaves: Ranges; as many rows as the ranks.
     """
     last = torch.searchsorted(ranks, leaves.last.contiguous())
     return last - torch.searchsorted(ranks, leaves.first.contiguous())
 
 
 def popcount(words: Tensor) -> Tensor:
-    """Set bits of each int32."""
+    """Returns the set bits of each int32."""
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     return (((words + (words >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
@@ -150,8 +162,12 @@ def popcount(words: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BestChildren:
-    """One level deeper. nodes, parents, log_probs [B, k] in descending order; where log_probs is
-    -inf there was none left, and the others are 0. parents: the beam each came from.
+    """Beams of the next level, in descending order. Missing ones have log_probs -inf and zeros.
+
+    Attributes:
+        nodes: [B, k].
+        parents: [B, k] the beam that each child belongs to.
+        log_probs: [B, k].
     """
 
     nodes: Tensor
@@ -160,7 +176,7 @@ class BestChildren:
 
 
 def unpacked(keys: Tensor, width: int, keep: int) -> BestChildren:
-    """The best of packed children. keys [B, W * width], width children to a beam."""
+    """Selects the best of packed children. keys: [B, W * width], width children per beam."""
     kept, index = keys.topk(min(keep, keys.shape[1]), dim=1)
     ordered = (kept >> 32).int()
     log_probs = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
@@ -171,7 +187,7 @@ def unpacked(keys: Tensor, width: int, keep: int) -> BestChildren:
 
 
 def packed(log_probs: Tensor, nodes: Tensor) -> Tensor:
-    """int64 keys that order by log-probability, then by the lower node. Same shapes."""
+    """Returns int64 keys that order by log-probability, then by the lower node. Same shapes."""
     bits = (log_probs + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << 32) | (LOW - nodes.long())
@@ -185,10 +201,17 @@ def child_log_probs(
     width: int,
     normalizers: Tensor | None = None,
 ) -> Tensor:
-    """[n, m] log-probabilities of m children of each of n nodes; some number or NaN where it is
-    none of its children.
+    """Returns log-probabilities [n, m] of m children of each of n nodes.
 
-    parents [n], nodes [n, m]. logits [n, C], width, normalizers [n]: as in `ChildQuery`.
+    The result is undefined (a number or NaN) where a node is not a child of its parent.
+
+    Args:
+        trie: The catalogue's trie.
+        parents: [n].
+        nodes: [n, m].
+        logits: [n, C], as in `ChildQuery`.
+        width: As in `ChildQuery`.
+        normalizers: [n], as in `ChildQuery`.
     """
     logits, last = logits.float(), logits.shape[1] - 1
     if normalizers is not None:

@@ -1,4 +1,4 @@
-"""How semantic ids join a trie: walk down the base, then number what it lacks, level by level."""
+"""Inserts semantic ids into a trie: a descent in the base, then new nodes level by level."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ def overlay_trie(
     gone: Tensor | None = None,
     earlier: TrieOverlay | None = None,
 ) -> TrieOverlay:
-    """The base with further semantic ids.
+    """Returns the base with further semantic ids. All tensors are on the base's device.
 
-    codes [n, L]: distinct semantic ids; where the base has one already, its item is replaced.
-    rows [n]: item row of each, ascending, base.num_rows .. num_rows - 1. gone [g]: rows of base or
-    overlay that must not be returned. earlier: overlay of an earlier version, which spares the ids
-    it has the way down the base. Everything on the base's device.
+    Args:
+        base: The trie that was built.
+        codes: [n, L] distinct semantic ids. If the base has one already, its item is replaced.
+        rows: [n] item row of each, ascending, base.num_rows .. num_rows - 1.
+        num_rows: Item rows of the new version.
+        gone: [g] rows of base or overlay that must not be returned.
+        earlier: Overlay of an earlier version. Its ids need no new descent in the base.
     """
     codes, rows = codes.to(base.device, torch.int64), rows.to(base.device, torch.int64)
     descent = _descent(base, codes, rows, earlier)
@@ -52,7 +55,7 @@ def overlay_trie(
 
 
 def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: TrieOverlay | None) -> BasePrefixes:
-    """Of each id, in the given order; looked up where an earlier overlay has it."""
+    """Returns the prefixes of each id, in order, from an earlier overlay if it has them."""
     if earlier is None or earlier.base is not base or not earlier.descent.rows.shape[0]:
         return _descend(base, codes, rows)
     known = earlier.descent
@@ -65,7 +68,7 @@ def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: TrieOverlay | Non
 
 
 def _descend(base: Trie, codes: Tensor, rows: Tensor) -> BasePrefixes:
-    """Walk down the base, one binary search among its edges per level. codes [m, L]."""
+    """Descends the base with one binary search among its edges per level. codes: [m, L]."""
     m, levels = codes.shape
     node = torch.zeros(m, dtype=torch.int64, device=codes.device)
     inside = torch.ones(m, dtype=torch.bool, device=codes.device)
@@ -91,11 +94,14 @@ def _descend(base: Trie, codes: Tensor, rows: Tensor) -> BasePrefixes:
 
 
 class _Levels:
-    """The nodes of m inserted ids, ascending, level by level.
+    """The nodes of m inserted ids in ascending order, level by level.
 
-    starts: as TrieOverlay.level_starts. paths [L + 1, m]: node of each prefix, the empty one first.
-    opens [L + 1, m]: whether the id is the first with its prefix. new [L + 1, m]: and the base
-    lacks the prefix. opened [L + 1, m]: how many such there are up to here.
+    Attributes:
+        starts: As TrieOverlay.level_starts.
+        paths: [L + 1, m] node of each prefix, the empty one first.
+        opens: [L + 1, m] whether the id is the first with its prefix.
+        new: [L + 1, m] whether in addition the base lacks the prefix.
+        opened: [L + 1, m] number of new prefixes up to and including this id.
     """
 
     def __init__(self, base: Trie, codes: Tensor, descent: BasePrefixes) -> None:
@@ -109,17 +115,17 @@ class _Levels:
         self.new = self.opens & lacking
         self.opened = self.new.cumsum(1)
         sizes = self.opened[1:, -1] if m else torch.zeros(levels, dtype=torch.int64)
-        self.starts = (0, *sizes.cumsum(0).tolist())  # sizes of the arrays to come
+        self.starts = (0, *sizes.cumsum(0).tolist())  # the host needs the sizes of the arrays
         first = torch.tensor((0, *self.starts[:-1]), device=device) + base.num_nodes
         self.paths = torch.where(lacking, first[:, None] + self.opened - 1, descent.nodes)
 
     def own_nodes(self) -> tuple[Tensor, Tensor]:
-        """Codes and parents of the overlay's nodes, in the order of their numbers."""
+        """Returns codes and parents of the overlay's nodes, in the order of their numbers."""
         above = self.new[1:].flatten().nonzero().flatten()
         return self.codes.flatten().index_select(0, above), self.paths.flatten()[above]
 
     def grown(self) -> Grown:
-        """Every prefix of an inserted id, once, with its leaf ranks and its children."""
+        """Returns every prefix of an inserted id once, with its leaf ranks and its children."""
         levels, m = self.codes.shape
         device = self.codes.device
         if not m:
@@ -128,7 +134,7 @@ class _Levels:
         place = self.opens.flatten().nonzero().flatten()
         level = place // m
         index = place - level * m
-        # Ids with the same prefix are neighbours: each opens where the one before it ended.
+        # Ids with the same prefix are adjacent: each group starts where the previous one ended.
         same = torch.cat([level[1:] == level[:-1], level.new_zeros(1, dtype=torch.bool)])
         stop = torch.where(same, torch.roll(index, -1), m)
         nodes = self.paths.flatten().index_select(0, place)
@@ -142,7 +148,7 @@ class _Levels:
         starts = torch.tensor((0, *self.starts), device=device) + self.base.num_nodes
         child_first = starts.index_select(0, (level + 1).clamp(max=levels)) + up_to
         child_count = opened.index_select(0, below + stop) - up_to
-        # Both kinds ascend already: level by level, and within a level in lexicographic order.
+        # Both parts are already ascending: by level, and lexicographically within a level.
         order = torch.cat([known.nonzero().flatten(), (~known).nonzero().flatten()])
         columns = (nodes, first + index, last + stop, child_first, child_count)
         return Grown(*(column.index_select(0, order) for column in columns))

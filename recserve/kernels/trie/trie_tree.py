@@ -1,4 +1,4 @@
-"""Sets of trie nodes as token trees: one tree per request, its tokens are trie nodes."""
+"""Token trees from sets of trie nodes: one tree per request, whose tokens are trie nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from recserve.kernels.trie.trie_view import TrieView
 class TrieTree:
     """A token tree made of trie nodes.
 
-    keys [T]: `tree number * nodes of the trie + trie node`, ascending. index [T]: the tree node of
-    each key. The tree's tokens are trie nodes.
+    Attributes:
+        tree: The tree. Its tokens are trie nodes.
+        keys: [T] `tree number * nodes of the trie + trie node`, ascending.
+        index: [T] tree node of each key.
     """
 
     tree: TokenTree
@@ -25,12 +27,16 @@ class TrieTree:
 
 
 def tree_of_nodes(trie: TrieView, keys: Tensor, num_trees: int) -> TrieTree:
-    """One token tree per request out of sets of trie nodes.
+    """Returns one token tree per request from sets of trie nodes.
 
-    keys: [n] `tree number * nodes of the trie + trie node`, duplicates allowed; with a node all
-    nodes above it (but node 0) must be there. A node's items are a range of leaf ranks, so ordering
-    by (first leaf, level) is preorder, and a subtree ends where the first leaf passes the node's
-    last.
+    A node's items are a range of leaf ranks. So (first leaf, level) orders nodes in preorder. A
+    subtree ends where the first leaf passes the node's last leaf.
+
+    Args:
+        trie: The catalogue's trie.
+        keys: [n] `tree number * nodes of the trie + trie node`, duplicates allowed. All nodes above
+            a node (except node 0) must be included.
+        num_trees: B.
     """
     keys = torch.unique(keys)
     size = trie.num_nodes

@@ -1,4 +1,4 @@
-"""The interface that search uses for a catalogue's trie, with or without later changes."""
+"""The interface of a catalogue's trie for searches, with or without later changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recserve.kernels.trie.trie_overlay import TrieOverlay
 class TrieView(Protocol):
     """Trie of one catalogue version: `Trie`, or `TrieOverlay` once the catalogue has changed.
 
-    nodes and rows may have any shape unless said otherwise; results have the same shape.
+    Methods take nodes or rows of any shape unless said otherwise; results have the same shape.
     """
 
     @property
@@ -24,7 +24,7 @@ class TrieView(Protocol):
 
     @property
     def overlay(self) -> TrieOverlay | None:
-        """What changed since the base was built; None for a `Trie`."""
+        """The changes since the base was built; None for a `Trie`."""
 
     @property
     def codebook_sizes(self) -> tuple[int, ...]:
@@ -32,11 +32,11 @@ class TrieView(Protocol):
 
     @property
     def num_levels(self) -> int:
-        """L, disambiguation level included."""
+        """L, including the disambiguation level."""
 
     @property
     def num_items(self) -> int:
-        """Items (= leaves) in the trie."""
+        """I, the number of items (= leaves)."""
 
     @property
     def num_rows(self) -> int:
@@ -44,11 +44,11 @@ class TrieView(Protocol):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of base and overlay, the empty prefix included."""
+        """Number of nodes of base and overlay, including the empty prefix."""
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
-        """Nodes of each level, the empty prefix first."""
+        """Number of nodes of each level, the empty prefix first."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class TrieView(Protocol):
 
     @property
     def closing_level(self) -> int:
-        """The level, at least 1, from which fewer and fewer nodes have several items below."""
+        """The level, at least 1, from which fewer and fewer nodes have several items."""
 
     @property
     def any_leaf(self) -> int:
@@ -64,7 +64,7 @@ class TrieView(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the arrays are."""
+        """Device of the arrays."""
 
     @property
     def leaf_rows(self) -> Tensor:
@@ -72,43 +72,49 @@ class TrieView(Protocol):
 
     @property
     def native(self) -> NativeTrie:
-        """The trie for the C sources; on a CPU."""
+        """Addresses for the C sources; on a CPU."""
 
     def num_children(self, nodes: Tensor) -> Tensor:
-        """Branching of each node. nodes: any shape; same shape back."""
+        """Returns the number of children of each node."""
 
     def codes_of(self, nodes: Tensor) -> Tensor:
-        """Last code of each node's prefix. nodes: any shape; same shape back."""
+        """Returns the last code of each node's prefix."""
 
     def parents_of(self, nodes: Tensor) -> Tensor:
-        """The node one code shorter. nodes: any shape; same shape back."""
+        """Returns the node one code shorter."""
 
     def places(self, nodes: Tensor, parents: Tensor) -> Tensor:
-        """Column of each node in `children` of its parent. Same shapes; same shape back."""
+        """Returns the column of each node in `children` of its parent."""
 
     def leaves(self, nodes: Tensor) -> Leaves:
-        """Leaf ranks under each node. nodes: any shape."""
+        """Returns the leaf ranks under each node."""
 
     def base_leaves(self, nodes: Tensor) -> Leaves:
-        """Leaf ranks of the base under each node; inserted leaves do not count."""
+        """Returns the base's leaf ranks under each node; inserted leaves do not count."""
 
     def leaf_nodes(self, rows: Tensor) -> Tensor:
-        """Leaf node of each item row, -1 where it has none. rows: any shape; same shape back."""
+        """Returns the leaf node of each item row, -1 without one."""
 
     def leaf_ranks(self, rows: Tensor) -> Tensor:
-        """Leaf rank of each item row, -1 where it has none. rows: any shape; same shape back."""
+        """Returns the leaf rank of each item row, -1 without one."""
 
     def children(self, nodes: Tensor, width: int | None = None) -> Children:
-        """All children of each node [n], of the base first, padded to `width` or the widest."""
+        """Returns all children of nodes [n], first those of the base.
+
+        Args:
+            nodes: [n].
+            width: Pads to this many children without a host sync. None pads to the widest of the
+                nodes.
+        """
 
     def levels(self, nodes: Tensor) -> Tensor:
-        """Level of each node, 0 for the empty prefix. nodes: any shape; same shape back."""
+        """Returns the level of each node, 0 for the empty prefix."""
 
     def nodes_of_items(self, rows: Tensor) -> Tensor:
-        """[n, L] the node of each prefix of each item's semantic id. rows: [n] item rows."""
+        """Returns the node [n, L] of each prefix of each item's semantic id. rows: [n]."""
 
     def items_of_leaves(self, nodes: Tensor) -> Tensor:
-        """Item row of each leaf node (a node of level L)."""
+        """Returns the item row of each leaf node (a node of level L)."""
 
 
 def gone_rows(trie: TrieView) -> Tensor | None:
@@ -124,7 +130,7 @@ def hidden_leaves(trie: TrieView) -> Tensor | None:
 def padding_of(trie: TrieView, level: int) -> int | None:
     """Returns the width to which children of a level's nodes are padded.
 
-    A CPU pads to the widest of the given nodes, which is None. Elsewhere the widest node of the
-    level counts, so that the host does not wait for the device.
+    A CPU pads to the widest of the given nodes, so the result is None. Other devices pad to the
+    widest node of the level, so that the host does not wait for the device.
     """
     return None if trie.device.type == "cpu" else trie.widths[level]

@@ -1,11 +1,11 @@
-"""Acceptance in Triton: the tokens drawn at all nodes, then one walk per tree, no host sync.
+"""Acceptance in Triton: the tokens drawn at all nodes, then one walk per tree, without host sync.
 
     chosen_i = argmax_v (logits[i, v] / temperature + gumbel(seed, position_i, v))
     walk: from the root node to the child that carries the chosen token, while there is one
 
-Bytes moved: the logits once (T V elements; the noise is computed, not read), split over programs
-so that few nodes of a large vocabulary still fill the device; then per accepted node its subtree's
-parents and tokens. Twin: accept_reference.accept.
+Bytes moved: the logits once (T V elements), because the noise is computed and not read. They are
+split over programs, so that few nodes of a large vocabulary still fill the device. Each accepted
+node adds the parents and tokens of its subtree. Reference: accept_reference.accept.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from recserve.kernels.triton import noise_kernel as noise
 
 BLOCK_NODES = 128
 BLOCK_TILES = 4
-FEW_NODES = 8  # of which each tile of the vocabulary is a program of its own
+FEW_NODES = 8  # up to so many nodes, each tile of the vocabulary is one program
 MAX_SPLITS = 256
 NONE = tl.constexpr(2**31 - 1)
-# What differs from step to step: numbers that are 1 or a multiple of 16 now and then, and arrays
-# that are slices, aligned or not. One code serves.
+# These arguments differ from step to step: numbers that are sometimes 1 or a multiple of 16, and
+# slices that are sometimes aligned. They are not specialised, so one compiled kernel serves all.
 COUNTS = ["tiles_per_split", "num_splits", "max_depth"]
 TABLES = [
     *("seeds", "root_lengths", "temperatures", "offsets", "positions", "trees"),
@@ -36,14 +36,14 @@ TABLES = [
 
 @triton.jit
 def tiles_of(split, tiles_per_split, vocabulary, TILE: tl.constexpr):
-    """First tile of one share of a vocabulary, and one past its last."""
+    """Returns the first tile of one split of a vocabulary, and one past its last."""
     first = split * tiles_per_split
     return first, tl.minimum(first + tiles_per_split, tl.cdiv(vocabulary, TILE))
 
 
 @triton.jit
 def better(value, token, best, where):
-    """The best value of every lane and its token, the earlier one on ties."""
+    """Returns the best value of every lane and its token; ties go to the earlier token."""
     return tl.maximum(best, value), tl.where(value > best, token, where)
 
 
@@ -52,7 +52,7 @@ def choose_kernel(
     logits, seeds, positions, trees, temperatures, values, tokens,
     vocabulary, tiles_per_split, LANES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One node and one share of the vocabulary: its best value and token."""
+    """Finds the best value and token of one node in one split of the vocabulary."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tree = tl.load(trees + row)
     seed, position = tl.load(seeds + tree), tl.load(positions + row)
@@ -80,7 +80,7 @@ def choose_kernel(
 
 @triton.jit
 def chosen_of(values, tokens, node, num_splits, BLOCK_SPLITS: tl.constexpr):
-    """Best token over the shares of one node's vocabulary, the lowest on ties."""
+    """Returns the best token over all splits of one node's vocabulary, the lowest on ties."""
     split = tl.arange(0, BLOCK_SPLITS)
     valid = split < num_splits
     place = node * num_splits + split
@@ -95,7 +95,7 @@ def walk_kernel(
     num_splits, max_depth,
     BLOCK_SPLITS: tl.constexpr, BLOCK_NODES: tl.constexpr, HAS_KINDS: tl.constexpr,
 ):  # fmt: skip
-    """One tree, from its root node down."""
+    """Walks down one tree from its root node."""
     tree = tl.program_id(0).to(tl.int64)
     node = tl.load(offsets + tree)
     out = nodes + tree * (max_depth + 1)
@@ -126,7 +126,7 @@ def walk_kernel(
 def accept(
     logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor, max_depth: int
 ) -> Walk:
-    """As `accept_reference.accept`, two launches."""
+    """Runs `accept_reference.accept` in two launches."""
     rows, vocabulary = logits.shape
     device, trees = logits.device, tree.num_trees
     splits, per_split = shares(vocabulary, 1 if rows <= FEW_NODES else BLOCK_TILES)
@@ -149,8 +149,14 @@ def accept(
 
 
 def shares(vocabulary: int, tiles: int) -> tuple[int, int]:
-    """In how many shares a vocabulary is gone over, and tiles of each: so many, or more where that
-    would be too many shares.
+    """Splits a vocabulary into groups of tiles.
+
+    Args:
+        vocabulary: Number of tokens.
+        tiles: Tiles per split. A split has more if there would be over MAX_SPLITS splits.
+
+    Returns:
+        Number of splits, and tiles of each.
     """
     every = triton.cdiv(vocabulary, TILE)
     splits = min(triton.cdiv(every, tiles), MAX_SPLITS)
@@ -158,7 +164,7 @@ def shares(vocabulary: int, tiles: int) -> tuple[int, int]:
 
 
 def empty_walk(trees: int, max_depth: int, device: torch.device) -> Walk:
-    """Room for the walks of so many trees."""
+    """Allocates the walks of this many trees."""
     return Walk(
         torch.empty(trees, max_depth + 1, dtype=torch.int64, device=device),
         torch.empty(trees, dtype=torch.int64, device=device),

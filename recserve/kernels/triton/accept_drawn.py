@@ -1,14 +1,14 @@
-"""Rejection sampling in Triton: a walk over drawn drafts, no host sync.
+"""Rejection sampling in Triton: a walk over drawn drafts, without host sync.
 
-    r = p    child x, in order: taken if coin q(x) < r(x), else r becomes max(r - q, 0) / its sum,
-    or p where that is nothing;   bonus ~ r at the node where nobody is left
+    r = p    child x, in order: accepted if coin q(x) < r(x), else r becomes max(r - q, 0) / its
+    sum, or p if that is zero;   bonus ~ r at the node where no child is left
 
-The walk reads single numbers, and goes over the vocabulary only where a child was refused that has
-a sibling to try: in chains nowhere. What the last refusal leaves is not stored; the bonus is drawn
-from it in shares of the vocabulary, beside a draw from p for where nothing is left.
+The walk reads single numbers. It goes over the vocabulary only after a rejection with another
+sibling to try, so never in chains. The residual of the last rejection is not stored. The bonus is
+drawn from it in splits of the vocabulary, next to a draw from p in case nothing is left.
 
-Bytes moved: 12 V per tree for the bonus (p, q, and p again), 12 V per refusal before a sibling.
-Twin: accept_reference.accept_drawn.
+Bytes moved: 12 V per tree for the bonus (p, q, and p again), 12 V per rejection before a sibling.
+Reference: accept_reference.accept_drawn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recserve.kernels.triton.accept import (
 
 @triton.jit
 def _drawn_from(q, rows, tokens, child, token, vocabulary, inside):
-    """Probabilities that a child's draft gave some tokens: where it was chosen, 1 at its own."""
+    """Returns the draft's probabilities of some tokens; a chosen child has 1 at its own token."""
     row = tl.load(rows + child)
     drawn = tl.load(q + row * vocabulary + token, mask=inside & (row >= 0), other=0.0)
     return tl.where(row >= 0, drawn, (tl.load(tokens + child) == token).to(tl.float32))
@@ -48,8 +48,10 @@ def drawn_walk_kernel(
     nodes, lengths, refusals, totals, vocabulary, max_depth,
     TILE: tl.constexpr, HAS_KINDS: tl.constexpr,
 ):  # fmt: skip
-    """One tree: children tried in order. Leaves the child that was refused last where it stopped,
-    -1 for none, and the sum of what was left before, if that lies in `residuals`; else 0.
+    """Walks down one tree and tries children in order.
+
+    Writes to `refusals` the last rejected child of the final node, -1 for none. Writes to `totals`
+    the sum of the residual before it if this lies in `residuals`, else 0.
     """
     tree = tl.program_id(0).to(tl.int64)
     seed, first = tl.load(seeds + tree), tl.load(offsets + tree)
@@ -83,7 +85,7 @@ def drawn_walk_kernel(
                         tl.store(residual + token, weight, mask=inside)
                         rest += tl.sum(weight, 0)
                     tl.debug_barrier()
-                    # p and q equal but for rounding: a refusal says nothing about p.
+                    # p and q are equal except for rounding, so a rejection says nothing about p.
                     source = tl.where(rest > 0, residual, p + node * vocabulary)
                     stored = rest
                 total = tl.where(stored > 0, stored, 1.0)
@@ -115,8 +117,10 @@ def bonus_kernel(
     values, choices, vocabulary, max_depth, tiles_per_split,
     LANES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tree and one share of the vocabulary: the best of what is left of p over its noise, and
-    behind those of all trees, the best of p.
+    """Draws the bonus of one tree in one split of the vocabulary.
+
+    Writes the best token of the residual over its noise. Writes the best token of p behind the
+    entries of all trees.
     """
     tree, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     trees, num_splits = tl.num_programs(0), tl.num_programs(1)
@@ -155,7 +159,7 @@ def bonus_kernel(
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def pick_kernel(values, choices, bonus, num_splits, BLOCK_SPLITS: tl.constexpr):
-    """One tree: the best over all shares, of p where nothing is left."""
+    """Picks the bonus of one tree over all splits; from p where no residual is left."""
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     split = tl.arange(0, BLOCK_SPLITS)
     value = tl.load(values + tree * num_splits + split, mask=split < num_splits, other=-1.0)
@@ -165,7 +169,7 @@ def pick_kernel(values, choices, bonus, num_splits, BLOCK_SPLITS: tl.constexpr):
 
 
 def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
-    """As `accept_reference.accept_drawn`, three launches."""
+    """Runs `accept_reference.accept_drawn` in three launches."""
     vocabulary, trees, device = p.shape[1], tree.num_trees, p.device
     p, drafted = p.contiguous(), q.values.contiguous()
     has_kinds = tree.kinds is not None

@@ -1,12 +1,12 @@
-"""The best tokens of many heads without writing their logits.
+"""The best tokens of many heads, without writing their logits.
 
-    logits[n, p] = weight[p] hidden[n, p];   of every tile of the vocabulary its k best;
+    logits[n, p] = weight[p] hidden[n, p];   the k best of every tile of the vocabulary;
     the k best of those
 
-Bytes moved: the weights once (P V E elements; heads that share one matrix are rows of one head, and
-blocks of rows that need the same tile run beside each other and find it in L2), and per row k of
-every BLOCK_TOKENS logits instead of all of them, there and back, as keys that order by logit and
-then by the lower token. Twin: `reference.head_topk`.
+Bytes moved: the weights once (P V E elements). Heads that share one matrix become rows of one head.
+Blocks of rows that need the same tile run at the same time and find it in L2. Per row, k of every
+BLOCK_TOKENS logits are written and read. They are keys that order by logit, then by the lower
+token. Reference: `reference.head_topk`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from recserve.kernels.reference import HeadTopK
 
-MAX_ROWS = 64  # of a block; more would halve the tiles that are in flight
+MAX_ROWS = 64  # of a block; more rows would halve the tiles in flight
 BLOCK_TOKENS = 128
 BLOCK_SIZE = 64
 
@@ -29,7 +29,7 @@ def head_kernel(
     K: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one head's vocabulary for one block of rows."""
+    """Finds the best tokens of one tile of one head's vocabulary for one block of rows."""
     block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -53,7 +53,8 @@ def head_kernel(
     out = (place * tl.num_programs(1) + tile) * K
     for rank in tl.static_range(K):
         peak = tl.max(logits, 1)
-        # The lowest of equals; a tile with fewer than K tokens ends in -inf at no token.
+        # Ties go to the lowest token. A tile with fewer than K tokens ends in -inf without a
+        # token.
         at = tl.where(logits == peak[:, None], token[None, :], 2147483647)
         winner = tl.min(at, 1)
         bits = (peak + 0.0).to(tl.int32, bitcast=True)
@@ -64,7 +65,7 @@ def head_kernel(
 
 
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
-    """As `reference.head_topk`; one launch, and a top-k of k V / BLOCK_TOKENS keys a row."""
+    """Runs `reference.head_topk` with one launch and a top-k of k V / BLOCK_TOKENS keys per row."""
     shape, size = hidden.shape[:2], hidden.shape[2]
     hidden = hidden.contiguous().view(-1, weight.shape[0], size)
     rows, heads = hidden.shape[:2]

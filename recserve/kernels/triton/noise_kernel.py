@@ -1,7 +1,7 @@
-"""The Triton twin of noise.py: device functions, bit for bit the same numbers.
+"""The Triton version of noise.py: device functions with bit-identical numbers.
 
-Kernels that call these are launched with enable_fp_fusion=False: a fused multiply-add rounds once
-where the definition rounds twice.
+Kernels that call these are launched with enable_fp_fusion=False, because a fused multiply-add
+rounds once where the definition rounds twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIRST, SECOND, THIRD, FOURTH = (tl.constexpr(term) for term in noise.SERIES)
 
 @triton.jit
 def words(seed, position, blocks, stream):
-    """Four words per block; seed, position int64 scalars; blocks an integer tensor."""
+    """Returns four words per block. seed, position: int64 scalars. blocks: integer tensor."""
     zero = blocks.to(tl.uint32) * 0
     low = zero + position.to(tl.uint32)
     high = zero + (position >> 32).to(tl.uint32)
@@ -31,7 +31,7 @@ def words(seed, position, blocks, stream):
 
 @triton.jit
 def _logarithm(x, f_of_one_minus, use):
-    """log(x) by the series of noise.py; where `use`, of 1 + f_of_one_minus instead."""
+    """Returns log(x) by the series of noise.py, or log(1 + f_of_one_minus) where `use` is true."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F400000) >> 23
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -44,21 +44,21 @@ def _logarithm(x, f_of_one_minus, use):
 
 @triton.jit
 def exponential(word):
-    """Exponential noise of uint32 words."""
+    """Returns exponential noise of uint32 words."""
     p = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     return -_logarithm(tl.maximum(1.0 - p, 1.4901161193847656e-08), -p, p < 0.25)
 
 
 @triton.jit
 def gumbel(word):
-    """Gumbel noise of uint32 words."""
+    """Returns Gumbel noise of uint32 words."""
     e = exponential(word)
     return -_logarithm(e, e, e < 0)
 
 
 @triton.jit
 def uniform(seed, position, draw, stream):
-    """One number in [0, 1): entry `draw`, an integer tensor, of noise.uniform."""
+    """Returns one number in [0, 1): entry `draw` (an integer tensor) of noise.uniform."""
     first, second, third, fourth = words(seed, position, draw // 4, stream)
     place = draw % 4
     word = tl.where(place == 0, first, tl.where(place == 1, second, third))

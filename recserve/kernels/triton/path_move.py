@@ -1,10 +1,10 @@
-"""The accepted paths' keys and values to consecutive slots, all layers in one launch; in FP8 a
-second one moves the exponents.
+"""Moves the keys and values of accepted paths to consecutive slots, all layers in one launch.
 
     pool[l, targets[b, d]] = pool[l, sources[b, d]]   for d < lengths[b], keys and values
 
-Bytes moved: 4 K D elements per token and layer (read and written, keys and values); nothing for a
-token that lies right already. Twin: `reference.move_paths`.
+FP8 needs a second launch for the exponents. Bytes moved: 4 K D elements per token and layer (read
+and written, keys and values). A token that is already in place moves nothing.
+Reference: `reference.move_paths`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def move_kernel(
     keys, values, sources, targets, lengths, longest, layer_size, width,
     BLOCK_DEPTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One path, one layer, one share of a slot's elements: no other program touches them."""
+    """Moves one path in one layer; each program owns a range of a slot's elements."""
     path, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     keys += layer * layer_size
@@ -45,7 +45,7 @@ def move_kernel(
         write = target[:, None] * width + column[None, :]
         key = tl.load(keys + read, mask=mask, other=0)
         value = tl.load(values + read, mask=mask, other=0)
-        # A target may be a later source of the same block: all is read before any is written.
+        # A target may be a later source of the same block, so all reads precede the writes.
         tl.debug_barrier()
         tl.store(keys + write, key, mask=mask)
         tl.store(values + write, value, mask=mask)
@@ -55,7 +55,7 @@ def move_kernel(
 def move_paths(
     keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
-    """As `reference.move_paths`."""
+    """Runs `reference.move_paths`."""
     paths, longest = sources.shape
     sources, targets = sources.contiguous(), targets.contiguous()
     for key, value in zip(parts(keys), parts(values), strict=True):

@@ -1,11 +1,11 @@
-"""Rotary positions and the write to the pool in one pass over the projections.
+"""Rotary positions and the write to the pool, in one pass over the projections.
 
     low' = low cos - high sin,   high' = high cos + low sin   of queries and keys; values copied
 
-Bytes moved: the projections read once ((H + 2 K) D elements a token), queries, keys and values
-written once, in FP8 keys and values as bytes with one more for each vector; unfused it is three
-times as much. Twin: `reference.rope_write`. Source: arXiv 2104.09864, pairs (d, d + D/2) as in
-Hugging Face's Llama.
+Bytes moved: the projections are read once ((H + 2 K) D elements per token). Queries, keys and
+values are written once; FP8 keys and values take one byte per number and one per vector. Separate
+kernels move three times as much. Reference: `reference.rope_write`. Source: arXiv 2104.09864, pairs
+(d, d + D/2) as in Hugging Face's Llama.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from recserve.kernels.triton.fp8_kernel import encoded, exponents_of, sizes
 
 @triton.jit
 def _store_pair(base, place, low, high, mask, HALF: tl.constexpr):
-    """Both halves of rows to base + place, in its type."""
+    """Stores both halves of rows at base + place, in the type of `base`."""
     tl.store(base + place, low.to(base.dtype.element_ty), mask=mask)
     tl.store(base + place + HALF, high.to(base.dtype.element_ty), mask=mask)
 
 
-# Slots are often a slice of a sequence's: at an even place or not, the code is the same.
+# Slots are often a slice of a sequence's slots, aligned or not. One compiled kernel serves both.
 @triton.jit(do_not_specialize_on_alignment=["slots", "key_exponents", "value_exponents"])
 def rope_kernel(
     qkv, cos, sin, slots, query, keys, values, key_exponents, value_exponents,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One token, all of its heads."""
+    """Rotates and writes one token, all of its heads."""
     row = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_HALF)
     pair = half < HALF
@@ -70,7 +70,7 @@ def rope_kernel(
 def rope_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
 ) -> Tensor:
-    """As `reference.rope_write`."""
+    """Runs `reference.rope_write`."""
     rows, heads, dim = qkv.shape
     kv_heads = keys.shape[1]
     query = torch.empty(rows, heads - 2 * kv_heads, dim, dtype=qkv.dtype, device=qkv.device)

@@ -3,17 +3,16 @@
     out_i = sum_j w_ij v_j over root tokens j and nodes j with j <= i < ends[j]
     w = softmax(q k / sqrt(D))   or   silu(q k / sqrt(D)) / normalizer
 
-Bytes moved per tree, KV head and block of BLOCK_Q nodes: the root's keys and values once (all query
-heads of the group and all nodes of the block share them), of the tree only the key blocks that some
-node of the block can see, and 4 to 8 bytes of slot number per key. A long root is split over
-programs, whose partial results are merged by their log-sum-exp (plain sums for silu). FP8 halves
-the bytes: it is decoded in registers, on the way from shared memory to the product.
+Bytes moved per tree, KV head and block of BLOCK_Q nodes: the root's keys and values once, because
+all query heads of the group and all nodes of the block share them. Of the tree, only the key blocks
+that a node of the block can see. Per key, 4 to 8 bytes of slot number. A long root is split over
+programs. Their partial results are merged by their log-sum-exp (plain sums for SiLU). FP8 halves
+the bytes: it is decoded in registers between shared memory and the product.
 
-One machine code for each BLOCK_Q (blocks of 16, 32, 64 and 128 rows) and for parts or results; all
-other constants are the model's, and what changes from step to step is not specialised.
-`attention_launch.py` chooses; docs/results/kernels.md counts what that is on a Hopper.
-Twin: `reference.tree_attention`. Sources: FlashAttention-2, arXiv 2307.08691; flash-decoding's
-split.
+One compiled kernel exists per BLOCK_Q (blocks of 16, 32, 64 and 128 rows), for partial and for
+final results. All other constants belong to the model. Arguments that change between steps are not
+specialised. `attention_launch.py` chooses; docs/results/kernels.md gives the counts on a Hopper.
+Reference: `reference.tree_attention`. Sources: FlashAttention-2, arXiv 2307.08691; flash-decoding.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from recserve.kernels.triton import attention_launch
 from recserve.kernels.triton.attention_launch import AttentionWork, Launch, machine_of
 from recserve.kernels.triton.fp8_kernel import decoded, has_native, powers
 
-SCAN_NODES = 1024  # whose subtrees' ends are looked at at once
-# Arrays of int64 that are slices now and then: aligned or not, one code serves.
+SCAN_NODES = 1024  # nodes whose subtree ends are read at once
+# int64 arrays that are sometimes slices. Aligned or not, one compiled kernel serves them.
 TABLES = [
     *("block_trees", "block_starts", "query_offsets", "query_nodes", "node_offsets", "node_slots"),
     *("ends", "root_starts", "root_lengths", "root_slots", "root_limits", "shared"),
     *("key_exponents", "value_exponents"),
 ]
-LOG2E = tl.constexpr(1.4426950408889634)  # exp is exp2 and a product: one product fewer per score
+LOG2E = tl.constexpr(1.4426950408889634)  # exp2 with a scaled argument saves one product per score
 
 
 @triton.jit
@@ -45,7 +44,7 @@ def _load_rows(
     base, exponents, slots, valid, head, kv_heads, dims, dim_valid,
     DIM: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """[n, BLOCK_DIM] rows of keys or values at the given slots; zeros where not valid."""
+    """Loads rows [n, BLOCK_DIM] of keys or values at slots; zeros where not valid."""
     place = slots.to(tl.int64) * kv_heads + head
     rows = tl.load(
         base + place[:, None] * DIM + dims[None, :],
@@ -53,7 +52,7 @@ def _load_rows(
         other=0,
     )
     if FP8:
-        # The way to bfloat16 leads through float32, where the power of two is one product.
+        # Conversion to bfloat16 goes through float32, where the scale is one product.
         scale = powers(tl.load(exponents + place, mask=valid, other=0))
         rows = decoded(rows, NATIVE).to(tl.float32) * scale[:, None]
     return rows
@@ -65,7 +64,7 @@ def _attend_block(
     dim_valid, scale, acc, peak, total,
     DIM: tl.constexpr, SILU: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One key block into the running result. slots, valid [keys]; seen [rows, keys]."""
+    """Adds one key block to the running result. slots, valid: [keys]. seen: [rows, keys]."""
     k = _load_rows(
         keys, key_exponents, slots, valid, head, kv_heads, dims, dim_valid, DIM, FP8, NATIVE
     ).to(q.dtype)
@@ -78,10 +77,10 @@ def _attend_block(
         weights = tl.where(seen, scores * tl.sigmoid(scores), 0.0)
         acc += tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
     else:
-        # Peaks are in powers of two; the scale joins its score in one multiply-add.
+        # Peaks are log2 values. Scaling and subtraction are one multiply-add.
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-        # A row that has seen nothing yet keeps a finite peak, so that no inf - inf appears.
+        # A row that has seen no key uses a finite peak, so that inf - inf does not occur.
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores * scale - safe[:, None])
         shrink = tl.exp2(peak - safe)
@@ -102,8 +101,8 @@ def _attend(
     SILU: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_SHARED: tl.constexpr,
     FP8: tl.constexpr, NATIVE: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """One block of nodes of one tree, one KV head, one split of the root."""
-    # The last blocks of a chain see most keys, so they begin first.
+    """Attends from one block of nodes of one tree, for one KV head and one split of the root."""
+    # The last blocks of a chain see most keys, so they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, split = tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -129,13 +128,14 @@ def _attend(
         total = tl.zeros([BLOCK_Q * BLOCK_GROUP], dtype=tl.float32)
 
         root_first = tl.load(root_starts + tree)
-        # Places within root and tree are 32 bits: masks of a score tile live in registers.
+        # Positions within root and tree are 32 bits, so that masks of a score tile fit in
+        # registers.
         root_length = tl.load(root_lengths + tree).to(tl.int32)
         limit = tl.full([BLOCK_Q * BLOCK_GROUP], 0, dtype=tl.int32) + root_length
         if HAS_LIMITS:
             own = tl.load(root_limits + node, mask=row_valid, other=0)
             limit = tl.minimum(own, root_length.to(tl.int64)).to(tl.int32)
-        # The grid may be made for longer roots than this one: then the first splits do all.
+        # The grid may be sized for a longer root. Then the first splits cover all of this one.
         chunk = tl.maximum(tl.cdiv(root_length, num_splits), tl.minimum(root_length, SPLIT))
         chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
         begin = split * chunk
@@ -155,7 +155,7 @@ def _attend(
             local = (node - tree_first).to(tl.int32)
             lowest = tl.min(tl.where(row_valid, local, size))
             stop = tl.max(tl.where(row_valid, local, -1)) + 1
-            # Nothing before the subtree of a tree's root node that holds `lowest` reaches us.
+            # Keys before the subtree that contains `lowest` are invisible to this block.
             top = lowest
             for start in range(0, lowest, SCAN):
                 column = start + tl.arange(0, SCAN)
@@ -176,7 +176,7 @@ def _attend(
                 valid = column < size
                 slots = tl.load(node_slots + tree_first + column, mask=valid, other=0)
                 end = tl.load(ends + tree_first + column, mask=valid, other=0)
-                # No row is before the end of a node that is not there.
+                # A missing node ends at 0 or before, so no row sees it.
                 end = (end - tree_first).to(tl.int32)
                 seen = (column[None, :] <= local[:, None]) & (local[:, None] < end[None, :])
                 if HAS_SHARED:
@@ -191,11 +191,11 @@ def _attend(
         else:
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
             peak = peak / LOG2E
-            # A row that sees no key of this split weighs nothing: log(0) is -inf.
+            # A row that sees no key of this split has weight 0: log(0) is -inf.
             tl.store(
                 lse + split.to(tl.int64) * num_rows + q_row, peak + tl.log(total), mask=row_valid
             )
-            # Nor is it read by the merge, so it need not be written.
+            # The merge does not read such a row, so it need not be written.
             written = tl.where((begin < root_length) | (split == num_splits - 1), DIM, 0)
             q_mask = q_mask & (dims < written)[None, :]
         target = (split.to(tl.int64) * num_rows + q_row)[:, None] * DIM + dims[None, :]
@@ -207,7 +207,7 @@ def _merge(
     parts, lse, out, num_rows, num_splits,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_S: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Results of the splits of one row into one."""
+    """Merges the results of all splits for one row."""
     row = tl.program_id(0).to(tl.int64)
     split, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DIM)
     valid = split < num_splits
@@ -217,7 +217,7 @@ def _merge(
     if not SILU:
         weight = tl.load(lse + place, mask=valid, other=float("-inf"))
         weight = tl.exp(weight - tl.max(weight))
-        # What weighs nothing was perhaps not written.
+        # Parts with weight 0 may not have been written.
         mask = mask & (weight > 0)[:, None]
     part = tl.load(parts + place[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
     merged = tl.sum(part * weight[:, None], 0)
@@ -227,7 +227,7 @@ def _merge(
 
 
 class TritonTreeAttention:
-    """Attention of one batch, laid out once, called once per layer."""
+    """Attention of one batch, laid out once and called once per layer."""
 
     def __init__(self, batch: TreeBatch, activation: Activation = SOFTMAX) -> None:
         tree = batch.tree
@@ -239,7 +239,7 @@ class TritonTreeAttention:
         self.query_offsets = torch.searchsorted(self.query_nodes, tree.offsets)
         self.root_lengths = batch.root_lengths().contiguous()
         if isinstance(batch.root_slots, RootTable):
-            # The grid is that of the longest root there may be: lengths are read on the device.
+            # The grid is sized for the longest possible root; lengths are read on the device.
             self.root_slots, self.longest_root = (
                 batch.root_slots.slots,
                 batch.root_slots.slots.shape[1],
@@ -254,10 +254,20 @@ class TritonTreeAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Stored, values: Stored
     ) -> Tensor:
-        """query [Tq, H, D]; keys, values [slots, K, D] of the pool, the computed nodes written.
+        """Attends to one layer of the pool.
 
-        key and value [Tq, K, D] of the computed nodes are read from the pool. Returns [Tq, H, D].
-        Raises ValueError where a gradient is wanted.
+        Args:
+            query: [Tq, H, D] of the computed nodes.
+            key: Not read; the computed nodes are read from the pool.
+            value: Not read.
+            keys: [slots, K, D] of the pool, computed nodes written.
+            values: Same shape as the keys.
+
+        Returns:
+            [Tq, H, D].
+
+        Raises:
+            ValueError: If a gradient is required.
         """
         if query.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -305,7 +315,7 @@ class TritonTreeAttention:
         return out
 
     def plan(self, heads: int, kv_heads: int, row_bytes: int) -> Launch:
-        """Grid for these head counts; row_bytes: of one key, padded to a power of two."""
+        """Returns the launch for these head counts. row_bytes: bytes of a padded key."""
         work = AttentionWork(
             self.query_nodes.shape[0], self.batch.tree.num_trees, self.longest_root
         )
@@ -313,9 +323,7 @@ class TritonTreeAttention:
         return attention_launch.launch(work, heads, kv_heads, row_bytes, machine)
 
     def blocks(self, plan: Launch) -> tuple[Tensor, Tensor]:
-        """[num_blocks] tree (-1: none) and first computed node of each block, found on the
-        device.
-        """
+        """Returns the tree (-1 for none) and first computed node of each block [num_blocks]."""
         counts = self.query_offsets.diff()
         per_tree = (counts + plan.block_q - 1) // plan.block_q
         stops = per_tree.cumsum(0)

@@ -2,11 +2,11 @@
 
     total[w, c] = log_prob[w] + logit[w, code_c] - log sum_c' exp(logit[w, code_c'])   over children
 
-Bytes moved per beam with m children: 8 of its range, 4 m of codes, m logits, 8 M written and read
-by the top-k (M the level's widest node); with a filter 8 m of leaf ranks and two reads of it per
-child, two binary searches more where it lists leaves; with an overlay a binary search in it per
-beam, and with a filter two more per child. Nothing depends on the vocabulary or the number of
-items. Twin: trie_children.best_children.
+Bytes moved per beam with m children: 8 for its range, 4 m of codes, m logits, and 8 M written and
+read by the top-k (M children of the level's widest node). A filter adds 8 m of leaf ranks and two
+reads of it per child, and two binary searches if it lists leaves. An overlay adds a binary search
+per beam, and two more per child with a filter. Nothing depends on the size of the vocabulary or the
+catalogue. Reference: trie_children.best_children.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from recserve.kernels.trie.trie_children import BestChildren, ChildQuery, unpack
 from recserve.kernels.trie.trie_view import TrieView
 
 NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# What differs from level to level and from version to version: one code serves.
+# These arguments differ between levels and versions. They are not specialised, so one compiled
+# kernel serves all.
 COUNTS = ["beams", "num_codes", "width"]
 COUNTS += ["num_ranks", "num_words", "base_nodes", "num_grown", "num_inserted"]
 COUNTS += ["rank_steps", "overlay_steps"]
@@ -27,14 +28,16 @@ ARRAYS = [
     *("grown_nodes", "grown_first", "grown_last", "later_first", "later_count", "later_codes"),
     *("inserted", "nodes", "log_probs", "normalizers", "ranks", "words", "counts"),
 ]
-MOST_CHILDREN = 512  # at once, four a thread: the dozen numbers of each stay in registers
+MOST_CHILDREN = 512  # at once, four per thread, so that their values stay in registers
 FILLER = tl.constexpr(2**62)  # fixed_trie.NOWHERE
 
 
 @triton.jit
 def _below(sorted_ranks, size, rank, mask, steps):
-    """How many of the sorted ranks are lower: a binary search per lane, in so many steps. Unrolled,
-    five of them in a kernel compiled for nine seconds instead of one.
+    """Counts the sorted ranks below each rank, with a binary search of `steps` steps per lane.
+
+    The loop is not unrolled: five unrolled searches made the compilation take nine seconds, not
+    one.
     """
     count = rank * 0
     for step in range(steps):
@@ -47,7 +50,7 @@ def _below(sorted_ranks, size, rank, mask, steps):
 
 @triton.jit
 def _allowed_before(words, counts, rank, mask):
-    """Set bits before a rank."""
+    """Counts the set bits before a rank."""
     place = rank >> 5
     word = tl.load(words + place, mask=mask, other=0)
     word = (word & ((1 << (rank & 31)) - 1)).to(tl.uint32)
@@ -59,7 +62,7 @@ def _allowed_before(words, counts, rank, mask):
 
 @triton.jit
 def _grown_place(grown_nodes, num_grown, node, mask, steps):
-    """Where nodes stand in a sorted list, and whether they do."""
+    """Returns the position of nodes in a sorted list, and whether they are in it."""
     place = _below(grown_nodes, num_grown, node, mask, steps)
     there = mask & (place < num_grown)
     return place, there & (tl.load(grown_nodes + place, mask=there, other=-1) == node)
@@ -70,7 +73,7 @@ def _block(
     node_codes, later_codes, logits, first, count, later, total, start, row, num_codes, base_nodes,
     BLOCK: tl.constexpr, OVERLAY: tl.constexpr,
 ):  # fmt: skip
-    """Children number `start` and on of one beam: nodes, whether they are there, and logits."""
+    """Loads children from number `start` on of one beam: nodes, whether they exist, and logits."""
     step = start + tl.arange(0, BLOCK)
     child = first + step
     if OVERLAY:
@@ -93,9 +96,7 @@ def children_kernel(
     num_grown, num_inserted, rank_steps, overlay_steps,
     BLOCK: tl.constexpr, FILTER: tl.constexpr, NORMALIZED: tl.constexpr, OVERLAY: tl.constexpr,
 ):  # fmt: skip
-    """All children of one beam, a block at a time. OVERLAY: with what came after the trie was
-    built.
-    """
+    """Scores all children of one beam, block by block. OVERLAY: with later changes of the trie."""
     row = tl.program_id(0).to(tl.int64)
     request = row // beams
     node, before = tl.load(nodes + row), tl.load(log_probs + row)
@@ -104,7 +105,7 @@ def children_kernel(
     count = tl.load(first_child + node + 1, mask=built, other=0) - first
     total, later = count, first
     if OVERLAY:
-        # The first is filler where nothing came: then nothing is looked for.
+        # An overlay without changes begins with filler; then searches in it are skipped.
         some = tl.load(grown_nodes, mask=num_grown > 0, other=FILLER) < FILLER
         place, found = _grown_place(grown_nodes, num_grown, node, some, overlay_steps)
         later = tl.load(later_first + place, mask=found, other=0)
@@ -122,7 +123,7 @@ def children_kernel(
                 base_nodes, BLOCK, OVERLAY,
             )  # fmt: skip
             higher = tl.maximum(peak, tl.max(logit, 0))
-            # A beam without children keeps a finite peak, so that no inf - inf appears.
+            # A beam without children uses a finite peak, so that inf - inf does not occur.
             safe = tl.where(higher == float("-inf"), 0.0, higher)
             weight = weight * tl.exp(peak - safe) + tl.sum(tl.exp(logit - safe), 0)
             peak = higher
@@ -136,7 +137,7 @@ def children_kernel(
         if FILTER != NO_FILTER:
             low = tl.load(first_leaf + child, mask=valid & (child < base_nodes), other=0)
             high = tl.load(last_leaf + child, mask=valid & (child < base_nodes), other=0)
-            if FILTER == ALLOWED:  # the base's bits; nothing of later nodes, whose range is 0 : 0
+            if FILTER == ALLOWED:  # bits of the base; later nodes have the range 0 : 0
                 own_words, own_counts = words + request * num_words, counts + request * num_words
                 left = _allowed_before(own_words, own_counts, high, valid)
                 left -= _allowed_before(own_words, own_counts, low, valid)
@@ -164,7 +165,7 @@ def children_kernel(
 
 
 def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
-    """As `trie_children.best_children`: one launch and one top-k."""
+    """Runs `trie_children.best_children` with one launch and one top-k."""
     nodes, width, normalizers = query.nodes, query.width, query.normalizers
     excluded, allowed = query.filters.excluded, query.filters.allowed
     batch, beams = nodes.shape

@@ -1,6 +1,6 @@
-"""Calibration of a draft head: how often a draft of so many prefixes holds all true beams.
+"""Calibration of a draft head: how often a draft of a given size contains all true beams.
 
-Measured when the head is trained, on validation users; kept in the head's `config.json`.
+It is measured on validation users when the head is trained, and stored in the head's `config.json`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How wide to draft, and what came of it, on average over the validation users.
+    """A draft width, and its average result over the validation users.
 
-    margin: beams that the head's own search keeps at each length, relative to the beam width, and
-    place of the item that sets its floor, relative to k; 0: nothing is drafted. nodes: scored by
-    the first forward, or by all of them where nothing is drafted. repairs: further rounds. proved:
-    share of answers without one.
+    Attributes:
+        margin: Beams of the head's own search at each length, relative to the beam width. Also the
+            rank of the item that sets its floor, relative to k. 0 drafts nothing.
+        nodes: Nodes scored by the first forward pass, or by all of them if nothing is drafted.
+        repairs: Further rounds.
+        proved: Share of answers without further rounds.
     """
 
     margin: float
@@ -28,12 +30,12 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Plans by beam width and k, the one that drafts nothing among them."""
+    """Plans by (beam width, k), including the plan that drafts nothing."""
 
     plans: dict[tuple[int, int], tuple[DraftPlan, ...]]
 
     def scaled(self, width: int, k: int) -> list[DraftPlan]:
-        """Plans for a beam width and k, taken from the nearest calibrated ones."""
+        """Returns the plans for a beam width and k, scaled from the nearest calibrated ones."""
 
         def distance(known: tuple[int, int]) -> float:
             return abs(math.log(known[0] / width)) + abs(math.log(known[1] / k))
@@ -45,7 +47,7 @@ class Calibration:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, read back by `from_dict`."""
+        """Returns a JSON-ready form; `from_dict` reads it back."""
         return {
             f"{width}/{k}": [asdict(plan) for plan in plans]
             for (width, k), plans in self.plans.items()
@@ -53,9 +55,14 @@ class Calibration:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Calibration:
-        """Raises TypeError or ValueError where it was not written by `to_dict`. The form of before
-        named the width alone, and its plans meant something else: such a head drafts nothing until
-        it is trained again.
+        """Reads what `to_dict` wrote.
+
+        An older form named the width alone, and its plans had another meaning. Such a head drafts
+        nothing until it is trained again.
+
+        Raises:
+            TypeError: If a plan has other fields.
+            ValueError: If the values have another form.
         """
         if values and all("/" not in name for name in values):
             return Calibration({(50, 10): (DraftPlan(0.0, 0.0, 0.0, 1.0),)})

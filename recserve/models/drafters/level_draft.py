@@ -1,11 +1,11 @@
-"""Level heads as drafter: every level of a prefix guessed from the root, without the codes before.
+"""Level heads as drafter: every level of a prefix is predicted from the root, independently.
 
     logits_l = E_l (h + silu(W_l h))        h: the target's hidden state at the last root token
 
-They are the recommender's own, trained with it by cross-entropy, and cost one product for all
-levels. Guesses that know nothing of each other are weak: the head of nezha.py needs fewer nodes for
-the same proof, and this one needs no training.
-Source: Medusa (arXiv 2401.10774, section 2.2); their comparison as drafters: AtSpeed, ICLR 2025.
+The heads belong to the recommender and are trained with it by cross-entropy. They cost one product
+for all levels. Independent predictions are weak: the head of nezha.py needs fewer nodes for the
+same proof, but this one needs no training. Source: Medusa (arXiv 2401.10774, section 2.2);
+comparison as drafters: AtSpeed, ICLR 2025.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from recserve.models.recommender import Recommender
 
 
 class LevelDraftHead:
-    """A recommender's level heads as they are now.
+    """A recommender's current level heads as a draft head.
 
-    calibration: what drafts of them are worth, None where it was not measured. Raises ValueError if
-    the recommender has no level heads.
+    Attributes:
+        calibration: Calibration of its drafts. None means not measured.
+
+    Raises:
+        ValueError: If the recommender has no level heads.
     """
 
     def __init__(self, target: Recommender, calibration: Calibration | None = None) -> None:
@@ -36,18 +39,18 @@ class LevelDraftHead:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Lay the codes out for this CPU."""
+        """Packs the codes for this CPU."""
         if dispatch.in_native(self.tables.codebooks):
             self.search = NativeSearch(list(map(LevelCodes.of, self._codes)))
 
     def contexts(self, last_hidden: Tensor) -> Tensor:
-        """[B, L, E] what each level reads of the root. last_hidden [B, E]."""
+        """Returns what each level reads of the root, [B, L, E]. last_hidden: [B, E]."""
         return self.tables.states(last_hidden)
 
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
-        """[n, E] the state, which nobody reads: there is no way for a code to be heard of."""
+        """Returns the state [n, E] unchanged, because level heads do not use earlier codes."""
         return state
 
     def level_logits(self, context: Tensor, state: Tensor, level: int) -> Tensor:
-        """[n, C_level] raw logits of one level's codes. context [n, E]."""
+        """Returns raw logits [n, C_level] of one level's codes. context: [n, E]."""
         return F.linear(context, self._codes[level])

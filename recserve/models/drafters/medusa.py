@@ -1,4 +1,4 @@
-"""Medusa heads: head k reads the target's final hidden state and guesses the token k + 2 ahead.
+"""Medusa heads: head k reads the target's final hidden state and predicts the token k + 2 ahead.
 
     h_0 = h    h_j = h_(j-1) + silu(W_j h_(j-1) + b_j)    logits = U h_J
 
@@ -16,14 +16,21 @@ from torch import Tensor, nn
 from recserve.kernels import dispatch
 from recserve.models.language_model import LanguageModel
 
-MOST_RANKS = 32  # that a kernel takes out of a tile of words one after another
+MOST_RANKS = 32  # ranks that the kernel extracts from a tile of tokens one after another
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """hidden_size E and vocab_size V of the target. num_heads K, num_layers: residual blocks of a
-    head. bias: of the blocks. head_vocab: tokens that a head knows, None: all V. shared: one output
-    matrix for all heads.
+    """Sizes of Medusa heads.
+
+    Attributes:
+        hidden_size: E of the target.
+        vocab_size: V of the target.
+        num_heads: K.
+        num_layers: Residual blocks of a head.
+        bias: Whether the blocks have biases.
+        head_vocab: Tokens that a head predicts. None means all V.
+        shared: Whether all heads share one output matrix.
     """
 
     hidden_size: int
@@ -36,7 +43,7 @@ class MedusaConfig:
 
 
 class MedusaHeads(nn.Module):
-    """K heads. token_map [head_vocab]: the target's number of each token that heads know."""
+    """K heads. `token_map` [head_vocab] is the target's number of each token that heads predict."""
 
     token_map: Tensor | None
 
@@ -59,14 +66,17 @@ class MedusaHeads(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """One of the weights; all share its type and device."""
+        """One of the weights; all have the same type and device."""
         return self.get_parameter("outputs.0.weight")
 
     @torch.no_grad()
     def start_from(self, target: LanguageModel) -> None:
-        """Blocks that do nothing and the target's own head: every head guesses the next token.
+        """Initialises the blocks as identity and the outputs as the target's head.
 
-        Raises ValueError for heads that know a part of the vocabulary, and for a packed target.
+        Every head then predicts the next token.
+
+        Raises:
+            ValueError: If the heads predict a part of the vocabulary, or the target is packed.
         """
         if self.config.head_vocab is not None:
             raise ValueError(f"these heads know {self.config.head_vocab} tokens; train whole ones")
@@ -80,15 +90,17 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def stack(self) -> None:
-        """Lay the output matrices one behind the other, [K, head vocabulary, E] or [1, ...] where
-        they are shared, for one kernel to read. Heads that were stacked are not moved any more.
+        """Stores the output matrices contiguously, so that one kernel reads them.
+
+        The shape is [K, head vocabulary, E], or [1, ...] if they are shared. Do not move the heads
+        to another device afterwards.
         """
         self._stacked = torch.stack([output.get_parameter("weight") for output in self.outputs])
         for output, weight in zip(self.outputs, self._stacked, strict=True):
             output.weight = nn.Parameter(weight, requires_grad=False)
 
     def states(self, hidden: Tensor) -> list[Tensor]:
-        """What each head compares with the words: K times [n, E]. hidden [n, E]."""
+        """Returns the state [n, E] of each of K heads before its output matrix. hidden: [n, E]."""
         states = []
         for layers in self.blocks:
             x = hidden
@@ -99,14 +111,15 @@ class MedusaHeads(nn.Module):
         return states
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [n, E] -> [K, n, head vocabulary]."""
+        """Returns logits [K, n, head vocabulary] of hidden states [n, E]."""
         shared = self.config.shared
         states = enumerate(self.states(hidden))
         return torch.stack([self.outputs[0 if shared else k](x) for k, x in states])
 
     def best(self, hidden: Tensor, count: int) -> Tensor:
-        """[K, n, count] each head's likeliest words, best first; without writing the logits where
-        the heads were stacked. hidden [n, E].
+        """Returns each head's most likely tokens [K, n, count], best first. hidden: [n, E].
+
+        If the heads are stacked, the logits are not written.
         """
         if self._stacked is None or count > MOST_RANKS:
             return self.forward(hidden).topk(count).indices
@@ -114,5 +127,5 @@ class MedusaHeads(nn.Module):
         return dispatch.head_topk(states, self._stacked, count).tokens.transpose(0, 1)
 
     def tokens(self, words: Tensor) -> Tensor:
-        """The target's numbers of tokens as heads number them; any shape."""
+        """Converts the heads' token numbers to the target's; any shape."""
         return words if self.token_map is None else self.token_map[words]

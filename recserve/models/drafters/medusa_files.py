@@ -1,10 +1,10 @@
-"""Medusa heads in files: the original layout and vLLM's; safetensors only.
+"""Files of Medusa heads: the original layout and vLLM's, safetensors only.
 
     original    {i}.{j}.linear.weight, .bias, {i}.{num_layers}.weight; also after `medusa_head.`
     vLLM        blocks.{i}.layers.{j}.weight, .bias, lm_heads.{i}.weight, token_map
 
-Sizes are read from the tensors: published configurations say 2 heads where there are 5. A `.pt`
-file is turned into safetensors offline by `python -m benchmarks.text.convert_medusa`.
+Sizes are read from the tensors, because published configurations name 2 heads where there are 5.
+`python -m benchmarks.text.convert_medusa` converts a `.pt` file to safetensors offline.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ def load_medusa(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> MedusaHeads:
-    """The heads of a folder, ready to draft for a target of these sizes.
+    """Loads the heads of a folder, ready to draft for a target of these sizes.
 
-    Raises UnsupportedModel naming the tensor or size, what was expected and what came.
+    Raises:
+        UnsupportedModel: If a tensor or size does not fit; the message names it, the expected and
+            the actual value.
     """
     folder = Path(folder)
     fields = _fields(folder)
@@ -53,7 +55,7 @@ def load_medusa(
     words = weights.get("token_map")
     for name, tensor in weights.items():
         if words is not None and name.startswith("outputs.") and tensor.shape[0] == vocab_size:
-            weights[name] = tensor[words]  # written whole; only the named rows count
+            weights[name] = tensor[words]  # stored for all tokens; only the mapped rows count
     with torch.device("meta"):
         heads = MedusaHeads(config)
     expected = heads.state_dict()
@@ -76,7 +78,7 @@ def load_medusa(
 
 
 def load_accuracies(folder: Path | str) -> list[list[float]] | None:
-    """How often each head's guess of each rank is right, where that was measured."""
+    """Returns how often each head's prediction of each rank is right; None if not measured."""
     rows = _fields(Path(folder)).get(ACCURACIES)
     return None if rows is None else [[float(value) for value in row] for row in rows]
 
@@ -84,10 +86,15 @@ def load_accuracies(folder: Path | str) -> list[list[float]] | None:
 def save_medusa(
     heads: MedusaHeads, folder: Path | str, accuracies: Seq[Seq[float]] | None = None
 ) -> None:
-    """Write `config.json` and `medusa_lm_head.safetensors` in the original layout.
+    """Writes `config.json` and `medusa_lm_head.safetensors` in the original layout.
 
-    accuracies: by head and rank, for `load_accuracies`. Raises ValueError for heads that the
-    layout cannot express.
+    Args:
+        heads: The heads.
+        folder: Target folder.
+        accuracies: By head and rank, for `load_accuracies`.
+
+    Raises:
+        ValueError: If the layout cannot express the heads.
     """
     config = heads.config
     if config.shared or config.head_vocab is not None or not config.bias:
@@ -113,9 +120,11 @@ def save_medusa(
 
 
 def rename(weights: Mapping[str, Tensor], shared: bool = False) -> dict[str, Tensor]:
-    """Our names for the tensors of either layout; what belongs to neither is left out.
+    """Renames the tensors of either layout to our names; tensors of neither layout are left out.
 
-    shared: vLLM's `original_lm_head`, one output matrix for all heads.
+    Args:
+        weights: Tensors by name.
+        shared: vLLM's `original_lm_head`, one output matrix for all heads.
     """
     ours: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -134,7 +143,7 @@ def rename(weights: Mapping[str, Tensor], shared: bool = False) -> dict[str, Ten
 def _config(
     weights: Mapping[str, Tensor], folder: str, hidden_size: int, vocab_size: int
 ) -> MedusaConfig:
-    """What the tensors are, told by their names."""
+    """Derives the configuration from the tensors' names and shapes."""
     blocks = [name.split(".") for name in weights if name.startswith("blocks.")]
     outputs = [name for name in weights if name.startswith("outputs.")]
     if not outputs or not blocks:
@@ -162,7 +171,7 @@ def _config(
 
 
 def _their_names(name: str) -> str:
-    """A tensor of ours as the two layouts call it."""
+    """Returns the name of our tensor in the two layouts."""
     if name == "token_map":
         return name
     kind, head, *rest = name.split(".")
@@ -183,7 +192,7 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor that may be a head's; the target's own, in files that hold both, is not read."""
+    """Reads every tensor that may belong to a head; the target's own tensors are not read."""
     index = folder / "model.safetensors.index.json"
     present = [folder / name for name in FILES if (folder / name).exists()]
     if present:

@@ -1,12 +1,11 @@
-"""The self-draft head: a small recurrent network that writes a semantic id from one forward.
+"""The self-draft head: a small recurrent network that predicts a semantic id from one forward pass.
 
     s_0 = hidden state of the last root token
     s_l = tanh(W_l e(c_{l-1}) + U_l s_{l-1} + b_l)        logits_l = head_l(h_l + s_l)
 
-h_l is the target's hidden state at the l-th placeholder, a learned vector that stands behind the
-root; a head without placeholders has h_l = s_0. As the drafter of `speculative` it needs none:
-level 0 comes from the target itself, and the head draws levels 1 to L - 1. As `nezha` it decodes
-alone.
+h_l is the target's hidden state at the l-th placeholder, a learned vector that follows the root. A
+head without placeholders has h_l = s_0. As the drafter of `speculative` it needs none: the target
+itself scores level 0, and the head drafts levels 1 to L - 1. As `nezha` it decodes alone.
 Source: NEZHA, arXiv 2511.18793, section 4, and its public code.
 """
 
@@ -32,8 +31,12 @@ from recserve.models.weight_check import check_finite
 
 @dataclass(frozen=True)
 class SelfDraftConfig:
-    """hidden_size E of the target; codebook_sizes C of each level; placeholders: whether it has
-    them, one per level.
+    """Sizes of a self-draft head.
+
+    Attributes:
+        hidden_size: E of the target.
+        codebook_sizes: C of each level.
+        placeholders: Whether it has placeholders, one per level.
     """
 
     hidden_size: int
@@ -42,14 +45,15 @@ class SelfDraftConfig:
 
     @property
     def level_offsets(self) -> tuple[int, ...]:
-        """First token of each level, as the recommender numbers them."""
+        """First token of each level, as in the recommender."""
         return tuple(1 + sum(self.codebook_sizes[:n]) for n in range(len(self.codebook_sizes)))
 
 
 class SelfDraftHead(nn.Module):
-    """Code embeddings, one recurrent cell per level, and the target's head to start from.
+    """Code embeddings, one recurrent cell per level, and output codes that start as the target's.
 
-    calibration: what drafts of this head are worth, None where it was not measured.
+    Attributes:
+        calibration: Calibration of its drafts. None means not measured.
     """
 
     def __init__(self, config: SelfDraftConfig) -> None:
@@ -68,14 +72,12 @@ class SelfDraftHead(nn.Module):
 
     @torch.no_grad()
     def start_from(self, target: Recommender) -> None:
-        """Take the target's code embeddings and head as the starting point."""
+        """Initialises code embeddings and head from the target."""
         self.tokens.weight.copy_(target.tokens.weight)
         self.head.weight.copy_(target.head.weight)
 
     def train(self, mode: bool = True) -> SelfDraftHead:
-        """As nn.Module.train; forgets the tables that eval mode keeps, and in training what `pack`
-        laid out.
-        """
+        """Switches to training or back; drops cached tables and, in training, packed weights."""
         self._inputs = {}
         if mode:
             self.search = None
@@ -84,7 +86,7 @@ class SelfDraftHead(nn.Module):
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Lay the weights out for this CPU, for as long as it is not trained."""
+        """Packs the weights for this CPU; training drops the packed form."""
         if not dispatch.in_native(self.head.weight):
             return
         levels = range(len(self.config.codebook_sizes))
@@ -95,23 +97,35 @@ class SelfDraftHead(nn.Module):
         self.search = NativeSearch([LevelCodes.of(self._codes(level)) for level in levels], cells)
 
     def contexts(self, last_hidden: Tensor) -> Tensor:
-        """[B, L, E] the root, at each level: read without placeholders. last_hidden [B, E]."""
+        """Returns the root's state at each level [B, L, E], read without placeholders.
+
+        last_hidden: [B, E].
+        """
         return last_hidden[:, None].expand(-1, len(self.config.codebook_sizes), -1)
 
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
-        """State after a code. level: of that code; state [n, E], codes [n] -> [n, E]."""
+        """Returns the state [n, E] after a code.
+
+        Args:
+            level: Level of the code.
+            state: [n, E].
+            codes: [n].
+        """
         inputs = F.embedding(codes, self._level_inputs(level))
         return torch.tanh(torch.addmm(inputs, state, self._cell(level).weight_hh.T))
 
     def level_logits(self, context: Tensor, state: Tensor, level: int) -> Tensor:
-        """Raw logits of one level's codes.
+        """Returns raw logits [n, C_level] of one level's codes.
 
-        context [n, E]: h of the level, or s_0 without placeholders; state [n, E] -> [n, C_level].
+        Args:
+            context: [n, E], h of the level, or s_0 without placeholders.
+            state: [n, E].
+            level: The level.
         """
         return F.linear(context + state, self._codes(level))
 
     def _codes(self, level: int) -> Tensor:
-        """[C_level, E] what a state is compared with."""
+        """Returns the codes [C_level, E] that a state is compared with."""
         start = self.config.level_offsets[level]
         return self.head.weight[start : start + self.config.codebook_sizes[level]]
 
@@ -121,8 +135,9 @@ class SelfDraftHead(nn.Module):
         return cell
 
     def _level_inputs(self, level: int) -> Tensor:
-        """[C_level, E] what each code of a level adds to the next state; kept while the weights
-        stand still (eval mode without gradients).
+        """Returns what each code of a level adds to the next state, [C_level, E].
+
+        It is cached while the weights cannot change (eval mode without gradients).
         """
         table, weights = self._inputs.get(level), self.tokens.weight
         if table is not None and table.device == weights.device:
@@ -136,7 +151,7 @@ class SelfDraftHead(nn.Module):
 
 
 def save_self_draft(head: SelfDraftHead, directory: Path | str) -> None:
-    """Write `config.json` and `model.safetensors`."""
+    """Writes `config.json` and `model.safetensors`."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().contiguous() for name, value in head.state_dict().items()}
@@ -148,9 +163,10 @@ def save_self_draft(head: SelfDraftHead, directory: Path | str) -> None:
 
 
 def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead:
-    """Read what `save_self_draft` wrote, in eval mode, on the target's device.
+    """Reads what `save_self_draft` wrote, in eval mode, on the target's device.
 
-    Raises ValueError where the files are damaged or were made for another target.
+    Raises:
+        ValueError: If the files are damaged or were made for another target.
     """
     folder = Path(directory)
     try:

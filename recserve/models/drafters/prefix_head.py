@@ -1,7 +1,7 @@
-"""What drafts prefixes of items for `speculative`, and how it is kept in a bundle.
+"""The interface of draft heads for `speculative`, and their files in a bundle.
 
-`config.json` of a self-draft head is its own (nezha.py); that of level heads, whose weights are the
-recommender's, names them and holds their calibration.
+A self-draft head has its own `config.json` (nezha.py). Level heads are weights of the recommender;
+their `config.json` names them and contains their calibration.
 """
 
 from __future__ import annotations
@@ -22,47 +22,50 @@ LEVELS = "levels"
 
 
 class PrefixHead(Protocol):
-    """Guesses an item code by code from the root's last hidden state.
+    """Predicts an item code by code from the root's last hidden state.
 
-    calibration: what its drafts are worth, None where it was not measured. search: the same in C,
-    None where it was not laid out for it.
+    Attributes:
+        calibration: Calibration of its drafts. None means not measured.
+        search: The same search in C. None means that it was not packed.
     """
 
     calibration: Calibration | None
     search: NativeSearch | None
 
     def pack(self) -> None:
-        """Lay the weights out for this CPU."""
+        """Packs the weights for this CPU."""
         ...
 
     def contexts(self, last_hidden: Tensor) -> Tensor:
-        """[B, L, E] what each level reads in addition to its state. last_hidden [B, E]: roots."""
+        """Returns what each level reads besides its state, [B, L, E]. last_hidden: [B, E]."""
         ...
 
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
-        """State after a code of a level; the first is the tail. [n, E], [n] -> [n, E]."""
+        """Returns the state [n, E] after codes [n] of a level; the first state is last_hidden."""
         ...
 
     def level_logits(self, context: Tensor, state: Tensor, level: int) -> Tensor:
-        """Raw logits of one level's codes. context, state [n, E] -> [n, C_level]."""
+        """Returns raw logits [n, C_level] of one level's codes. context, state: [n, E]."""
         ...
 
 
 def save_prefix_head(head: PrefixHead, directory: Path) -> None:
-    """Write what `load_prefix_head` reads beside the recommender."""
+    """Writes the files that `load_prefix_head` reads next to the recommender."""
     if isinstance(head, SelfDraftHead):
         save_self_draft(head, directory)
         return
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "model.safetensors").unlink(missing_ok=True)  # of a head that was there before
+    (directory / "model.safetensors").unlink(missing_ok=True)  # weights of an earlier head
     plans = None if head.calibration is None else head.calibration.to_dict()
     config = {"head": LEVELS, "calibration": plans}
     (directory / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
 
 
 def load_prefix_head(directory: Path, target: Recommender) -> SelfDraftHead | LevelDraftHead:
-    """On the target's device. Raises ValueError where the files are damaged or were made for
-    another target.
+    """Reads a draft head on the target's device.
+
+    Raises:
+        ValueError: If the files are damaged or were made for another target.
     """
     config = directory / "config.json"
     try:
