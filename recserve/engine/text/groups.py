@@ -31,8 +31,8 @@ from recserve.speculation.sampling_table import SamplingTable, sampling_table
 from recserve.speculation.verifier import Accepted, ScoredTrees
 from recserve.speculation.verifiers.path import path_of
 from recserve.speculation.verifiers.registry import (
-    GREEDY_COMPATIBLE,
     GREEDY,
+    GREEDY_COMPATIBLE,
     MIXED,
     SAMPLE,
     numbers_of,
@@ -165,7 +165,8 @@ class TextGroups:
     """Groups texts by acceptance rule, and reuses the groups while the same texts step.
 
     With `together`, all texts form one group in which each has its own rule. Greedy texts then use
-    the rule of the others if that rule verifies them too. This costs noise and saves a second verification.
+    the rule of the others if that rule verifies them too. This costs noise and saves a second
+    verification.
 
     Attributes:
         device: Device of the sampling tables.
