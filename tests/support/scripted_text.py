@@ -79,7 +79,7 @@ class ScriptedEngine:
         threading.Thread(target=self._run, args=(request, future), daemon=True).start()
         return future
 
-    def room(self, model: str) -> int:
+    def token_capacity(self, model: str) -> int:
         return CONTEXT + 1
 
     def close(self) -> None:
