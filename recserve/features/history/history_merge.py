@@ -51,9 +51,9 @@ def merge(history: np.ndarray, changes: Sequence[Change], cap: int) -> Merged:
         done = _added(after, run) if isinstance(run, list) else _corrected(after, run)
         after = done.history
         taken += done.applied.taken
-    kept = after[-cap:] if len(after) > 2 * cap else after
-    revised = None if _begins_with(kept, history) else Revised(history, kept)
-    return Merged(kept, Applied(taken, revised))
+    trimmed = after[-cap:] if len(after) > 2 * cap else after
+    revised = None if _begins_with(trimmed, history) else Revised(history, trimmed)
+    return Merged(trimmed, Applied(taken, revised))
 
 
 def runs(changes: Sequence[Change]) -> Iterator[list[StoredEvent] | Correction]:
