@@ -96,6 +96,7 @@ def _corrected(history: np.ndarray, change: Replacement | Removal) -> Merged:
     if change.keeps_time:
         new["time_us"] = time_us
     elif change.event.time_us != time_us:
+        # After events of the same time.
         place = int(np.searchsorted(rest["time_us"], change.event.time_us, side="right"))
     return Merged(np.concatenate([rest[:place], new, rest[place:]]), Applied([True]))
 

@@ -264,6 +264,7 @@ def _repeats(keys: tuple[np.ndarray, ...], kept: np.ndarray) -> np.ndarray:
     """Returns [n] bool, True where a valid row equals an earlier valid row in all keys."""
     rows = np.flatnonzero(kept)
     columns = [key[rows] for key in keys]
+    # A stable sort makes equal rows neighbours, the earliest first.
     order = np.lexsort(columns[::-1])
     same = np.ones(max(rows.size - 1, 0), dtype=bool)
     for values in columns:
