@@ -228,7 +228,7 @@ def test_events_are_judged_one_by_one(service, ids):
     answer = service.add_events(EventsRequest(events=[EventInput(**row) for row in rows]))
     assert (answer.accepted, answer.duplicates) == (2, 2)
     assert [r.index for r in answer.rejected] == list(range(4, 15))
-    words = ["gone", "RFC 3339", "time zone", "1970", "ahead", "sneeze", "0 bytes", "256"]
+    words = ["gone", "RFC 3339", "time zone", "1970", "future", "sneeze", "0 bytes", "256"]
     words += ["800 bytes", "256", "value"]
     for rejection, word in zip(answer.rejected, words, strict=True):
         assert word in rejection.reason

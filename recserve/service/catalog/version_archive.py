@@ -98,7 +98,7 @@ class VersionArchive:
         bundle, _, last = name.rpartition(".")
         if bundle != self._first.items.name or not (last.isascii() and last.isdigit()):
             oldest, newest = versions[0].items.name, versions[-1].items.name
-            return f"{len(self)} versions are, from {oldest} to {newest}"
+            return f"there are {len(self)} versions, from {oldest} to {newest}"
         number = int(last[:18])
         before = [version for version in versions if version.items.number < number][-1:]
         after = [version for version in versions if version.items.number > number][:1]
