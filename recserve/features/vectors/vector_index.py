@@ -94,7 +94,7 @@ class FaissIndex:
         return new
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Implements `VectorIndex.search` of core/retrieval.py; row -1 pads if k exceeds I."""
+        """Implements `VectorIndex.search` of core/request.py; row -1 pads if k exceeds I."""
         everywhere = k * ALL_LISTS_SHARE > self.num_items
         index = self._index
         if self._gpu is not None and k <= MAX_GPU_K and not everywhere:
