@@ -269,7 +269,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             sequence.rounds += count > 0
         slots = new = taken[0] if len(taken) == 1 else torch.cat(taken)
         if draft.queries is not None and draft.scored is not None:
-            # Nodes neither scored nor computed are nobody's ancestor; any finite slot will do.
+            # Nodes neither scored nor computed have no descendants: any valid slot will do.
             slots = draft.scored.clamp(min=0)
             slots[draft.queries] = new
         roots = tuple(sequence.root_slots for sequence in cohort.sequences)

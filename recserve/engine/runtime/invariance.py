@@ -25,8 +25,8 @@ from recserve.models.recommender import Recommender
 Model = LanguageModel | Recommender | Ranker
 
 NODES = 24
-CHUNKS = (1, 2, 5, 17, 45)  # of a root
-OTHER_ROWS = (0, 1, 14, 61, 300)  # rows of another root in the same forward
+CHUNKS = (1, 2, 5, 17, 45)  # sizes of the chunks of a root
+OTHER_ROWS = (0, 1, 14, 61, 300)  # rows of another root in the same forward pass
 
 
 class NotInvariant(ValueError):
