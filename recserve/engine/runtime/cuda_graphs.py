@@ -182,12 +182,17 @@ class GraphCapture(Generic[BucketT, FunctionT, T]):
                 with pace.lock:
                     made.append(self.one(bucket))
             except Exception:  # Triton's errors have no narrower base
-                log.exception("no graph of %s: its kernels are launched one by one", bucket.name)
+                log.exception(
+                    "no graph of %s: its capture failed, and its kernels are launched one by one",
+                    bucket.name,
+                )
                 break
             if pace.pause:
                 time.sleep(made[-1].seconds)
         if left:
-            log.warning("no time or memory is left to capture graphs of %s", ", ".join(left))
+            log.warning(
+                "no graphs of %s: the limits of capture time or memory are reached", ", ".join(left)
+            )
         return made
 
     def one(self, bucket: BucketT) -> CapturedGraph[BucketT, FunctionT, T]:

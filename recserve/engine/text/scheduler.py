@@ -86,7 +86,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         if pages > self.allocator.num_pages:
             raise RequestTooLarge(
                 f"prompt and max_tokens need {pages} pages of {self.pages.size} tokens, the pool "
-                f"has {self.allocator.num_pages}; ask for less or give the engine more"
+                f"has {self.allocator.num_pages}; request less or raise kv_bytes"
             )
 
     def admit(

@@ -339,5 +339,5 @@ def cuda_graphs(
             runner, model, max_texts, limits, recorder, lambda: recorder.bytes, drafters
         )
     if wanted:
-        raise ValueError(f"graphs is true; they need a CUDA device and the model is on {device}")
+        raise ValueError(f"graphs is true, which needs a CUDA device; the model is on {device}")
     return None
