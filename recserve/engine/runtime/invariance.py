@@ -61,8 +61,8 @@ def invariant_runner(
     layers = model.layers if isinstance(model, Ranker) else model.decoder
     if not any(isinstance(module, PackedLinear) for module in layers.modules()):
         raise NotInvariant(
-            f"invariant: the weights of the {name} are not packed; call its method pack or pack_weights, "
-            "where torch has oneDNN"
+            f"invariant: the weights of the {name} are not packed; call its method pack or "
+            "pack_weights, where torch has oneDNN"
         )
     keep_rows_alike(model)
     if isinstance(model, Recommender):
