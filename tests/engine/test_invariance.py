@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "kernels,dtype", covering(("auto", "torch"), (torch.bfloat16, torch.float32))
 )
-def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(
+def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_preempted(
     dtype, kernels, monkeypatch
 ):
     monkeypatch.setattr(dispatch, "KERNELS", kernels)
