@@ -97,11 +97,11 @@ class _EngineCollector(Collector):
         depth = GaugeMetricFamily("recserve_queue_depth", "Requests waiting for the engine")
         depth.add_metric([], gauges.queue_depth)
         yield depth
-        behind = GaugeMetricFamily(
+        background = GaugeMetricFamily(
             "recserve_background_depth", "Prefixes and drafts waiting to be precomputed"
         )
-        behind.add_metric([], gauges.background)
-        yield behind
+        background.add_metric([], gauges.background)
+        yield background
         pages = GaugeMetricFamily("recserve_kv_pages", "Pages of the KV pool", labels=["state"])
         for state, count in gauges.kv_pages.items():
             pages.add_metric([state], count)
@@ -120,34 +120,34 @@ class _EngineCollector(Collector):
         )
         illegal.add_metric([], gauges.illegal_items)
         yield illegal
-        for name, said, counted in (
+        for name, text, counted in (
             ("steps", "Text steps", gauges.graph_steps),
             ("searches", "Searches for items", gauges.graph_searches),
         ):
             results = CounterMetricFamily(
                 f"recserve_graph_{name}",
-                f"{said} replayed as a CUDA graph, or the reason why not",
+                f"{text} replayed as a CUDA graph, or the reason why not",
                 labels=["result"],
             )
             for result, count in counted.items():
                 results.add_metric([result], count)
             yield results
-        for name, said, taken in (
+        for name, text, taken in (
             ("seconds", "Seconds that capturing a CUDA graph took", gauges.graph_seconds),
             ("bytes", "Device memory of a captured CUDA graph, in bytes", gauges.graph_bytes),
         ):
-            record = GaugeMetricFamily(f"recserve_graph_record_{name}", said, labels=["bucket"])
+            record = GaugeMetricFamily(f"recserve_graph_record_{name}", text, labels=["bucket"])
             for bucket, value in taken.items():
                 record.add_metric([bucket], value)
             yield record
-        for name, said in (
+        for name, text in (
             ("answers", "Answers compared with a shadow strategy"),
             ("shared", "Sum over compared answers of the share of items in both slates"),
             ("identical", "Compared answers with the same items in the same order"),
             ("given_seconds", "Engine time of the compared answers"),
             ("seconds", "Engine time of the shadow strategy, with the prefix cached"),
         ):
-            family = CounterMetricFamily(f"recserve_shadow_{name}", said, labels=["strategy"])
+            family = CounterMetricFamily(f"recserve_shadow_{name}", text, labels=["strategy"])
             for strategy, counts in gauges.shadow.items():
                 family.add_metric([strategy], getattr(counts, name))
             yield family

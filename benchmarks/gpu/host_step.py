@@ -170,7 +170,7 @@ def measured(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="run few steps with few texts")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--only", choices=["steps", "searches"], help="run only this part")
     chosen = parser.parse_args(arguments)
     rows = []

@@ -321,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="use tiny shapes")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument(
         "--part", choices=PARTS, help="run only this part and print its rows as JSON lines"
     )
@@ -335,7 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--skip", type=int, default=0, help="number of the part's first rows to leave out"
     )
-    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit")
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here; --device cpu --smoke tries the logic", file=sys.stderr)

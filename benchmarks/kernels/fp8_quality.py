@@ -118,13 +118,13 @@ def of_slates(folder: Path, users: int, width: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--llm", type=Path, help="folder of a language model")
-    parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--texts", type=int, default=64, help="number of texts")
     parser.add_argument("--length", type=int, default=256, help="tokens in a text")
     parser.add_argument("--start", type=int, default=1, help="id of the token that starts a text")
-    parser.add_argument("--bundle", type=Path)
-    parser.add_argument("--users", type=int, default=3000)
-    parser.add_argument("--width", type=int, default=50)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--bundle", type=Path, help="bundle with a recommender")
+    parser.add_argument("--users", type=int, default=3000, help="number of users")
+    parser.add_argument("--width", type=int, default=50, help="beam width")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if not (arguments.llm or arguments.bundle):
         parser.error("--llm, --bundle or both say what to measure")

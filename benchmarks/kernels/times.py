@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument(
         "--budget-s", type=float, default=480.0, help="time after which no further shape starts"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         parser.error("no CUDA device here; --cpu measures the CPU path")

@@ -258,11 +258,15 @@ def print_table(console: Console, title: str, columns: dict[int, Measured]) -> N
 
 def arguments() -> argparse.Namespace:
     parser = options_of(__doc__, budget_s=8.0, repeats=10)
-    parser.add_argument("--scorers", nargs="+", choices=["likelihood", "ranker"])
-    parser.add_argument("--candidates", nargs="+", type=int)
-    parser.add_argument("--roots", nargs="+", type=int)
+    parser.add_argument(
+        "--scorers", nargs="+", choices=["likelihood", "ranker"], help="default: both"
+    )
+    parser.add_argument("--candidates", nargs="+", type=int, help="numbers of candidates")
+    parser.add_argument("--roots", nargs="+", type=int, help="lengths of the prefixes")
     parser.add_argument("--model", default="256x4", help="hidden x layers of both scorers")
-    parser.add_argument("--memory-gb", type=float, default=4.0)
+    parser.add_argument(
+        "--memory-gb", type=float, default=4.0, help="bound on the memory of a method, in GB"
+    )
     options = parser.parse_args()
     options.scorers = options.scorers or ["likelihood", "ranker"]
     options.candidates = options.candidates or ([100, 500, 4000] if options.all else [100, 500])

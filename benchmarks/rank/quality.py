@@ -100,13 +100,21 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--variants", nargs="+", default=["default"], choices=list(VARIANTS))
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with items.parquet and events.parquet"
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=["default"],
+        choices=list(VARIANTS),
+        help="variants of the ranker to train",
+    )
+    parser.add_argument("--epochs", type=int, help="training epochs; default: the recipe's own")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--users", type=int, default=1_000_000, help="maximum number of test users")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     items, log = read(given.data)

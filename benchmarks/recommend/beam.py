@@ -156,13 +156,21 @@ def print_stages(
 
 def arguments() -> argparse.Namespace:
     parser = options_of(__doc__, budget_s=8.0, repeats=20)
-    parser.add_argument("--items", nargs="+", choices=[*map(str, NODES), "published"])
+    parser.add_argument(
+        "--items", nargs="+", choices=[*map(str, NODES), "published"], help="catalogues"
+    )
     parser.add_argument("--models", nargs="+", help="hidden size x layers, such as 256x4")
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
-    parser.add_argument("--batches", nargs="+", type=int)
-    parser.add_argument("--beams", nargs="+", type=int)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--memory-gb", type=float, default=6.0)
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["float32", "bfloat16"], help="dtypes of the weights"
+    )
+    parser.add_argument("--batches", nargs="+", type=int, help="requests per batch")
+    parser.add_argument("--beams", nargs="+", type=int, help="beam widths")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to measure"
+    )
+    parser.add_argument(
+        "--memory-gb", type=float, default=6.0, help="bound on the memory of a method, in GB"
+    )
     parser.add_argument("--invariant", action="store_true", help="the engine's invariant mode")
     options = parser.parse_args()
     for name, values in (ALL if options.all else QUICK).items():

@@ -127,13 +127,17 @@ def trained_bundle(folder: Path, epochs: int) -> Bundle:
 def main() -> None:
     """Splits the data, builds, trains, inserts and measures; prints one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with items.parquet and events.parquet"
+    )
     parser.add_argument(
         "--work", type=Path, help="folder for data and bundle; default: a temporary one"
     )
-    parser.add_argument("--share", type=float, default=0.05)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--users", type=int, default=1000)
+    parser.add_argument(
+        "--share", type=float, default=0.05, help="share of the items that is removed"
+    )
+    parser.add_argument("--epochs", type=int, default=3, help="training epochs")
+    parser.add_argument("--users", type=int, default=1000, help="users per group")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = options.work or Path(name)

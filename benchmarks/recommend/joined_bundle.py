@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument(
         "--bundle", type=Path, required=True, help="a built bundle without trained models"
     )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="path of the new bundle")
     parser.add_argument(
         "--max-minutes", type=float, help="time limit of the recommender's training"
     )

@@ -216,9 +216,9 @@ def _figures(times: list[float]) -> tuple[float, float, float]:
 def main() -> None:
     """Builds the bundle, measures, and prints one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", type=int, default=1_000_000)
+    parser.add_argument("--items", type=int, default=1_000_000, help="items in the catalogue")
     parser.add_argument("--rate", type=float, default=1000, help="changed items per second")
-    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--seconds", type=float, default=20, help="duration of the changes")
     parser.add_argument("--retriever", action="store_true", help="measure slates of `dense`")
     parser.add_argument("--filtered", action="store_true", help="request slates with a filter")
     options = parser.parse_args()

@@ -166,10 +166,18 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--models", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with items.parquet and events.parquet"
+    )
+    parser.add_argument("--work", type=Path, required=True, help="folder for bundles and results")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(ENTRIES),
+        default=list(ENTRIES),
+        help="models to train and evaluate",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--epochs", type=int, help="epochs instead of each recipe's own")
     parser.add_argument(
         "--users", type=int, help="evaluate a sample of this size instead of all users"

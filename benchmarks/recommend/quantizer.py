@@ -84,9 +84,11 @@ def million() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--items", type=int, nargs="+", default=[12_101, 200_000])
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--items", type=int, nargs="+", default=[12_101, 200_000], help="numbers of vectors"
+    )
+    parser.add_argument("--dim", type=int, default=256, help="size of the vectors")
+    parser.add_argument("--out", type=Path, help="write the results to this file")
     options = parser.parse_args()
     machine = {
         "cores": os.cpu_count(),

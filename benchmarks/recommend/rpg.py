@@ -177,10 +177,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--bundle", type=Path, required=True)
-    parser.add_argument("--beside", type=Path)
-    parser.add_argument("--users", type=int, default=1000)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--bundle", type=Path, required=True, help="bundle to measure")
+    parser.add_argument(
+        "--beside", type=Path, help="bundle whose beam search is timed for comparison"
+    )
+    parser.add_argument("--users", type=int, default=1000, help="number of users")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu: with OMP_NUM_THREADS=1"
+    )
     asked = parser.parse_args()
     served = Served(asked.bundle, asked.users)
     beside = None if asked.beside is None else Served(asked.beside, asked.users)

@@ -159,13 +159,19 @@ def as_json(cell: Cell, found: Measured) -> dict[str, Any]:
 
 def main() -> int:
     parser = options_of(__doc__, budget_s=6.0, repeats=100, every_cell=False)
-    parser.add_argument("--bundle", type=Path, required=True)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--k", nargs="+", type=int, default=[10, 50])
-    parser.add_argument("--beams", nargs="+", type=int, default=[10, 50, 256])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--visits", nargs="+", choices=VISITS, default=list(VISITS))
-    parser.add_argument("--users", type=int, default=32)
+    parser.add_argument("--bundle", type=Path, required=True, help="bundle to measure")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights"
+    )
+    parser.add_argument("--k", nargs="+", type=int, default=[10, 50], help="items per slate")
+    parser.add_argument("--beams", nargs="+", type=int, default=[10, 50, 256], help="beam widths")
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[1, 8, 32], help="requests per batch"
+    )
+    parser.add_argument(
+        "--visits", nargs="+", choices=VISITS, default=list(VISITS), help="states of the cache"
+    )
+    parser.add_argument("--users", type=int, default=32, help="number of users")
     parser.add_argument(
         "--least-events", type=int, default=1, help="minimum number of events in a user's history"
     )

@@ -166,19 +166,25 @@ def main() -> None:
     parser = options_of(__doc__, budget_s=4.0, repeats=100, every_cell=False)
     parser.add_argument("--bundle", type=Path, help="a trained bundle; default: drawn weights")
     parser.add_argument("--model", default="256x4", help="hidden size x layers of drawn weights")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--beams", nargs="+", type=int, default=[50, 256])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights"
+    )
+    parser.add_argument("--beams", nargs="+", type=int, default=[50, 256], help="beam widths")
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[1, 8, 32], help="requests per batch"
+    )
     parser.add_argument("--k", type=int, default=50, help="items per slate, at most the beam width")
     parser.add_argument("--strategies", nargs="+", help="default: all that the heads allow")
-    parser.add_argument("--no-generate", dest="generate", action="store_false")
+    parser.add_argument(
+        "--no-generate", dest="generate", action="store_false", help="leave out transformers"
+    )
     parser.add_argument(
         "--longest-call-s",
         type=float,
         default=30.0,
         help="bound on the time of one call of `generate`",
     )
-    parser.add_argument("--users", type=int, default=128)
+    parser.add_argument("--users", type=int, default=128, help="number of users")
     parser.add_argument(
         "--least-events", type=int, default=1, help="minimum number of events of a bundle's users"
     )

@@ -185,9 +185,9 @@ def search_of(trie: Trie, width: int, allowed: LeafFilter | None) -> Callable[[]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", type=int, nargs="+", default=[1_000_000])
-    parser.add_argument("--beams", type=int, nargs="+", default=[50, 256])
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--items", type=int, nargs="+", default=[1_000_000], help="catalogue sizes")
+    parser.add_argument("--beams", type=int, nargs="+", default=[50, 256], help="beam widths")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)

@@ -81,13 +81,18 @@ def measured(spin: str, threads: int, seconds: float, busy: bool) -> dict[str, f
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--spins", nargs="+", default=[AS_IS, "1000", "10000", "100000"])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--spins",
+        nargs="+",
+        default=[AS_IS, "1000", "10000", "100000"],
+        help="values of GOMP_SPINCOUNT; as-is keeps the environment",
+    )
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="seconds of each setting in each turn"
     )
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--turns", type=int, default=3, help="turns over all settings")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.child:

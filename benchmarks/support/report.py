@@ -20,13 +20,13 @@ def options_of(
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     if every_cell:
         parser.add_argument("--all", action="store_true", help="measure every cell")
-    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--repeats", type=int, default=repeats, help="timed runs per method")
     parser.add_argument(
         "--budget-s", type=float, default=budget_s, help="seconds of a method in a cell"
     )
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser
 
 

@@ -35,8 +35,8 @@ def convert(source: Path, folder: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("source", type=Path, help="the .pt file")
+    parser.add_argument("folder", type=Path, help="folder that receives the heads")
     given = parser.parse_args()
     count = convert(given.source, given.folder)
     print(f"{count} tensors written to {given.folder / 'medusa_lm_head.safetensors'}")

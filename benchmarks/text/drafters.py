@@ -169,7 +169,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--together", type=int, default=1, help="number of concurrent prompts")
     parser.add_argument("--drafters", nargs="+", help="only these and plain decoding")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature")
     parser.add_argument("--load-aware", action="store_true", help="also measure load-aware drafts")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     parser.add_argument("--plot", type=Path, help="path of a plot of the tables")

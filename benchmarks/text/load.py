@@ -152,12 +152,12 @@ def print_rows(console: Console, title: str, rows: list[Row]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = options_of(__doc__, tokens=64)
-    parser.add_argument("--drafters", nargs="+", default=["ngram"])
+    parser.add_argument("--drafters", nargs="+", default=["ngram"], help="drafters to measure")
     parser.add_argument(
         "--loads", nargs="+", type=int, default=[1, 8, 32], help="numbers of concurrent texts"
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds per load")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     return parser.parse_args()
 

@@ -165,9 +165,19 @@ def print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 def arguments() -> argparse.Namespace:
     parser = options_of(__doc__, tokens=96)
     parser.add_argument("--drafters", nargs="+", help="only these and plain decoding")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.3])
-    parser.add_argument("--together", nargs="+", type=int, default=[1, 8])
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="dtypes of the weights"
+    )
+    parser.add_argument(
+        "--temperatures",
+        nargs="+",
+        type=float,
+        default=[0.0, 0.7, 1.3],
+        help="sampling temperatures",
+    )
+    parser.add_argument(
+        "--together", nargs="+", type=int, default=[1, 8], help="numbers of concurrent texts"
+    )
     parser.add_argument(
         "--prompts", type=int, default=16, help="prompts of books and of Spec-Bench each"
     )

@@ -143,17 +143,19 @@ def print_figures(console: Console, title: str, found: dict[str, dict[str, float
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="run two repeats of 24 tokens")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["bfloat16", "float32"], help="dtypes of the weights"
+    )
     parser.add_argument("--model", default="1024x16", help="hidden size x layers")
-    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--vocabulary", type=int, default=32_000, help="size of the vocabulary")
     parser.add_argument("--prompt", type=int, default=96, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens written per request")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs per method")
     parser.add_argument("--only", choices=["ours"], help="leave out transformers and llama.cpp")
     parser.add_argument("--invariant", action="store_true", help="the engine's invariant mode")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.tokens = 2, 24

@@ -25,13 +25,15 @@ PLAIN = "none"
 def options_of(doc: str | None, tokens: int) -> argparse.ArgumentParser:
     """Returns a parser with the common options; `tokens` is the default number per prompt."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--target", type=Path, default=DATA / "stories260k")
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--medusa", type=Path)
+    parser.add_argument(
+        "--target", type=Path, default=DATA / "stories260k", help="folder of the target model"
+    )
+    parser.add_argument("--draft", type=Path, help="folder of a draft model")
+    parser.add_argument("--medusa", type=Path, help="folder of Medusa heads")
     parser.add_argument("--length", type=int, default=64, help="tokens in a passage of a book")
     parser.add_argument("--tokens", type=int, default=tokens, help="tokens to write per prompt")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser
 
 

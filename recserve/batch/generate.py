@@ -155,7 +155,7 @@ class Generator:
                     errors.append(_refused(first_row + start + i, row, error))
             # `numbers` maps each request to its row, because invalid rows made no request.
             for i, result in zip(numbers, self.recommend(bodies), strict=True):
-                result = _judged(result)
+                result = _checked(result)
                 if isinstance(result, ValueError):
                     errors.append(_refused(first_row + start + i, rows[i], result))
                 elif isinstance(result, Exception):
@@ -195,7 +195,7 @@ class Generator:
         )
 
 
-def _judged(result: RecommendResponse | Exception) -> RecommendResponse | Exception:
+def _checked(result: RecommendResponse | Exception) -> RecommendResponse | Exception:
     """Turns a slate that was computed without the user's history into an error."""
     if isinstance(result, RecommendResponse):
         if "history_unavailable" in result.degraded:

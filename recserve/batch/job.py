@@ -170,7 +170,7 @@ def run(job: Job, generate: Generator, progress: Callable[[Progress], None]) -> 
     started = time.monotonic()
     done = errors = 0
 
-    def tell(rows: int) -> None:
+    def report(rows: int) -> None:
         nonlocal done
         done += rows
         progress(Progress(done, total, errors, time.monotonic() - started))
@@ -179,7 +179,7 @@ def run(job: Job, generate: Generator, progress: Callable[[Progress], None]) -> 
     with new_folder(job.output) as folder:
         with (folder / MANIFEST).open("w", encoding="utf-8") as manifest:
             for number, (first_row, users) in enumerate(_slices(job)):
-                generated = generate(users, first_row, tell)
+                generated = generate(users, first_row, report)
                 errors += generated.errors.num_rows
                 parts.append(
                     _write(folder, f"part-{number:05d}.parquet", first_row, users, generated)

@@ -163,17 +163,17 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         log(line)
 
     with new_folder(out) as folder:
-        made = Bundle.create(folder)
+        bundle = Bundle.create(folder)
         catalog = Catalog("", items, index, popularity, vectors)
         catalog.save(folder / names.CATALOG, folder / names.VECTORS)
         quantizer.save(folder / names.QUANTIZER)
         if encoder is not None:
             encoder.save(folder / names.TEXT)
         pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
-        made.commit("build", _record(options, events, codes_report, error))
+        bundle.commit("build", _record(options, events, codes_report, error))
     report = BuildReport(
         out,
-        made.manifest.catalog_version,
+        bundle.manifest.catalog_version,
         len(items),
         events.num_users,
         events.num_events,
@@ -203,20 +203,22 @@ def _vectors(
             content = encoder.encode(items)
     if not options.collaborative_dim:
         return encoder, content
-    together = collaborative_vectors(train, len(items), options.collaborative_dim, options.seed)
-    return encoder, join_vectors(unit(content), together, options.collaborative_weight)
+    collaborative = collaborative_vectors(
+        train, len(items), options.collaborative_dim, options.seed
+    )
+    return encoder, join_vectors(unit(content), collaborative, options.collaborative_weight)
 
 
 def _record(
     options: BuildOptions, events: EventLog, codes: CodeReport, error: float
 ) -> dict[str, Any]:
     """Returns the manifest's build section: options without local paths, and figures."""
-    kept = {
+    recorded = {
         name: value
         for name, value in asdict(options).items()
         if name not in ("items", "events", "out", "embeddings")
     }
-    return kept | {
+    return recorded | {
         "own_vectors": options.embeddings is not None,
         "num_users": events.num_users,
         "num_events": events.num_events,

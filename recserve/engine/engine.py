@@ -250,7 +250,7 @@ class Engine:
         Returns:
             False if no request is queued or running after the step.
         """
-        # To enter the mode costs more than to ask for it: who steps often enters it once.
+        # Entering the mode costs more than this check. A caller that steps often enters it once.
         if torch.is_inference_mode_enabled():
             return self._step()
         with torch.inference_mode():

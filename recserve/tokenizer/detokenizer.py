@@ -57,6 +57,7 @@ class StopMatcher:
         """Advances all automata by one character; the longest stop string that ends here wins."""
         for number, (stop, borders) in enumerate(self._stops):
             matched = self._matched[number]
+            # On a mismatch, fall back to the next shorter prefix that still matches.
             while matched and stop[matched] != character:
                 matched = borders[matched - 1]
             matched += stop[matched] == character

@@ -41,7 +41,7 @@ def max_bytes_per_token(
         or model.get("end_of_word_suffix")
         or not complete
         or not (byte_level or model.get("byte_fallback"))
-        or not all(map(_keeps, splitters))
+        or not all(map(_preserves_text, splitters))
         or any(token.get("lstrip") or token.get("rstrip") for token in added)
         or shrink is None
     ):
@@ -78,6 +78,6 @@ def _shrink(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
     return factor
 
 
-def _keeps(splitter: Mapping[str, Any]) -> bool:
+def _preserves_text(splitter: Mapping[str, Any]) -> bool:
     """Whether a pre-tokeniser preserves all text."""
     return splitter["type"] in SPLITTERS and splitter.get("behavior") != "Removed"

@@ -62,15 +62,15 @@ class TextTokenizer:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         every = token_bytes(fields, vocabulary)
         special = {t["id"] for t in fields.get("added_tokens") or () if t.get("special")}
-        said = _read(folder / "tokenizer_config.json")
-        names = {name: _content(said[name]) for name in SPECIAL if said.get(name)}
+        config = _read(folder / "tokenizer_config.json")
+        names = {name: _content(config[name]) for name in SPECIAL if config.get(name)}
         return TextTokenizer(
             tokenizer,
             literal,
             tuple(every),
             tuple(b"" if n in special else spelled for n, spelled in enumerate(every)),
             vocabulary.get(names.get("eos_token", "")),
-            _template(folder, said, names, chat_template),
+            _template(folder, config, names, chat_template),
             max_bytes_per_token(fields, vocabulary, every),
         )
 
@@ -124,17 +124,17 @@ def _tokenizer(raw: bytes, file: Path) -> Tokenizer:
 
 
 def _template(
-    folder: Path, said: dict[str, Any], names: dict[str, str], file: Path | None
+    folder: Path, config: dict[str, Any], names: dict[str, str], file: Path | None
 ) -> ChatTemplate | None:
     """Returns the template from `file`, chat_template.jinja or tokenizer_config.json."""
-    beside = folder / "chat_template.jinja"
-    source: Any = said.get("chat_template")
+    template_file = folder / "chat_template.jinja"
+    source: Any = config.get("chat_template")
     if file is not None:
         if not file.is_file():
             raise TemplateError(f"chat template {file} does not exist")
         source = file.read_text(encoding="utf-8")
-    elif beside.exists():
-        source = beside.read_text(encoding="utf-8")
+    elif template_file.exists():
+        source = template_file.read_text(encoding="utf-8")
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     return None if source is None else ChatTemplate(source, names)

@@ -25,6 +25,12 @@ def test_the_deprecated_constructor_warns_and_answers_alike():
     assert slates[0].scores.tolist() == slates[1].scores.tolist()
 
 
+def test_the_old_name_of_the_token_capacity_warns():
+    engine = build_engine(EngineModels(make(CATALOGUES["ordinary"], "items", "children")[0]), SMALL)
+    with pytest.warns(DeprecationWarning, match="token_capacity"):
+        assert engine.room("recommender") == engine.token_capacity("recommender")
+
+
 def test_an_engine_serves_what_it_is_built_from():
     model, _ = make(CATALOGUES["ordinary"], "items", "children")
     assert list(build_engine(EngineModels()).schedulers) == []

@@ -1,4 +1,4 @@
-"""Engines over a pool in FP8: the same answers whatever is drafted, cached or beside."""
+"""Engines over a pool in FP8: the same answers with any draft, cache and batch."""
 
 from dataclasses import replace
 from functools import partial
@@ -101,7 +101,7 @@ def test_texts_are_those_of_plain_decoding(name, kind, model, expected):
 @pytest.mark.parametrize("name", ["warm", "everything"])
 @pytest.mark.parametrize("record", [recorder.record, lambda step: step], ids=["replay", "anew"])
 def test_recorded_steps_write_the_same(name, record, model, expected):
-    """Steps in fixed shapes over a pool in which what nobody wrote is large."""
+    """Steps in fixed shapes over a pool whose unwritten slots hold large numbers."""
     requests, wanted, known = queries_of(expected, name, "table")
     engine = engine_for(model, kv_dtype="fp8", drafters={"table": TableDrafter("tree", known)})
     scheduler, counted = engine.schedulers["text"], Counted(record)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "kernels,dtype", covering(("auto", "torch"), (torch.bfloat16, torch.float32))
 )
-def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(
+def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_preempted(
     dtype, kernels, monkeypatch
 ):
     monkeypatch.setattr(dispatch, "KERNELS", kernels)
@@ -112,7 +112,7 @@ def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
 
 def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
     plain = drawn_model(1)
-    with pytest.raises(NotInvariant, match="not packed; call its pack"):
+    with pytest.raises(NotInvariant, match="not packed; call its method pack"):
         build_engine(EngineModels(text=plain), SIZES)
     honest = PackedLinear.forward
 
@@ -121,7 +121,7 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
 
     monkeypatch.setattr(PackedLinear, "forward", lonely)
     with pytest.raises(
-        NotInvariant, match="other bits for 1 rows of a root with 0 other rows, with"
+        NotInvariant, match="different bits for 1 rows of a root with 0 other rows, with"
     ):
         build_engine(EngineModels(text=packed(long_sums())), SIZES)
     monkeypatch.undo()
@@ -132,7 +132,7 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
         return lambda *rows: attention(*rows) * (1 + 1e-6 * (len(batch.root_slots) > 1))
 
     monkeypatch.setattr(invariance, "ExactTreeAttention", crowded)
-    with pytest.raises(NotInvariant, match="other bits for 2 rows of a root with 1 other rows"):
+    with pytest.raises(NotInvariant, match="different bits for 2 rows of a root with 1 other rows"):
         build_engine(EngineModels(text=packed(long_sums())), SIZES)
 
 

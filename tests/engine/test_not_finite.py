@@ -257,8 +257,8 @@ def test_a_fault_inside_the_network_stays_with_its_request(kernels, monkeypatch)
         assert_same(answer, expected)
 
 
-# On a device nobody looks at states. Keys and values are left alone here: the twin of the kernels
-# weighs those of other trees by zero.
+# On a device the host does not read states. Keys and values stay finite here, because the twin of
+# the kernels multiplies those of other trees by zero.
 ON_DEVICE = {"written": False}
 
 
@@ -419,7 +419,7 @@ def test_a_prompt_whose_states_are_not_finite():
 
 
 def test_a_chunk_of_a_long_prompt_whose_states_are_not_finite():
-    """The text does not step yet; the texts beside it do."""
+    """The text does not step yet, but the other texts do."""
     model = shared_model()
     engine = engine_for(model)
     scheduler = engine.schedulers["text"]

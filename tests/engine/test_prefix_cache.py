@@ -36,7 +36,7 @@ def test_allocate_share_release():
     allocator.share(pages[:1])
     allocator.release(pages)
     assert allocator.num_free == 2 and allocator.references(pages[0]) == 1
-    with pytest.raises(OutOfPages, match="3 pages wanted, 2 of 3"):
+    with pytest.raises(OutOfPages, match="3 pages are needed, 2 of 3"):
         allocator.allocate(3)
     assert allocator.num_free == 2
 

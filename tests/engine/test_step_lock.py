@@ -1,4 +1,4 @@
-"""The lock of a step goes to whoever waits for it."""
+"""The lock of a step is fair: a waiting thread gets it next."""
 
 import threading
 import time
@@ -8,13 +8,13 @@ import pytest
 from recserve.engine.runtime.scheduler import StepLock
 
 
-def test_who_waits_comes_before_who_had_it():
+def test_a_waiting_thread_gets_the_lock_before_its_last_holder():
     for _ in range(20):
         lock, order = StepLock(), []
 
         def wait(lock=lock, order=order):
             with lock:
-                order.append("who waited")
+                order.append("waiting thread")
 
         waiting = threading.Thread(target=wait)
         with lock:
@@ -23,9 +23,9 @@ def test_who_waits_comes_before_who_had_it():
             while not lock._line.locked():
                 assert time.monotonic() < until
         with lock:
-            order.append("who had it")
+            order.append("previous holder")
         waiting.join()
-        assert order == ["who waited", "who had it"]
+        assert order == ["waiting thread", "previous holder"]
 
 
 def test_it_is_given_back_after_an_error():

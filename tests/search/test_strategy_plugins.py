@@ -88,7 +88,7 @@ def test_an_installed_strategy_is_served(installed, tmp_path):
         ("1 / 0", "first_items = acme_strategy:FirstItems", "cannot be loaded"),
         ("FirstItems = dict", "first_items = acme_strategy:FirstItems", "not a class derived"),
         (STRATEGY, "others = acme_strategy:FirstItems", "use the same in both"),
-        (STRATEGY, "beam = acme_strategy:FirstItems", "there is a 'beam' already"),
+        (STRATEGY, "beam = acme_strategy:FirstItems", "the name 'beam' is already taken"),
     ],
 )
 def test_a_strategy_that_cannot_be_used_names_its_distribution(installed, source, entry, message):

@@ -112,8 +112,8 @@ def test_a_drafter_and_a_rule_of_another_distribution_serve_the_same_text(instal
     [
         ("repeat = other_drafters:Missing", "cannot be loaded: AttributeError"),
         ("repeat = other_drafters:CarefulRule", "not a class derived from Drafter"),
-        ("other = other_drafters:RepeatDrafter", "has the name 'repeat'"),
-        ("suffix = other_drafters:RepeatDrafter", "there is a 'suffix' already"),
+        ("other = other_drafters:RepeatDrafter", "the class has name = 'repeat'"),
+        ("suffix = other_drafters:RepeatDrafter", "the name 'suffix' is already taken"),
     ],
 )
 def test_a_broken_plugin_names_its_distribution(install, entries, message):

@@ -297,7 +297,7 @@ class GraphSearch:
         for row, sequence in zip(words, sequences, strict=False):
             row[0] = request_of(sequence).width
             self.scorer.write(row[1:], sequence)
-        words[count:, 0] = 0  # keeps no beams
+        words[count:, 0] = 0  # width 0: no beam is alive
         self.scorer.write_padding(words[count:, 1:])
         self._block.copy_(self._host, non_blocking=True)
         if self._uploaded is not None:

@@ -73,7 +73,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         if pages > self.allocator.num_pages:
             raise RequestTooLarge(
                 f"the request needs {pages} pages of {self.page_size} tokens ({rows} of history), "
-                f"the pool has {self.allocator.num_pages}; ask for less or give the engine more"
+                f"the pool has {self.allocator.num_pages}; request less or raise kv_bytes"
             )
 
     def admit(
@@ -222,7 +222,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 results = cohort.strategy.finish(cohort.state)
                 answers = self._answers(cohort, results)
             except Exception as error:
-                log.exception("an answer failed")
+                log.exception("a strategy failed to finish its requests")
                 answers = [(sequence, error) for sequence in cohort.sequences]
             self._discard(answers)
             done += answers
@@ -269,7 +269,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             sequence.rounds += count > 0
         slots = new = taken[0] if len(taken) == 1 else torch.cat(taken)
         if draft.queries is not None and draft.scored is not None:
-            # Nodes neither scored nor computed are nobody's ancestor; any finite slot will do.
+            # Nodes neither scored nor computed have no descendants: any valid slot will do.
             slots = draft.scored.clamp(min=0)
             slots[draft.queries] = new
         roots = tuple(sequence.root_slots for sequence in cohort.sequences)

@@ -48,11 +48,11 @@ from recserve.search.recommend_strategy import RecommendStrategy
 from recserve.search.strategies.beam import request_of
 from recserve.search.verify import begin
 
-# How a search ran: replayed; or launched, because of its requests, beams and roots, or of its
-# catalogue version.
+# The outcome of a search. `replayed` used a graph. The others were launched, because of
+# size: its requests, beams or roots; version: its catalogue version.
 SearchResult = Literal["replayed", "size", "version"]
 SEARCH_RESULTS: tuple[SearchResult, ...] = get_args(SearchResult)
-# By what `excluded` of a shape says.
+# Filter buffers by the value of `SearchShape.excluded`.
 Filters = dict[int | None, FixedFilter]
 BUCKETS = ((1, 64), (4, 64), (16, 64), (1, 256), (2, 256), (8, 256), (1, 512))
 SHAPES = tuple(

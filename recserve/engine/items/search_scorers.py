@@ -25,7 +25,7 @@ from recserve.search.scores import level_scores
 from recserve.search.strategies.beam import request_of
 
 Words = NDArray[np.int64]
-DEAD_LEAF = 2**40  # past every leaf rank: nodes of dead beams, which are nobody's
+DEAD_LEAF = 2**40  # larger than every leaf rank: nodes of dead beams have no relatives
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class TargetScorer:
         batch, order = self._laid_out(nodes, step.nodes.shape[1])
         tokens = new.tokens.gather(1, order).flatten()
         hidden = self._forward(batch, tokens)
-        # Computed in the order of the tree, wanted in that of the beams.
+        # The states are in preorder; the caller needs the order of the beams.
         place = torch.empty_like(order).scatter_(1, order, _count(order))
         return hidden[(self._rows[:, None] * order.shape[1] + place).flatten()]
 
@@ -321,6 +321,7 @@ class TargetScorer:
         Returns those columns [B, new] too, counted from 0, in preorder.
         """
         count, levels = nodes.first.shape[1], self.trie.trie.num_levels
+        # Preorder: by first leaf, then by depth, so that ancestors come before descendants.
         order = (nodes.first * levels + nodes.depths).argsort(1)
         place = torch.empty_like(order).scatter_(1, order, _count(order))
         start = (self._rows * count)[:, None]
@@ -328,6 +329,7 @@ class TargetScorer:
         def packed(column: Tensor) -> Tensor:
             return column.gather(1, order).flatten()
 
+        # A subtree ends at the first node whose first leaf is past the subtree's last leaf.
         first, last = nodes.first.gather(1, order), nodes.last.gather(1, order)
         tree = TokenTree(
             tokens=packed(nodes.tokens),

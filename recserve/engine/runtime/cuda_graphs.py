@@ -46,7 +46,7 @@ class CudaRecorder:
         try:
             return self._capture(step)
         except BaseException:
-            # torch leaves its own stream current where it cannot end the capture.
+            # If torch cannot end the capture, it leaves its own stream current.
             torch.cuda.set_stream(current)
             torch.cuda.synchronize()
             raise
@@ -57,11 +57,11 @@ class CudaRecorder:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):  # kernels are compiled and libraries take their workspaces
+            for _ in range(WARM_UP):  # compiles kernels and allocates library workspaces
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
+        # thread_local: other threads may use the device during the capture.
         with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             outputs = step()
         self.bytes += max(torch.cuda.memory_reserved() - before, 0)
@@ -181,13 +181,18 @@ class GraphCapture(Generic[BucketT, FunctionT, T]):
             try:
                 with pace.lock:
                     made.append(self.one(bucket))
-            except Exception:  # Triton's errors have no other base
-                log.exception("no graph of %s: its kernels are launched one by one", bucket.name)
+            except Exception:  # Triton's errors have no narrower base
+                log.exception(
+                    "no graph of %s: its capture failed, and its kernels are launched one by one",
+                    bucket.name,
+                )
                 break
             if pace.pause:
                 time.sleep(made[-1].seconds)
         if left:
-            log.warning("no time or memory is left to capture graphs of %s", ", ".join(left))
+            log.warning(
+                "no graphs of %s: the limits of capture time or memory are reached", ", ".join(left)
+            )
         return made
 
     def one(self, bucket: BucketT) -> CapturedGraph[BucketT, FunctionT, T]:

@@ -25,8 +25,8 @@ from recserve.models.recommender import Recommender
 Model = LanguageModel | Recommender | Ranker
 
 NODES = 24
-CHUNKS = (1, 2, 5, 17, 45)  # of a root
-OTHER_ROWS = (0, 1, 14, 61, 300)  # rows of another root in the same forward
+CHUNKS = (1, 2, 5, 17, 45)  # sizes of the chunks of a root
+OTHER_ROWS = (0, 1, 14, 61, 300)  # rows of another root in the same forward pass
 
 
 class NotInvariant(ValueError):
@@ -55,12 +55,14 @@ def invariant_runner(
             "rows; serve it with device cpu"
         )
     if isinstance(model, Recommender) and not model.config.autoregressive:
-        raise NotInvariant("invariant: this Recommender has level heads alone, which are not tried")
+        raise NotInvariant(
+            "invariant: this Recommender has only level heads, which this mode does not support"
+        )
     layers = model.layers if isinstance(model, Ranker) else model.decoder
     if not any(isinstance(module, PackedLinear) for module in layers.modules()):
         raise NotInvariant(
-            f"invariant: the weights of the {name} are not packed; call its pack, or pack_weights, "
-            "where torch has oneDNN"
+            f"invariant: the weights of the {name} are not packed; call its method pack or "
+            "pack_weights, where torch has oneDNN"
         )
     keep_rows_alike(model)
     if isinstance(model, Recommender):
@@ -70,8 +72,8 @@ def invariant_runner(
     with torch.inference_mode():
         if difference := _Trial(Runner(trunk, scratch, ExactTreeAttention), model).difference():
             raise NotInvariant(
-                f"invariant: the {name} computes other bits {difference}, with "
-                f"{torch.get_num_threads()} threads and {trunk.dtype}; try threads 1, or float32"
+                f"invariant: the {name} computes different bits {difference}, with "
+                f"{torch.get_num_threads()} threads and {trunk.dtype}; try threads 1 or float32"
             )
     pool = ExactPool(trunk.kv_shape, num_pages, page_size, kv_dtype, trunk.device)
     return Runner(trunk, pool, ExactTreeAttention)
@@ -119,7 +121,7 @@ class _Trial:
             if not torch.equal(got[0], found[node]):
                 return "for a node by itself"
             if not torch.equal(self._read(got)[0], said[node]):
-                return "for what a single state says"
+                return "for the outputs of a single state"
         return None
 
     def _forward(

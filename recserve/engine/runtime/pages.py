@@ -34,7 +34,7 @@ class PageAllocator:
         """
         if count > len(self._free):
             raise OutOfPages(
-                f"{count} pages wanted, {len(self._free)} of {self.num_pages} are free"
+                f"{count} pages are needed, {len(self._free)} of {self.num_pages} are free"
             )
         pages = [self._free.popleft() for _ in range(count)]
         for page in pages:

@@ -122,11 +122,11 @@ class PrefixCache:
                 touched.append(digest)
                 break
         if pages and length == n and last_hidden is None:
-            # Every page is here but the final hidden state is not: its page is computed again.
+            # All pages are cached without the final hidden state: the last page is computed again.
             pages, length = pages[:-1], length - size
             touched.pop()
         if length < shared:
-            # The shared rows were computed together or not at all.
+            # The shared rows are computed together, so a part of them is of no use.
             length, pages, partial, touched = 0, [], None, []
             last_hidden, placeholder_states, metadata = None, None, PrefixMetadata()
         for digest in reversed(touched):
@@ -170,7 +170,7 @@ class PrefixCache:
         last = pages[full] if keys.shape[0] % size else None
         whole = _Entry(last, last_hidden, placeholder_states, metadata or PrefixMetadata())
         self._put(self._end_digest(digests[full], raw[full * size * 8 :]), whole)
-        # Deepest first: a beginning is evicted after everything that stands on it.
+        # Deepest page first, so that a beginning is evicted after everything that continues it.
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], _Entry(pages[number]))
 
@@ -225,7 +225,7 @@ class PrefixCache:
         """
         if self._allocator.num_free >= count:
             return
-        # A page may stand under several entries: as a full page and as the end of a shorter root.
+        # Several entries may hold a page: as a full page, and as the end of a shorter root.
         held = Counter(e.page for e in self._entries.values() if e.page is not None)
         idle = sum(self._allocator.references(page) == n for page, n in held.items())
         if self._allocator.num_free + idle < count:

@@ -67,7 +67,7 @@ class TextRows:
         found = []
         for text in texts:
             row = self._rows.get(text)
-            # Slots are a new tensor whenever pages were taken.
+            # A text that gets pages gets a new tensor of slots.
             if row is None or row.slots is not text.slots:
                 row = self._updated(text, row)
                 if row is None:

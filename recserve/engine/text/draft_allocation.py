@@ -24,13 +24,13 @@ from recserve.speculation.draft import Budget, TextDraft
 
 MAX_DEPTH = 16  # at this depth a draft gets its whole budget
 MEMORY = 128  # values that an average remembers
-STEP_MEMORY = 16  # the same for step times
+STEP_MEMORY = 16  # values that an average of step times remembers
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 4  # acceptance before any draft was verified
-TRIAL_LEVELS, TRIAL_SHARE = 2, 0.01  # a trial is so much deeper; its share of the time
-MARGIN = 1.02  # least gain of a draft over no draft
-HOLD = 16  # steps between two plans while the load stays the same, once drafters are known
-KNOWN = 32  # drafts after which a drafter is known
-PLAIN_EVERY = 128  # steps after which one step without drafts is measured
+TRIAL_LEVELS, TRIAL_SHARE = 2, 0.01  # additional levels of a trial; its share of the time
+MARGIN = 1.02  # a draft must raise the rate of tokens by this factor
+HOLD = 16  # steps between two plans at the same load, once all drafters are known
+KNOWN = 32  # drafts after which the statistics of a drafter count as known
+PLAIN_EVERY = 128  # steps between two measured steps without drafts
 
 
 @dataclass
@@ -144,7 +144,9 @@ class DraftAllocation:
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
         self._stats: dict[str, AcceptanceStats] = {}
-        self._times: dict[tuple[int, bool], _StepTime] = {}  # bit length of the texts, any drafts
+        self._times: dict[
+            tuple[int, bool], _StepTime
+        ] = {}  # by bit length of num_texts, any drafts
         self._load: object = None
         self._plans: dict[str, _Plan] = {}
         self._hold = self._since_plain = 0
@@ -199,7 +201,7 @@ class DraftAllocation:
         depth = max(draft.depth for draft in drafts)
         bucket = stats.call_ms.setdefault(len(drafts).bit_length(), {})
         known = bucket.setdefault(max(min(depth, MAX_DEPTH), 1), Average(memory=STEP_MEMORY))
-        # A call that took far longer was interrupted by something else.
+        # Another process interrupted a call that took far longer.
         known.add(min(milliseconds, 2 * known.value) if known.weight else milliseconds)
         for budget, draft in zip(budgets, drafts, strict=True):
             for level, average in enumerate(stats.reached[: budget.depth]):
@@ -216,7 +218,7 @@ class DraftAllocation:
         """Records the time of a step without prefill, without its drafting."""
         key = num_texts.bit_length(), nodes > num_texts
         known = self._times.setdefault(key, _StepTime())
-        # A step that took far longer was interrupted by something else.
+        # Another process interrupted a step that took far longer.
         known.measured.add(min(milliseconds, 2 * known.measured.value or milliseconds))
         known.stated.add(self._cost(nodes))
         for drafter in self._plans:
@@ -240,10 +242,10 @@ class DraftAllocation:
         """Chooses a depth for each drafter in turn, given the choices before it."""
         self._plans = {}
         tokens, nodes, drafting_ms = float(num_texts), float(num_texts + prefill), 0.0
-        # The prompt tokens are computed anyway and lead to tokens of other steps.
+        # Prompt tokens are computed with any draft, and lead to tokens of later steps.
         prefill_ms = self._cost(prefill)
         known = {name: self._stats.setdefault(name, AcceptanceStats()) for name in counts}
-        # The drafter with the most accepted drafts takes the cheap nodes.
+        # The drafter with the highest acceptance takes the cheap nodes first.
         for drafter in sorted(counts, key=lambda name: -known[name].gains()[1]):
             stats, count = known[drafter], counts[drafter]
             gains, sizes, calls = stats.gains(), stats.nodes(), stats.drafting_ms(count)

@@ -33,7 +33,7 @@ class DraftProposer:
         self.model, self.draft_nodes, self.load_aware = model, draft_nodes, load_aware
         self.called: set[TextSequence] = set()  # texts whose drafter was called for this step
         self._allocation: DraftAllocation | None = None
-        self._started: set[int] = set()  # texts that their drafter knows
+        self._started: set[int] = set()  # ids of texts that were passed to their drafter
         self._nothing = empty_draft()
         self._now = step_clock(model.tokens.weight.device)
         self._num_texts = self._num_nodes = 0

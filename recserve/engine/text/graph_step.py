@@ -179,7 +179,7 @@ class GraphStep:
             self._loaded = group.sequences
         columns.rows[:count] = [row.number for row in rows]
         columns.lengths[:count] = [len(context.tokens) for context in contexts]
-        # Who holds no stop tokens back and bans no words does not read these.
+        # Only min_tokens and bad_words read these columns.
         if group.table.stops is not None:
             columns.numbers[:count] = [context.num_output for context in contexts]
         if group.table.bad_words is not None:
@@ -205,6 +205,7 @@ class GraphStep:
         roots = RootTable(self.rows.slots, columns.rows, columns.lengths - 1)
         owners = tree.tree_ids()
         index = torch.arange(tree.num_nodes, device=owners.device)
+        # Node n of a tree lies in slot (root length + n) of its text.
         place = roots.lengths[owners] + index - columns.offsets[owners]
         slots = self.rows.slots[columns.rows[owners], place]
         batch = TreeBatch(tree, None, slots, roots)

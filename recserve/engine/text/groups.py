@@ -176,7 +176,7 @@ class TextGroups:
     def __init__(self, device: torch.device, together: bool) -> None:
         self.device, self.together = device, together
         self._stepped: list[TextSequence] = []
-        # As where no text has a draft, kept while the same texts step together.
+        # Groups with empty drafts, reused while the same texts step.
         self._bare: list[TextGroup] = []
 
     def of(

@@ -53,6 +53,6 @@ def check_query(query: TextQuery, config: LanguageModelConfig) -> None:
     ):
         if low < 0 or high >= config.vocab_size:
             raise ValueError(
-                f"{name} names tokens {low}..{high}; the vocabulary has {config.vocab_size}"
+                f"{name} names tokens {low}..{high}; the vocabulary has {config.vocab_size} tokens"
             )
     check_rule(query.speculation.verifier, params)

@@ -31,7 +31,7 @@ class TextPages:
         self._placement = PagePlacement(pool)
         self.allocator, self.cache = self._placement.allocator, self._placement.cache
         self.pages_of = self._placement.pages_of
-        # Of every page [P, S]: nothing is uploaded where a text takes one.
+        # [P, S] slots of every page, on the device, so that allocation uploads nothing.
         slots = torch.arange(pool.num_pages * pool.page_size, device=pool.keys.device)
         self._slots = slots.view(pool.num_pages, pool.page_size)
 

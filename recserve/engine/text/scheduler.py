@@ -63,15 +63,13 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         self.limits = limits or TextLimits()
         self.pages = TextPages(runner.pool)
         self.allocator, self.cache = self.pages.allocator, self.pages.cache
-        # Both in the order in which they are served: by priority, then by age. Preempted texts wait
-        # for pages, or for another text that computes their beginning.
         self.running: list[TextSequence] = []
         self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(model, self.limits.draft_nodes, self.limits.load_aware)
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids = count()
         self.graphs = graphs
-        self._earliest_s = math.inf  # no deadline is before it
+        self._earliest_s = math.inf  # no text has an earlier deadline
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @property
@@ -88,7 +86,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         if pages > self.allocator.num_pages:
             raise RequestTooLarge(
                 f"prompt and max_tokens need {pages} pages of {self.pages.size} tokens, the pool "
-                f"has {self.allocator.num_pages}; ask for less or give the engine more"
+                f"has {self.allocator.num_pages}; request less or raise kv_bytes"
             )
 
     def admit(

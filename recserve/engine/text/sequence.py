@@ -109,7 +109,7 @@ class TextSequence:
         wanted = self.request.speculation.num_tokens
         nodes = most if wanted is None else min(wanted, most)
         left = self.end - len(self.context.tokens) - 1
-        # So many nodes cannot be deeper.
+        # A draft of n nodes has at most n levels.
         return budget_of(nodes, min(left, nodes)) if left > 0 else NO_BUDGET
 
     def commit(

@@ -1,4 +1,4 @@
-"""One step of some texts: their drafts as one packed batch, and what is kept of it."""
+"""The results of one text step, and the moves of accepted paths."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from recserve.speculation.verifier import Accepted
 
 @dataclass(frozen=True)
 class VerifiedPaths:
-    """What is kept of the trees of B texts, on the host.
+    """The accepted paths of B texts, on the host.
 
-    paths: the packed nodes of each, node 0 first. tokens: what is written, the bonus token last.
-    ranked [B, K, W]: the tokens of K heads that ended the step, or None. flawed: numbers of the
-    texts whose logits on the path are not finite, whose tokens mean nothing.
+    Attributes:
+        paths: The packed nodes of each path, node 0 first.
+        tokens: The tokens of each path, the bonus token last.
+        ranked: [B, K, W] tokens that K heads ranked at the end of the step. None without heads.
+        flawed: Numbers of the texts whose logits on the path are not finite. Their tokens mean
+            nothing.
     """
 
     paths: list[list[int]]
@@ -39,7 +42,7 @@ class VerifiedPaths:
 
 @dataclass(frozen=True)
 class FoundColumns:
-    """Where a step's results lie in the columns of `StepOutputs.found`.
+    """The positions of a step's results in the columns of `StepOutputs.found`.
 
     Attributes:
         depth: D, most levels below a node 0.
@@ -49,12 +52,12 @@ class FoundColumns:
 
     @property
     def nodes(self) -> slice:
-        """Accepted packed nodes [D + 1], node 0 first, -1 after the last."""
+        """Accepted packed nodes [D + 1]: node 0 first, -1 after the last."""
         return slice(0, self.depth + 1)
 
     @property
     def length(self) -> int:
-        """Number of accepted nodes, node 0 excluded."""
+        """Number of accepted nodes, without node 0."""
         return self.depth + 1
 
     @property
@@ -64,26 +67,27 @@ class FoundColumns:
 
     @property
     def tokens(self) -> slice:
-        """Tokens of the accepted nodes [D + 1], meaningless after the last."""
+        """Tokens of the accepted nodes [D + 1]. Values after the last have no meaning."""
         return slice(self.depth + 3, 2 * self.depth + 4)
 
     @property
     def flawed(self) -> int:
-        """1 where logits of accepted nodes are not finite, else 0."""
+        """1 if logits of accepted nodes are not finite, else 0."""
         return 2 * self.depth + 4
 
     @property
     def ranked(self) -> slice:
-        """Tokens that K heads rank for the next draft [K * W]; empty without heads."""
+        """Tokens that K heads rank for the next draft [K * W]. Empty without heads."""
         return slice(2 * self.depth + 5, None)
 
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What a step finds for B texts, on the device.
+    """The results of a step for B texts, on the device.
 
     Attributes:
-        found: [B, 2 D + 5 + K W] int64, in one tensor so that one copy brings it to the host.
+        found: [B, 2 D + 5 + K W] int64 results, in one tensor so that one copy brings them to the
+            host.
         columns: Names of the columns of `found`.
         logits: [T, V] raw logits of all nodes.
         hidden: [T, E] final hidden states of all nodes.
@@ -98,18 +102,22 @@ class StepOutputs:
 
     @property
     def tokens(self) -> Tensor:
-        """[B, D + 1] of the accepted nodes, meaningless after the last."""
+        """[B, D + 1] tokens of the accepted nodes. Values after the last have no meaning."""
         return self.found[:, self.columns.tokens]
 
     def paths(self) -> VerifiedPaths:
-        """The one look at the device in a step: what was written decides what is done next."""
+        """Copies the results to the host and returns the accepted paths.
+
+        This is the only read of the device in a step, because the accepted tokens decide the next
+        step.
+        """
         at, found, ranked = self.columns, self.found.cpu(), None
         if self.num_heads:
             own = found[:, at.ranked].numpy().copy()
             ranked = own.reshape(len(found), self.num_heads, -1)
             found = found[:, : at.ranked.start]
         length_at, bonus_at, flawed_at = at.length, at.bonus, at.flawed
-        first_token = at.tokens.start + 1  # of node 0 the token is known
+        first_token = at.tokens.start + 1  # the token of node 0 was committed before
         paths, tokens, flawed = [], [], []
         for number, row in enumerate(found.tolist()):
             if row[flawed_at]:
@@ -123,8 +131,9 @@ class StepOutputs:
 
 
 def draft_probs(drafts: Seq[TextDraft], device: torch.device) -> DraftProbs | None:
-    """q of every packed node, in float32 whatever the logits are: tokens were drawn from just that.
-    None if all were chosen.
+    """Returns the draft probabilities of every packed node, or None if no draft was drawn.
+
+    They are float32 for any logits, because the draft's tokens were drawn from those exact values.
     """
     drawn = [draft.probs for draft in drafts if draft.probs is not None]
     if not drawn:
@@ -135,7 +144,7 @@ def draft_probs(drafts: Seq[TextDraft], device: torch.device) -> DraftProbs | No
 
 
 def put_probs(drafts: Seq[TextDraft], values: Tensor) -> None:
-    """Probs of those drafts that were drawn to the first rows of `values` [R, V]."""
+    """Copies the probabilities of drawn drafts to the first rows of `values` [R, V]."""
     drawn = [
         draft.probs.to(values.device, non_blocking=True)
         for draft in drafts
@@ -146,20 +155,24 @@ def put_probs(drafts: Seq[TextDraft], values: Tensor) -> None:
 
 
 def move_accepted(pool: KVPool, tree: TokenTree, accepted: Accepted, slots: Tensor) -> None:
-    """Keys and values of the accepted paths to the slots right after node 0 of their trees.
+    """Moves keys and values of accepted paths to the slots right after node 0 of their trees.
 
-    slots [T]: of the packed nodes.
+    Args:
+        pool: The key-value pool.
+        tree: The packed trees.
+        accepted: The accepted nodes.
+        slots: [T] slot of each packed node.
     """
     nodes = accepted.nodes[:, 1:]
     step = torch.arange(1, nodes.shape[1] + 1, device=nodes.device)
-    # Behind the end of a path any place will do: it is not read.
+    # Places after the end of a path are not read, so any valid index will do.
     place = (tree.offsets[:-1, None] + step).clamp(max=tree.num_nodes - 1)
     sources, targets = slots[nodes.clamp(min=0)], slots[place]
     dispatch.move_paths(pool.keys, pool.values, sources, targets, accepted.lengths)
 
 
 def move_paths(pool: KVPool, paths: Seq[Seq[int]], slots: Tensor) -> None:
-    """The same for paths that are known on the host; nothing where they lie right already."""
+    """Moves keys and values of paths that the host knows, if they are not in place already."""
     moves = [(node, path[0] + n) for path in paths for n, node in enumerate(path)]
     moves = [(node, place) for node, place in moves if node != place]
     if moves:
@@ -168,9 +181,11 @@ def move_paths(pool: KVPool, paths: Seq[Seq[int]], slots: Tensor) -> None:
 
 
 def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tensor) -> StepOutputs:
-    """In shapes that depend on the tree's and the accepted nodes' alone."""
+    """Returns the results of a step. Their shapes depend only on those of the tree and the
+    nodes.
+    """
     nodes = accepted.nodes.clamp(min=0)
-    # The largest of a row with NaN is NaN.
+    # amax of a row with NaN is NaN.
     fits = torch.isfinite(logits.amax(1))[nodes] | (accepted.nodes < 0)
     flawed = ~fits.all(1, keepdim=True)
     found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]]
@@ -180,8 +195,13 @@ def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tens
 
 
 def flawed_texts(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> frozenset[int]:
-    """Numbers of the texts with logits on their path [T, V] that are not finite. chosen [T]: the
-    largest of each row, which is NaN or infinite where any number of it decides nothing.
+    """Returns the numbers of texts whose path has logits that are not finite.
+
+    Args:
+        logits: [T, V] raw logits.
+        chosen: [T] token with the largest logit of each row. That logit is NaN or infinite if the
+            row is not usable.
+        paths: Packed nodes of each text's path.
     """
     largest = logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]
     if all_finite(largest):
@@ -191,7 +211,13 @@ def flawed_texts(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> froz
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:
-    """What is reported of written tokens. logits [n, V] raw, the row that each was drawn from."""
+    """Returns the log-probabilities to report for written tokens.
+
+    Args:
+        logits: [n, V] raw logits, the row that each token was drawn from.
+        tokens: The n tokens.
+        top: Number of most likely tokens to report besides each token.
+    """
     log_p = logits.float().log_softmax(-1)
     chosen = log_p.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     best = log_p.topk(min(top, log_p.shape[1]), dim=1)

@@ -1,4 +1,4 @@
-"""What a step costs on this machine: measured at some sizes, interpolated between them."""
+"""The cost of a text step on this machine, measured at some sizes and interpolated between them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ RUNS = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """Milliseconds at two or more ascending sizes, linear between them and after the last."""
+    """A piecewise linear cost.
+
+    Attributes:
+        sizes: Two or more sizes, ascending.
+        milliseconds: The cost at each size.
+    """
 
     sizes: tuple[int, ...]
     milliseconds: tuple[float, ...]
 
     def __call__(self, size: float) -> float:
-        """Milliseconds, 0 for nothing."""
+        """Returns milliseconds: 0 for size 0, linear between the sizes and after the last."""
         if size <= 0:
             return 0.0
         last = max(sum(known <= size for known in self.sizes[:-1]), 1)
@@ -38,15 +43,17 @@ class Cost:
 
 
 def step_clock(device: torch.device) -> Callable[[], float]:
-    """Seconds. On a CPU the clock of the thread, which excludes the time of other processes."""
+    """Returns a clock in seconds. On a CPU it is the thread's clock, which excludes other
+    processes.
+    """
     return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 @torch.inference_mode()
 def text_step_cost(model: LanguageModel) -> Cost:
-    """Measure forward and logits of n tree nodes under a short root.
+    """Measures the forward pass and logits of n tree nodes under a short root.
 
-    The cost of a size is the fastest of RUNS runs after one to warm up.
+    The cost of a size is the fastest of RUNS runs after a warm-up run.
     """
     trunk, last = DecoderTrunk(model), SIZES[-1]
     runner = Runner(trunk, KVPool(trunk.kv_shape, ROOT + last, 1, trunk.dtype, trunk.device))

@@ -1,9 +1,9 @@
 """Text steps captured as CUDA graphs at start, one for each bucket of nodes and texts.
 
-A replayed step is one upload, one launch and one download, whatever was drafted. A step that fits
-no bucket launches its kernels one by one. Most texts are verified by `sample`. If a drafter draws,
-steps verified by rejection are captured too (`multi_step` is the same walk). Steps in which each
-text has its own rule come last.
+A replayed step is one upload, one launch and one download for any draft. A step that fits no bucket
+launches its kernels one by one. Most texts are verified by `sample`. If a drafter draws its tokens,
+steps verified by rejection are captured too (`multi_step` verifies in the same way). Steps in which
+each text has its own rule are captured last.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable
 from recserve.speculation.verifiers.registry import GREEDY_COMPATIBLE, MIXED, REJECTION, SAMPLE
 
 StepFunction = Callable[[], StepOutputs]
-# How a step ran: replayed; or launched, because its forward held prompt tokens, its drafts were
-# drawn and no graph has a place for their distributions, its parameters, its nodes and texts, or
-# because no row was left for a text.
+# The outcome of a step. `replayed` used a graph. The others were launched, because of
+# prompt: prompt tokens in the forward pass; drawn: drafts with probabilities and no graph for them;
+# parameters: sampling parameters over capacity; size: nodes and texts; rows: no free device row.
 StepResult = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows"]
 STEP_RESULTS: tuple[StepResult, ...] = get_args(StepResult)
-# Nodes and texts; plain decoding, drafts of about eight nodes, and trees of 64 for few texts.
+# (nodes, texts) for plain decoding, drafts of about 8 nodes, and trees of 64 for few texts.
 BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
 SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
-# [T, V] float32 tensors that a step holds at once, with every parameter or without `sample`
-# (test_capture_memory.py). Graphs share that memory, so the largest tells what all take.
+# Number of [T, V] float32 tensors that a step holds at once, with every parameter or with a rule
+# other than `sample` (test_capture_memory.py). Graphs share memory, so the largest decides.
 TABLES = 10.25
 
 
 @dataclass(frozen=True)
 class GraphLimits(CaptureLimits):
-    """What is captured of text steps.
+    """Which text steps are captured.
 
     Attributes:
-        shapes: In the order of capture, first for texts whose only parameter is the temperature.
-        capacity: Most sampling parameters of the texts of a step.
+        shapes: In the order of capture. Each is captured first for texts whose only parameter is
+            the temperature.
+        capacity: Capacity for the sampling parameters of the texts of a step.
     """
 
     shapes: tuple[StepShape, ...] = SHAPES
@@ -64,12 +65,12 @@ class GraphLimits(CaptureLimits):
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a captured step does, whatever its shape.
+    """What a captured step does, regardless of its shape.
 
     Attributes:
-        everything: Whether texts may have any sampling parameters, or a temperature at most.
-        drafter: Whose heads end the step; None without heads.
-        rule: That verifies: SAMPLE, REJECTION or MIXED.
+        everything: Whether texts may have all sampling parameters, or a temperature only.
+        drafter: The drafter whose heads end the step. None without heads.
+        rule: Acceptance rule: SAMPLE, REJECTION or MIXED.
     """
 
     everything: bool
@@ -79,15 +80,22 @@ class StepKind:
 
 @dataclass(frozen=True)
 class StepBucket:
-    """What one graph of a text step is captured for."""
+    """What one graph of a text step is captured for.
+
+    Attributes:
+        shape: The largest step that fits.
+        kind: What the step does.
+    """
 
     shape: StepShape
     kind: StepKind
 
     @property
     def name(self) -> str:
-        """As `72x8`, nodes and texts; `72x8+` with every parameter, `72x8+ medusa` with heads,
-        `72x8+ rejection` where the rule is not `sample`.
+        """`72x8` for nodes and texts, followed by the kind.
+
+        `72x8+` has all parameters, `72x8+ medusa` has heads, and `72x8+ rejection` names a rule
+        other than `sample`.
         """
         kind = self.kind
         size = f"{self.shape.nodes}x{self.shape.sequences}{'+' if kind.everything else ''}"
@@ -95,7 +103,7 @@ class StepBucket:
         return size if name is None else f"{size} {name}"
 
     def bytes(self, vocabulary: int) -> int:
-        """Memory that grows with the vocabulary, of all that such a step holds at once."""
+        """Returns the memory of the step's tensors that grow with the vocabulary."""
         plain = self.kind.rule == SAMPLE and not self.kind.everything
         return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
 
@@ -108,8 +116,8 @@ class Replayed:
     """A replayed step.
 
     Attributes:
-        outputs: What it found, in memory that the next replay overwrites.
-        rows: Rows of its texts.
+        outputs: Its results, in memory that the next replay overwrites.
+        rows: Device rows of its texts.
     """
 
     outputs: StepOutputs
@@ -120,10 +128,10 @@ class StepGraphs:
     """The captured steps of one language model.
 
     Attributes:
-        counts: Steps by how they ran, RESULTS.
-        captured: The graphs, small ones of each kind first.
-        missing: Names of buckets without a graph; the log says why.
-        latest: The replay of the latest step that was replayed.
+        counts: Number of steps by outcome, as in STEP_RESULTS.
+        captured: The graphs, from small to large within each kind.
+        missing: Names of buckets without a graph. The log says why.
+        latest: The replay of the latest replayed step.
     """
 
     @torch.inference_mode()
@@ -140,14 +148,15 @@ class StepGraphs:
         """Captures all graphs that the limits allow.
 
         Args:
-            runner: Of the model.
+            runner: The runner of the model.
             model: The language model.
-            max_texts: Texts that run at once.
+            max_texts: Most texts that run at once.
             limits: What is captured, and how much time and memory that may take.
             record: Captures a step and returns its replay.
-            taken: Bytes that captures have taken so far.
-            drafters: By name. Steps of those with ranked heads are captured once more, with the
-                heads, and for those that draw once more, verified by rejection.
+            taken: Returns the bytes that captures have taken so far.
+            drafters: Drafters by name. Steps for drafters with ranked heads are captured once more,
+                with the heads. If a drafter draws, steps are captured once more, verified by
+                rejection.
         """
         self.runner, self.model, self.capacity = runner, model, limits.capacity
         size = runner.pool.page_size
@@ -178,8 +187,10 @@ class StepGraphs:
         self.captured = [graph for graphs in self._by_kind.values() for graph in graphs]
 
     def _buckets(self, shapes: Seq[StepShape]) -> list[StepBucket]:
-        """In the order of capture. Texts without a draft need no heads. Drawn drafts are mostly
-        chains, so they need no place for more nodes than chains have.
+        """Returns all buckets in the order of capture.
+
+        Texts without a draft need no heads. Drawn drafts are mostly chains, so graphs for them only
+        hold as many nodes as chains have.
         """
         sampled = [
             StepBucket(shape, StepKind(everything, drafter))
@@ -198,7 +209,7 @@ class StepGraphs:
         return sampled + rejected + [StepBucket(shape, own) for shape in shapes if shape.depth]
 
     def _built(self, bucket: StepBucket) -> GraphStep:
-        """The function of a bucket."""
+        """Builds the step of a bucket."""
         kind = bucket.kind
         drawn = self._draws and kind.rule != SAMPLE
         config = StepConfig(
@@ -211,7 +222,9 @@ class StepGraphs:
         return GraphStep(self.runner, self.model, self.rows, config)
 
     def _place_for_probs(self, shape: StepShape) -> Tensor:
-        """[shape.drafted, V] float32, the beginning of what all steps share: one runs at a time."""
+        """Returns [shape.drafted, V] float32 of a buffer that all steps share, since one runs at
+        a time.
+        """
         if self._draft_values is None:
             size = self._most_drafted, self.rows.seen.shape[1]
             self._draft_values = torch.empty(size, device=self.rows.seen.device)
@@ -221,8 +234,8 @@ class StepGraphs:
         """Replays the step of a group, in the smallest bucket that holds it.
 
         Args:
-            groups: One group, as TextGroups forms them for graphs; none if there are only prompts.
-            with_prompts: Whether the forward also computes prompt tokens.
+            groups: One group, as TextGroups forms them for graphs. Empty if there are only prompts.
+            with_prompts: Whether the forward pass also computes prompt tokens.
 
         Returns:
             None if no graph can run the step.
@@ -248,8 +261,10 @@ class StepGraphs:
         return "replayed", Replayed(best.replay(), rows)
 
     def _needs_everything(self, group: TextGroup) -> bool | None:
-        """Whether texts have other parameters than the temperature; None if those exceed the
-        capacity. Computed once for as long as the same texts step.
+        """Returns whether texts have parameters besides the temperature, or None if over
+        capacity.
+
+        The result is computed once for as long as the same texts step.
         """
         table, needs = self._parameter_check
         if table is not group.table:
@@ -260,7 +275,7 @@ class StepGraphs:
         return needs
 
     def _smallest(self, group: TextGroup, everything: bool) -> CapturedStep | None:
-        """The smallest bucket that holds a group, of the first kind that has one."""
+        """Returns the smallest bucket that holds a group, of the first kind that has one."""
         texts, depth = len(group.sizes), group.depth
         nodes = texts + sum(group.sizes)
         for kind in self._kinds(group, everything):
@@ -270,8 +285,9 @@ class StepGraphs:
         return None
 
     def _kinds(self, group: TextGroup, everything: bool) -> list[StepKind]:
-        """Kinds that can run a group, those that do least besides first. Kinds with heads count
-        where the heads belong to all texts with drafts.
+        """Returns the kinds that can run a group, from the least additional work to the most.
+
+        Kinds with heads are included if the heads belong to all texts with drafts.
         """
         if group.rule != SAMPLE:
             mixed = [StepKind(True, rule=MIXED)]
@@ -288,7 +304,7 @@ class StepGraphs:
         return kinds
 
     def forget(self, text: TextSequence) -> None:
-        """Frees the row of a text that has ended or was preempted."""
+        """Frees the device row of a text that has ended or was preempted."""
         self.rows.forget(text)
 
 
@@ -303,15 +319,18 @@ def cuda_graphs(
     """Captures the steps of a model on a CUDA device.
 
     Args:
-        runner: Of the model.
+        runner: The runner of the model.
         model: The language model.
-        max_texts: Texts that run at once.
-        wanted: None captures where the model is on a CUDA device.
+        max_texts: Most texts that run at once.
+        wanted: False disables graphs. None enables them on a CUDA device.
         limits: What is captured.
-        drafters: By name.
+        drafters: Drafters by name.
+
+    Returns:
+        None if graphs are disabled or the device is not CUDA.
 
     Raises:
-        ValueError: If graphs are wanted and the model is not on a CUDA device.
+        ValueError: If `wanted` is True and the model is not on a CUDA device.
     """
     device = runner.pool.keys.device
     if is_cuda(device) and wanted is not False:
@@ -320,5 +339,5 @@ def cuda_graphs(
             runner, model, max_texts, limits, recorder, lambda: recorder.bytes, drafters
         )
     if wanted:
-        raise ValueError(f"graphs is true; they need a CUDA device and the model is on {device}")
+        raise ValueError(f"graphs is true, which needs a CUDA device; the model is on {device}")
     return None

@@ -1,4 +1,6 @@
-"""The trees of a step: each text's last committed token and its draft below, packed on the host."""
+"""The trees of a step, packed on the host: each text's last committed token with its draft
+below.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,20 @@ from recserve.kernels.tree import AUXILIARY, CANDIDATE, TokenTree
 from recserve.speculation.draft import TextDraft
 
 TOKENS, PARENTS, DEPTHS, ENDS, KINDS = range(5)
-MAX_CHAIN_SHAPES = 256  # shapes of chains
+MAX_CHAIN_SHAPES = 256  # cached shapes of chains
 
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """Trees of B texts, and what of them is on the device already.
+    """Trees of B texts, and the parts of them that are on the device already.
 
-    columns [5, T]: tokens, parents, depths, ends, kinds. offsets [B + 1]. late: columns of drafts
-    made on the device, each with its row and place. drafted: nodes but those that fill up, and
-    depth: most levels below a node 0 among them. shaped: whether depths and ends are known; else
-    they follow from the parents that come late.
+    Attributes:
+        columns: [5, T] tokens, parents, depths, ends and kinds.
+        offsets: [B + 1] first node of each tree.
+        late: Columns of drafts made on the device, each with its row and its place in that row.
+        drafted: Number of nodes without the padding.
+        depth: Most levels below a node 0, without the padding.
+        shaped: Whether depths and ends are known. If not, they follow from late parents.
     """
 
     columns: NDArray[np.int64]
@@ -37,7 +42,7 @@ class PackedTrees:
     shaped: bool
 
     def complete(self, columns: Tensor) -> None:
-        """Add what is late to the columns [5, T] on the device, in place."""
+        """Writes the late columns to the columns [5, T] on the device, in place."""
         for column, row, place in self.late:
             columns[row, place] = column
         if not self.shaped:
@@ -46,9 +51,9 @@ class PackedTrees:
 
 
 class TreePacker:
-    """Trees of node 0, the last committed token, and the draft below it, on one device.
+    """Packs trees of node 0, the last committed token, and the draft below it, on one device.
 
-    What chains are beside their tokens follows from their lengths and is kept.
+    All columns of chains except the tokens follow from their lengths and are cached.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -56,7 +61,9 @@ class TreePacker:
         self._chains: dict[tuple[int, ...], TokenTree] = {}
 
     def __call__(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
-        """last [B] tokens. Returns B trees of `1 + n` nodes each, packed."""
+        """Returns B packed trees of `1 + n` nodes each. `last` holds the B last committed
+        tokens.
+        """
         if all(d.depth == d.num_nodes and d.kinds is None and d.tokens.is_cpu for d in drafts):
             return self._of_chains(last, drafts)
         return self._packed(last, drafts)
@@ -98,11 +105,26 @@ def pack_trees(
     num_nodes: int = 0,
     num_trees: int = 0,
 ) -> PackedTrees:
-    """sizes: nodes of each draft. num_nodes, num_trees: fill up to so many, with trees of one node
-    and a last one, a chain, of what is left; there must be room for them. 0: as many as there are.
-    What fills up is auxiliary, so that no walk leaves its first node.
+    """Packs trees on the host.
+
+    Two texts that end with the tokens x and y, with drafts of two nodes and one node:
+
+        x -+- a     y --- d     node     0  1  2  3  4
+           +- b                 token    x  a  b  y  d
+                                parent  -1  0  0 -1  3
+                                ends     3  2  3  5  5
+
+    Padding is auxiliary, so that no walk leaves its first node.
+
+    Args:
+        last: [B] last committed token of each text.
+        drafts: Draft of each text.
+        sizes: Nodes of each draft.
+        num_nodes: Pads to this number of nodes, with a chain as the last tree. It must have
+            room for all trees. 0 adds no padding.
+        num_trees: Pads to this number of trees, with trees of one node. 0 adds no padding.
     """
-    # All that a chain is follows from its length; what forks is told below.
+    # The columns of a chain follow from its length. Forks are entered below.
     chains = _chains(sizes, num_nodes, num_trees)
     columns = chains.columns.copy()
     columns[TOKENS][chains.first] = last
@@ -141,8 +163,11 @@ def _put(
     parts: Seq[tuple[int, Tensor]],
     sizes: tuple[int, ...],
 ) -> list[tuple[Tensor, int, slice]]:
-    """Write what drafts, by their number, say of their nodes; parents are counted in the draft.
-    Returns what lies on the device.
+    """Writes one column of some drafts, given with their numbers. Parents are relative to the
+    draft.
+
+    Returns:
+        The parts that are on the device.
     """
     here = [part for part in parts if part[1].is_cpu]
     if here:
@@ -160,8 +185,10 @@ def _put(
 
 
 def drawn_rows(drafts: Seq[TextDraft], num_nodes: int = 0) -> NDArray[np.int64]:
-    """[T] for every node of packed trees, the place of its probs among those of all drafts, in
-    order; -1 for node 0 of each and for what was chosen. num_nodes: as for `pack_trees`.
+    """Returns [T] the row of each packed node's probabilities among those of all drafts, in
+    order.
+
+    Node 0 of each tree and nodes that were not drawn have -1. num_nodes is as for `pack_trees`.
     """
     sizes = tuple([draft.num_nodes for draft in drafts])
     return _drawn_rows(sizes, tuple([draft.probs is not None for draft in drafts]), num_nodes)
@@ -181,7 +208,12 @@ def _drawn_rows(
 
 @dataclass(frozen=True)
 class _Places:
-    """Packed nodes of some drafts [n], and for each the first of its draft [n]."""
+    """Packed nodes of some drafts.
+
+    Attributes:
+        nodes: [n] packed nodes.
+        starts: [n] first node of each node's draft.
+    """
 
     nodes: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -189,7 +221,7 @@ class _Places:
 
 @lru_cache(maxsize=256)
 def _places(sizes: tuple[int, ...], numbers: tuple[int, ...]) -> _Places:
-    """sizes: nodes of each draft. numbers: which of them."""
+    """Returns the nodes of the drafts `numbers`, given the nodes of each draft."""
     firsts = [1 + number + sum(sizes[:number]) for number in numbers]
     nodes = [np.arange(f, f + sizes[n]) for f, n in zip(firsts, numbers, strict=True)]
     return _Places(np.concatenate(nodes), np.repeat(firsts, [sizes[n] for n in numbers]))
@@ -197,8 +229,13 @@ def _places(sizes: tuple[int, ...], numbers: tuple[int, ...]) -> _Places:
 
 @dataclass(frozen=True)
 class _Chains:
-    """Columns [5, T] of trees that are chains, their tokens 0, and their offsets [B + 1]. first:
-    node 0 of those that are not there to fill up. drafted: their nodes.
+    """Trees that are chains.
+
+    Attributes:
+        columns: [5, T] as in PackedTrees, with tokens 0.
+        offsets: [B + 1] first node of each tree.
+        first: Node 0 of the trees that are not padding.
+        drafted: Number of nodes of these trees.
     """
 
     columns: NDArray[np.int64]
@@ -209,7 +246,7 @@ class _Chains:
 
 @lru_cache(maxsize=256)
 def _chains(drafted: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains:
-    """drafted: nodes below node 0 of each tree. num_nodes, num_trees: as for `pack_trees`."""
+    """Returns chains with `drafted` nodes below node 0, padded as by `pack_trees`."""
     sizes = np.ones(max(num_trees, len(drafted)), np.int64)
     sizes[: len(drafted)] += np.array(drafted, np.int64)
     if num_nodes:
@@ -228,19 +265,22 @@ def _chains(drafted: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains
 
 @lru_cache(maxsize=256)
 def _cached_shape(parents: bytes, depth: int) -> NDArray[np.int64]:
-    """`_shape` as [2, T], cached because a drafter with a fixed tree has the same parents in every
-    step, and computing depths and ends takes several operators per level.
+    """Returns `_shape` as [2, T], cached.
 
-    parents: the bytes of [T] int64, which can be a key where an array cannot.
+    A drafter with a fixed tree has the same parents in every step, and computing depths and ends
+    takes several operators per level. `parents` holds the bytes of [T] int64, because an array
+    cannot be a key.
     """
     columns = _shape(torch.from_numpy(np.frombuffer(parents, np.int64).copy()), depth)
     return torch.stack(columns).numpy()
 
 
 def _shape(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Depths and ends [T] of trees in preorder, of at most `depth` levels below their roots."""
+    """Returns depths and ends [T] of trees in preorder with at most `depth` levels below their
+    roots.
+    """
     node, depths, sizes = parents, torch.zeros_like(parents), torch.ones_like(parents)
-    for _ in range(depth):
+    for _ in range(depth):  # `node` climbs to the ancestor of each node, one level per turn
         inside = node >= 0
         depths += inside
         sizes.index_add_(0, node.clamp(min=0), inside.to(sizes.dtype))

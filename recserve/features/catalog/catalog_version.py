@@ -123,8 +123,8 @@ class CatalogVersion:
         if at < self.record_rows.size and self.record_rows[at] == row:
             return self.log.records[int(self.record_places[at])]
         items = self.base.items
-        said = {k: v for k, v in items.attribute(row).items() if v is not None}
-        return ItemRecord(items.ids[row], items.titles[row], items.categories[row], said)
+        attributes = {k: v for k, v in items.attribute(row).items() if v is not None}
+        return ItemRecord(items.ids[row], items.titles[row], items.categories[row], attributes)
 
     def attributes(self, row: int) -> dict[str, Any]:
         """Returns all attribute columns of a row, None where the item has no value."""

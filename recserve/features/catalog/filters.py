@@ -152,8 +152,8 @@ class ItemFilters:
             self._check(operand, here, depth + 1, nodes)
         elif operator in ("and", "or"):
             if not isinstance(operand, list) or not operand:
-                came = _shown(operand)
-                raise FilterError(here, f"expected a list of one condition or more, got {came}")
+                got = _shown(operand)
+                raise FilterError(here, f"expected a list of one condition or more, got {got}")
             for index, part in enumerate(operand):
                 self._check(part, f"{here}[{index}]", depth + 1, nodes)
         elif operator in OPERATORS:
@@ -174,8 +174,8 @@ class ItemFilters:
         if operator == "in" and not (
             isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES
         ):
-            came = _shown(operand[1])
-            raise FilterError(here, f"expected a list of 1 to {MAX_VALUES} values, got {came}")
+            got = _shown(operand[1])
+            raise FilterError(here, f"expected a list of 1 to {MAX_VALUES} values, got {got}")
         for value in operand[1] if operator == "in" else operand[1:]:
             if isinstance(value, list | dict):
                 raise FilterError(here, f"expected text, number or bool, got {_shown(value)}")

@@ -26,7 +26,7 @@ class IdAssigner:
     Attributes:
         index: Semantic ids of the bundle.
         quantizer: Quantiser of the bundle.
-        room: Number of ids per code tuple, which is the size of the disambiguation level.
+        ids_per_tuple: Number of ids per code tuple, which is the size of the disambiguation level.
     """
 
     def __init__(self, index: SemanticIdIndex, quantizer: Quantizer) -> None:
@@ -39,7 +39,7 @@ class IdAssigner:
                 f"the catalogue has codebooks of {quantised}, "
                 f"the quantiser of {quantizer.codebook_sizes}"
             )
-        self.room = index.codebook_sizes[-1] if index.has_disambiguation else 1
+        self.ids_per_tuple = index.codebook_sizes[-1] if index.has_disambiguation else 1
 
     def assign(
         self, version: CatalogVersion, vectors: np.ndarray, rows: Sequence[int]
@@ -91,7 +91,7 @@ class IdAssigner:
         """Returns the first free id with these codes. `rows` are the bundle's items with them."""
         owners = {self.index.codes[row].tobytes(): row for row in rows.tolist()}
         stem = codes.astype(np.uint16).tobytes()
-        for code in range(self.room):
+        for code in range(self.ids_per_tuple):
             # The id's bytes as uint16: the quantiser's codes, then the disambiguation code.
             last = code.to_bytes(2, sys.byteorder) if self.index.has_disambiguation else b""
             name = stem + last

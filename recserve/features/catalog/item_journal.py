@@ -103,17 +103,17 @@ class ItemJournal:
             JournalError: As in `append`. The file is unchanged then.
         """
         old = self._opened()
-        beside = self.path.with_name(self.path.name + ".new")
+        new_path = self.path.with_name(self.path.name + ".new")
         text = b"".join(map(_line, entries))
         try:
-            beside.unlink(missing_ok=True)
-            file = beside.open("ab", buffering=0)
+            new_path.unlink(missing_ok=True)
+            file = new_path.open("ab", buffering=0)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(file, text)
-            beside.replace(self.path)
+            new_path.replace(self.path)
             _sync(self.path.parent)
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            new_path.unlink(missing_ok=True)
             raise JournalError(f"{self.path}: not writable ({error})") from error
         old.close()
         self._file, self.length = file, len(text)
@@ -175,24 +175,24 @@ def _sync(folder: Path) -> None:
 
 def _line(entry: JournalEntry) -> bytes:
     """Formats a change set as a line: CRC-32 in 8 hex digits, a space and JSON."""
-    said: dict[str, Any] = {"number": entry.number}
+    fields: dict[str, Any] = {"number": entry.number}
     if entry.changes:
-        said["put"] = [_said(change) for change in entry.changes]
+        fields["put"] = [_change_fields(change) for change in entry.changes]
     if entry.hidden:
-        said["hide"] = list(entry.hidden)
-    text = json.dumps(said, ensure_ascii=False, separators=(",", ":"), default=str).encode()
+        fields["hide"] = list(entry.hidden)
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=str).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _said(change: ItemChange) -> dict[str, Any]:
+def _change_fields(change: ItemChange) -> dict[str, Any]:
     """Returns an item change as JSON values."""
-    said: dict[str, Any] = dict(vars(change.record))
-    said["attributes"] = dict(change.record.attributes)
+    fields: dict[str, Any] = dict(vars(change.record))
+    fields["attributes"] = dict(change.record.attributes)
     if change.vector is not None and change.codes is not None:
         raw = np.ascontiguousarray(change.vector, "<f4").tobytes()
-        said["vector"] = base64.b64encode(raw).decode()
-        said["codes"] = change.codes.tolist()
-    return said
+        fields["vector"] = base64.b64encode(raw).decode()
+        fields["codes"] = change.codes.tolist()
+    return fields
 
 
 def _entry(line: bytes, path: Path, number: int) -> JournalEntry:
@@ -201,17 +201,19 @@ def _entry(line: bytes, path: Path, number: int) -> JournalEntry:
     try:
         if int(line[:8], 16) != zlib.crc32(text):
             raise ValueError("the checksum differs")
-        said = json.loads(text)
-        changes = tuple(_change(one) for one in said.get("put", ()))
-        return JournalEntry(int(said["number"]), changes, tuple(said.get("hide", ())))
+        fields = json.loads(text)
+        changes = tuple(_change(one) for one in fields.get("put", ()))
+        return JournalEntry(int(fields["number"]), changes, tuple(fields.get("hide", ())))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise JournalError(f"{path}: line {number} is damaged ({error})") from error
 
 
-def _change(said: dict[str, Any]) -> ItemChange:
+def _change(fields: dict[str, Any]) -> ItemChange:
     """Parses an item change."""
-    record = ItemRecord(said["item_id"], said["title"], said["categories"], said["attributes"])
-    if "vector" not in said:
+    record = ItemRecord(
+        fields["item_id"], fields["title"], fields["categories"], fields["attributes"]
+    )
+    if "vector" not in fields:
         return ItemChange(record)
-    vector = np.frombuffer(base64.b64decode(said["vector"]), "<f4").astype(np.float32)
-    return ItemChange(record, vector, np.array(said["codes"], np.uint16))
+    vector = np.frombuffer(base64.b64decode(fields["vector"]), "<f4").astype(np.float32)
+    return ItemChange(record, vector, np.array(fields["codes"], np.uint16))

@@ -100,8 +100,8 @@ class RecordLog:
         """
         with self._lock:
             for place in range(self._followed, count):
-                for said in dict.fromkeys(self.records[place].categories):
-                    self._by_path.setdefault(said, []).append(place)
+                for category in dict.fromkeys(self.records[place].categories):
+                    self._by_path.setdefault(category, []).append(place)
             self._followed = max(self._followed, count)
             places = self._by_path.get(path, [])
             return places[: bisect_left(places, count)]

@@ -236,12 +236,12 @@ def _merged(
         return keys, values
     new: np.ndarray = np.fromiter(changes, kind, len(changes))
     order = np.argsort(new)
-    new, said = new[order], np.fromiter(changes.values(), np.int64, len(changes))[order]
+    new, new_values = new[order], np.fromiter(changes.values(), np.int64, len(changes))[order]
     at = np.searchsorted(keys, new)
     same = np.zeros(len(new), dtype=bool)
     inside = at < len(keys)
     same[inside] = keys[at[inside]] == new[inside]
     values = values.copy()
-    values[at[same]] = said[same]
+    values[at[same]] = new_values[same]
     fresh = ~same
-    return np.insert(keys, at[fresh], new[fresh]), np.insert(values, at[fresh], said[fresh])
+    return np.insert(keys, at[fresh], new[fresh]), np.insert(values, at[fresh], new_values[fresh])

@@ -51,9 +51,9 @@ def merge(history: np.ndarray, changes: Sequence[Change], cap: int) -> Merged:
         done = _added(after, run) if isinstance(run, list) else _corrected(after, run)
         after = done.history
         taken += done.applied.taken
-    kept = after[-cap:] if len(after) > 2 * cap else after
-    revised = None if _begins_with(kept, history) else Revised(history, kept)
-    return Merged(kept, Applied(taken, revised))
+    trimmed = after[-cap:] if len(after) > 2 * cap else after
+    revised = None if _begins_with(trimmed, history) else Revised(history, trimmed)
+    return Merged(trimmed, Applied(taken, revised))
 
 
 def runs(changes: Sequence[Change]) -> Iterator[list[StoredEvent] | Correction]:
@@ -96,6 +96,7 @@ def _corrected(history: np.ndarray, change: Replacement | Removal) -> Merged:
     if change.keeps_time:
         new["time_us"] = time_us
     elif change.event.time_us != time_us:
+        # After events of the same time.
         place = int(np.searchsorted(rest["time_us"], change.event.time_us, side="right"))
     return Merged(np.concatenate([rest[:place], new, rest[place:]]), Applied([True]))
 

@@ -186,7 +186,7 @@ def _links(
     items = tables.fitted_rows(latest[context, rank])
     starts, lengths = tables.neighbour_ranges(items)
     link = np.repeat(np.arange(items.size), lengths)
-    # `link` is the item of each neighbour; `place` enumerates starts[i] .. starts[i] + lengths[i].
+    # `link` is the item of each neighbour; `place` runs through each item's neighbours.
     place = np.arange(link.size) - np.repeat(np.cumsum(lengths) - lengths, lengths) + starts[link]
     keys, where = np.unique(
         context[link] * tables.num_items + tables.neighbours[place], return_inverse=True

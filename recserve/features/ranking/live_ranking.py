@@ -86,6 +86,7 @@ class LiveRanking:
         width = self.base.categories.shape[1]
         padded = np.full((len(records), max(width, found.shape[1])), len(names), np.int32)
         padded[:, : found.shape[1]] = found
+        # Lists are sorted rarest first, so a list that is too long loses its common categories.
         self._categories.append(padded[:, :width])
         side = np.full((len(records), len(settings.side_names)), np.nan)
         for row, record in enumerate(records):

@@ -192,6 +192,7 @@ def candidate_columns(
         # Root row 0 is the profile, so root row i belongs to event i - 1.
         recent_times = root.events.times[root.shared - 1 :]
         limits = root.shared + np.searchsorted(recent_times, shown_at, side="left")
+        # One context per distinct number of visible events (limits without the profile row).
         lengths, owners = np.unique(limits - 1, return_inverse=True)
         side = _side(tables, root, lengths)
         order = np.argsort(owners, kind="stable")

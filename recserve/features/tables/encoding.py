@@ -36,6 +36,7 @@ def window_start(num_events: int, max_items: int, block: int) -> int:
     """
     if not 1 <= block <= max_items:
         raise ValueError(f"block is {block}; expected 1..{max_items} (max_items)")
+    # Round the number of events before the window up to whole blocks.
     return max(0, -(-(num_events - max_items) // block) * block)
 
 

@@ -66,7 +66,7 @@ def read_events(
     table = read_table(path)
     columns = _Columns.of(table, path, items)
     check = RowCheck(path, table.num_rows, on_bad_rows)
-    columns.judge(check)
+    columns.reject_invalid(check)
     kept = np.flatnonzero(check.kept)
     if not kept.size:
         raise SchemaError(f"{path}: no usable rows among {table.num_rows}")
@@ -125,7 +125,7 @@ class _Columns:
         """[n] int64 values of the clock."""
         return self.times if self.clock == "timestamp" else self.positions
 
-    def judge(self, check: RowCheck) -> None:
+    def reject_invalid(self, check: RowCheck) -> None:
         """Rejects invalid rows, first each row by itself, then rows that repeat earlier ones."""
         clock = self.clock
         for ids, name in ((self.users, "user_id"), (self.item_ids, "item_id")):
@@ -145,8 +145,8 @@ class _Columns:
             lambda r: f"it is {self.values[r]}",
         )
         user_codes = _encode_kept(self.users, check.kept)
-        self._judge_repeats(check, user_codes)
-        self._judge_order(check, user_codes)
+        self._reject_repeats(check, user_codes)
+        self._reject_unordered(check, user_codes)
 
     def log(self, kept: np.ndarray) -> EventLog:
         """Returns the events of the given rows, with users numbered by first appearance."""
@@ -165,7 +165,7 @@ class _Columns:
             self.clock == "timestamp",
         )
 
-    def _judge_repeats(self, check: RowCheck, user_codes: np.ndarray) -> None:
+    def _reject_repeats(self, check: RowCheck, user_codes: np.ndarray) -> None:
         clock, users = self.clock, self.users
         check.refuse(
             _repeats((user_codes, self.item_rows, self.order_by, self.types), check.kept),
@@ -184,7 +184,7 @@ class _Columns:
                 lambda r: f"user {users[r].as_py()!r} already has position {self.positions[r]}",
             )
 
-    def _judge_order(self, check: RowCheck, user_codes: np.ndarray) -> None:
+    def _reject_unordered(self, check: RowCheck, user_codes: np.ndarray) -> None:
         """Rejects, or under "skip" counts, rows that are older than their user's previous row."""
         clock, users = self.clock, self.users
         rows = np.flatnonzero(check.kept)
@@ -264,6 +264,7 @@ def _repeats(keys: tuple[np.ndarray, ...], kept: np.ndarray) -> np.ndarray:
     """Returns [n] bool, True where a valid row equals an earlier valid row in all keys."""
     rows = np.flatnonzero(kept)
     columns = [key[rows] for key in keys]
+    # A stable sort makes equal rows neighbours, the earliest first.
     order = np.lexsort(columns[::-1])
     same = np.ones(max(rows.size - 1, 0), dtype=bool)
     for values in columns:

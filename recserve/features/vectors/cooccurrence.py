@@ -52,6 +52,7 @@ def _pairs(users: np.ndarray, rows: np.ndarray, num_items: int) -> np.ndarray:
     for lag in range(1, min(WINDOW, rows.size - 1) + 1):
         same = (users[lag:] == users[:-lag]) & (rows[lag:] != rows[:-lag])
         early, late, owner = rows[:-lag][same], rows[lag:][same], users[lag:][same]
+        # The user is part of the key, so that `unique` counts each pair once per user.
         base = owner * num_items * num_items
         found += [base + early * num_items + late, base + late * num_items + early]
     if not found:

@@ -68,7 +68,7 @@ class GrownIndex:
         return self.num_items + self.left_out.size
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Implements `VectorIndex.search` of core/retrieval.py."""
+        """Implements `VectorIndex.search` of core/request.py."""
         queries = np.ascontiguousarray(queries, np.float32)
         rows, scores = self.base.search(queries, k)
         if not self.num_later:

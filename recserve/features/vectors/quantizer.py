@@ -27,7 +27,7 @@ MAX_CODES = 65_536
 KMEANS_ROUNDS = 15
 POINTS_PER_CODE = 128
 MIN_WIDTH = 16
-FEW = 4096  # below this number of vectors, a thread pool costs more than it saves
+ONE_THREAD_BELOW = 4096  # vectors; a thread pool costs more than it saves for fewer
 OPQ_KMEANS_ROUNDS = (8, 2, 2, 2, 8)
 
 
@@ -269,7 +269,7 @@ def _nearest(book: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Returns [n] int64 nearest entry (Euclidean) of each vector."""
     index = faiss.IndexFlatL2(book.shape[1])
     index.add(book)
-    with one_thread() if len(vectors) < FEW else nullcontext():
+    with one_thread() if len(vectors) < ONE_THREAD_BELOW else nullcontext():
         nearest: np.ndarray = index.search(vectors, 1)[1][:, 0]
     return nearest
 

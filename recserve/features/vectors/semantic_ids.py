@@ -154,6 +154,7 @@ class SemanticIdIndex:
         first, last = ends[: len(codes)], ends[len(codes) :]
         counts = last - first
         offsets = np.concatenate([[0], np.cumsum(counts)])
+        # The ranges first[i] .. last[i] - 1 of all prefixes, concatenated.
         places = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts)
         return PackedRows(self.order[places], offsets)
 
@@ -172,6 +173,7 @@ class SemanticIdIndex:
 
         A position is before all items with the prefix, or after them where `right` [n] is True.
         """
+        # One binary search per prefix, all in step.
         low = np.zeros(len(wanted), dtype=np.int64)
         high = np.full(len(wanted), self.num_items, dtype=np.int64)
         while (open_ := low < high).any():
@@ -206,6 +208,7 @@ def build_index(
     Raises:
         ValueError: If more than 65,536 items share a tuple.
     """
+    # Items with equal codes become neighbours, most popular first.
     order = np.lexsort((np.arange(len(codes)), -popularity, *codes.T[::-1]))
     ranked = codes[order]
     opens = np.ones(len(codes), dtype=bool)

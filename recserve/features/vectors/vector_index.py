@@ -11,10 +11,10 @@ import numpy as np
 from recserve.features.vectors.faiss_threads import one_thread
 
 FLAT_BELOW = 50_000
-LISTS_READ = 16  # a search reads one in 16 inverted lists
+LISTS_SHARE = 16  # a search reads one in 16 inverted lists
 TRAINED_PER_LIST = 64
-ALL_ABOVE = 8  # a search for more than an eighth of the items reads all lists
-GPU_MOST = 2048  # largest k of faiss on a GPU
+ALL_LISTS_SHARE = 8  # a search for more than an eighth of the items reads all lists
+MAX_GPU_K = 2048  # largest k of faiss on a GPU
 
 
 class FaissIndex:
@@ -94,14 +94,14 @@ class FaissIndex:
         return new
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Implements `VectorIndex.search` of core/retrieval.py; row -1 pads if k exceeds I."""
-        everywhere = k * ALL_ABOVE > self.num_items
+        """Implements `VectorIndex.search` of core/request.py; row -1 pads if k exceeds I."""
+        everywhere = k * ALL_LISTS_SHARE > self.num_items
         index = self._index
-        if self._gpu is not None and k <= GPU_MOST and not everywhere:
+        if self._gpu is not None and k <= MAX_GPU_K and not everywhere:
             index = self._gpu
         parameters = None
         if self.num_lists:
-            read = self.num_lists if everywhere else math.ceil(self.num_lists / LISTS_READ)
+            read = self.num_lists if everywhere else math.ceil(self.num_lists / LISTS_SHARE)
             parameters = faiss.SearchParametersIVF(nprobe=read)  # type: ignore[call-arg]
         queries = np.ascontiguousarray(queries, np.float32)
         with one_thread():

@@ -1,4 +1,4 @@
-/* Prefixes that were scored, as one table in ascending order of keys (search/scored.py). */
+/* Prefixes that were scored, as one table in ascending order of keys (search/scores.py). */
 #include "functions.h"
 
 #include <stdlib.h>

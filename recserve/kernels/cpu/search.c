@@ -3,8 +3,8 @@
  *     score[child] = score[beam] + logit[child] - log sum exp(logits of the beam's children)
  *
  * Of every request the best children over all beams are kept, ties to the lower node, but for those
- * that cannot enter its answer any more (search/bounds.py). The logits come from states that a model
- * computed for some prefixes, from a recurrent head that is stepped on the way (NEZHA, arXiv
+ * that cannot enter its answer any more (search/expansion.py). The logits come from states that a
+ * model computed for some prefixes, from a recurrent head that is stepped on the way (NEZHA, arXiv
  * 2511.18793, section 4), or from what each level reads of the root alone (level heads). Beams with
  * one child need none. Beams of few children are multiplied by the codes of these alone, the others
  * by all of the level's at once: at most m C E operations, and a few reads for each child.

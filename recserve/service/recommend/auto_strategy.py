@@ -2,7 +2,7 @@
 
 Expected times are running means of this server's own answers. They include the time in the queue,
 so that they rise with the load. `speculative` is preferred to `beam`: where drafts do not pay
-(search/draft_plan.py), it runs beam search, and the answer names `beam`.
+(search/strategies/speculative.py), it runs beam search, and the answer names `beam`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The text lane on a pretended CUDA device: every drafter and every rule writes the CPU's texts."""
+"""On a pretended CUDA device, every drafter and every rule writes the texts of the CPU."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_rules_decide_as_on_the_cpu(drafter, rule):
     both((drafter,), texts(drafter, rule, "hot"))
 
 
-def test_texts_that_are_set_aside_come_back():
+def test_preempted_texts_resume():
     both(("suffix",), texts("suffix", "sample", "hot", count=5), pages=14)
 
 

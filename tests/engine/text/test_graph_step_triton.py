@@ -56,7 +56,7 @@ def engine():
 
 @pytest.mark.parametrize("name", chosen(("warm", "everything"), "everything"))
 def test_kernels_write_the_plain_text(name, engine):
-    """Trees with wrong siblings, alone and three together with other parameters beside."""
+    """Trees with wrong siblings, alone, and three together with other parameters."""
     model, made, launched = engine
     texts, requests, wanted = {}, [], []
     for number, prompt in enumerate(prompts(3)):

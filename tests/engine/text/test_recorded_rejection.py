@@ -1,7 +1,7 @@
-"""Steps that other rules than `sample` judge inside the record: the texts of launched steps.
+"""Captured steps with rules other than `sample` write the texts of launched steps.
 
 Steps are recorded and replayed on the CPU (recorder.py), over a poisoned pool; the engine that
-launches its steps judges texts of each rule by themselves, and drawn drafts by another loop,
+launches its steps verifies the texts of each rule separately, and drawn drafts by another loop,
 `verify.rejection.reject`.
 """
 
@@ -167,7 +167,7 @@ def test_what_is_recorded_follows_from_the_drafters(engines):
 
 
 def test_buckets_that_chains_cannot_fill_are_left_out():
-    """Of those that are judged by rejection; after all records of `sample`, before those of texts
+    """Of those that are verified by rejection; after all records of `sample`, before those of texts
     with rules of their own, and in one place for probs.
     """
     model, wanted = shared_model(), []

@@ -1,4 +1,4 @@
-"""Text in the engine: the same tokens as plain decoding, whatever is drafted and whoever is beside.
+"""Text in the engine equals plain decoding, token for token, with any drafter and any batch.
 
 All in float32. Logits of a tree differ from those of a plain forward in the last bits, so the tests
 would notice a tie within about 1e-5; the drawn models have none.
@@ -196,10 +196,10 @@ def test_chunked_prefill_and_prefix_cache_change_nothing(model):
     long = prompts(1, seed=5, low=40, high=41)[0]
     params = SamplingParams(seed=8, max_tokens=10)
     tokens, *_ = plain(model, long.tolist(), params)
-    beside = prompts(1, seed=6, low=30, high=31)[0]
-    other, *_ = plain(model, beside.tolist(), params)
+    short = prompts(1, seed=6, low=30, high=31)[0]
+    other, *_ = plain(model, short.tolist(), params)
     for _ in range(2):
-        answers = engine.run_many([TextQuery(long, params), TextQuery(beside, params)])
+        answers = engine.run_many([TextQuery(long, params), TextQuery(short, params)])
         assert [a.tokens.tolist() for a in answers] == [tokens, other]
     assert answers[0].timing.root_cached >= 36 and answers[0].timing.forwards == 10
     more = np.concatenate([long, tokens[:5]])
