@@ -168,4 +168,4 @@ def test_the_doctor_says_which_vocabulary_is_too_large():
 
 def test_the_doctor_loads_the_model_it_is_asked_about(tmp_path):
     findings = {f.name: f for f in doctor.examine(llm=tmp_path / "none")}
-    assert findings["graphs"].state == "fail" and "no folder" in findings["graphs"].detail
+    assert findings["graphs"].state == "fail" and "no such folder" in findings["graphs"].detail
