@@ -22,8 +22,7 @@ import numpy as np
 
 from recserve.features.catalog.catalog import Catalog, item_keys
 from recserve.features.catalog.item_records import ItemRecord, RecordLog
-from recserve.features.catalog.row_map import RowMap
-from recserve.features.catalog.row_tables import Extended, Growing, are_among
+from recserve.features.catalog.row_tables import Extended, Growing, RowMap, are_among
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 

@@ -26,9 +26,8 @@ from recserve.server.errors import (
 )
 from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.server.transport.flow_control import HoldableFlow, limit_unread_answer
-from recserve.server.transport.header_count import HeaderCount
+from recserve.server.transport.gate import UPLOAD_KEY, Upload
 from recserve.server.transport.request_timer import RequestPart, RequestTimer
-from recserve.server.transport.trace import UPLOAD_KEY, Upload
 
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
 # After a refusal, incoming bytes are dropped for this long. Closing at once could lose the error.
@@ -259,3 +258,52 @@ class Connection(HttpToolsProtocol):
 def connection_class(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio.Protocol]:
     """Returns the connection class for uvicorn's setting `http`."""
     return cast(type[asyncio.Protocol], partial(Connection, limits=limits, metrics=metrics))
+
+
+class HeaderCount:
+    """Counts reported headers, and the bytes that the parser has read since its last report.
+
+    The second count is needed because the parser buffers an endless header without a report.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._num_headers = 0
+        self._num_bytes = 0
+        self._num_unreported = 0
+
+    def begin(self) -> None:
+        """Resets the counts for a new request."""
+        self._num_headers = self._num_bytes = self._num_unreported = 0
+
+    def url(self, size: int) -> None:
+        """Counts a reported part of the URL. Raises HeadersTooLarge."""
+        self._num_unreported = 0
+        self._num_bytes += size
+        self.check()
+
+    def header(self, name: bytes, value: bytes) -> None:
+        """Counts a reported header or trailer. Raises HeadersTooLarge."""
+        self._num_headers += 1
+        if self._num_headers > self._limits.max_headers:
+            most = self._limits.max_headers
+            raise HeadersTooLarge(f"a request may have at most {most} headers, got more")
+        self.url(len(name) + len(value) + len(b": \r\n"))
+
+    def body(self) -> None:
+        """Resets the unreported bytes: they belonged to the body."""
+        self._num_unreported = 0
+
+    def fed(self, size: int) -> None:
+        """Counts bytes that the parser is about to read.
+
+        Args:
+            size: Number of bytes.
+        """
+        self._num_unreported += size
+
+    def check(self) -> None:
+        """Raises HeadersTooLarge if the sum of reported and unreported bytes exceeds the limit."""
+        most = self._limits.max_header_bytes
+        if self._num_bytes + self._num_unreported > most:
+            raise HeadersTooLarge(f"URL and headers may have at most {most} bytes, got more")

@@ -14,7 +14,7 @@ from recserve.core.allowed import AllowedItems, packed_rows
 from recserve.features.catalog.catalog import Catalog, item_keys
 from recserve.features.catalog.catalog_version import CatalogVersion, first_version
 from recserve.features.catalog.filters import ItemFilters
-from recserve.features.catalog.row_map import RowMap
+from recserve.features.catalog.row_tables import RowMap
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.vectors.grown_index import GrownIndex
 from recserve.kernels.trie.item_graph import ItemGraph

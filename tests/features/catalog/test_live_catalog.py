@@ -15,8 +15,7 @@ from recserve.features.catalog.live_catalog import (
     restored,
     with_short_log,
 )
-from recserve.features.catalog.row_map import RowMap
-from recserve.features.catalog.row_tables import Extended, Growing, Patched
+from recserve.features.catalog.row_tables import Extended, Growing, Patched, RowMap
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingSettings, _bind
 from recserve.features.tables.items import ItemTable
