@@ -9,6 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from recserve.experiments.blocks import (
+    BLOCK_TIMES,
+    MIN_BLOCKS,
+    Floats,
+    count_blocks,
+    difference_time,
+    effective_size,
+    time_blocks,
+)
 from recserve.experiments.criteria import Criteria, Metric, SampleRatio, VerdictKind, decide
 from recserve.experiments.datasets import Sample
 from recserve.experiments.guardrails import find_guardrails, paired_overlaps
@@ -18,21 +27,15 @@ from recserve.experiments.plan import Mode
 from recserve.experiments.quality import Guardrail
 from recserve.experiments.sequential import Look, confidence_sequence
 from recserve.experiments.statistics import (
-    MIN_BLOCKS,
     SRM_ALARM,
     STATISTICS,
     Effect,
-    Floats,
     Interval,
     Observations,
     Statistic,
-    autocorrelation_time,
     compare,
-    count_blocks,
-    effective_size,
     quantile_level,
     sample_ratio_p,
-    time_blocks,
 )
 
 CONFIDENCE = 0.95
@@ -57,8 +60,9 @@ class Comparison:
         order_effect: Second calls of pairs against first ones, in the median; None without pairs.
         num_blocks: Time blocks.
         block_s: Mean length of a block.
-        correlation_time: Consecutive requests that carry the information of one.
-        effective_size: Independent requests that say as much about the deciding statistic.
+        correlation_time: Consecutive shots over which the arms' difference stays correlated.
+        effective_size: Independent requests that say as much about the deciding statistic of one
+            arm alone.
         detectable: Relative effect that a run like this finds with power 0.9.
         kind: Whether the treatment is better, worse, or neither is shown; "invalid" where a check
             failed.
@@ -147,9 +151,10 @@ def compare_arms(
     """
     mine = (columns.arm == 0) | (columns.arm == treatment)
     confidence = 1 - (1 - CONFIDENCE) / max(len(names) - 1, 1)
-    latencies = columns.latency_ms[mine & columns.timed]
-    tau = autocorrelation_time(np.log(np.maximum(latencies, 1e-6)))
     shots = columns.shot[mine]
+    counted = mine & columns.timed & (columns.latency_ms > 0)
+    treated = columns.arm[counted] == treatment
+    tau = difference_time(columns.latency_ms[counted], treated, columns.shot[counted])
     num_blocks = count_blocks(len(np.unique(shots)), tau)
     blocks = np.zeros(len(columns.shot), dtype=np.int64)
     blocks[mine] = time_blocks(shots, num_blocks)
@@ -253,10 +258,10 @@ def find_notes(
     shots = len(np.unique(columns.shot[mine]))
     if num_blocks < MIN_BLOCKS:
         notes.append(f"Only {num_blocks} time blocks: run longer for at least {MIN_BLOCKS}.")
-    elif shots / num_blocks < 10 * tau:
+    elif shots / num_blocks < BLOCK_TIMES * tau:
         notes.append(
-            f"Latencies stay correlated over {tau:.0f} requests, and a block holds only "
-            f"{shots / num_blocks:.0f}: intervals may be too narrow; run longer."
+            f"The arms' difference stays correlated over {tau:.0f} requests, and a block holds "
+            f"only {shots / num_blocks:.0f}: intervals may be too narrow; run longer."
         )
     smallest = min(int((columns.arm[mine] == arm).sum()) for arm in (0, treatment))
     if criteria.statistic == "p99" and smallest < MIN_TAIL:

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
+from recserve.experiments.blocks import Floats
 from recserve.experiments.statistics import (
     RESAMPLES,
-    Floats,
     Interval,
     Observations,
     block_weights,
@@ -136,7 +136,7 @@ def guard_overlap(overlaps: Sequence[float], margin: float) -> Guardrail:
     reach = float(stats.t.ppf(0.975, max(len(values) - 1, 1))) * error
     if error == 0:
         # All values are equal: bound the share of other values by Wilson's interval.
-        bound = stats.binomtest(0, len(values)).proportion_ci(method="wilson").high
+        bound = float(stats.binomtest(0, len(values)).proportion_ci(method="wilson").high)
         change = Interval(mean - 1, max(-1.0, mean - 1 - bound), mean - 1)
     else:
         change = Interval(mean - 1, mean - 1 - reach, min(0.0, mean - 1 + reach))

@@ -9,28 +9,23 @@ the standard deviation of the resampled log ratios and Student's t with one degr
 than blocks. benchmarks/experiments/ab_power.py tests its false-alarm rate on recorded latencies.
 
 Sources: Künsch 1989 and Carlstein 1986 (block bootstrap); Bell and McCaffrey 2002 (t quantiles for
-few clusters); Cameron, Gelbach and Miller 2011 (two-way clusters); Geyer 1992 (initial positive
-sequence).
+few clusters); Cameron, Gelbach and Miller 2011 (two-way clusters).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import fft, stats
+from scipy import stats
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from recserve.experiments.blocks import Floats, Ints
 
-MIN_BLOCKS = 30
-MAX_BLOCKS = 200
-# A block is this many times longer than latencies stay correlated.
-BLOCK_TIMES = 10
-RESAMPLES = 2000
-GRID = 1024
+RESAMPLES = 1000
+GRID = 512
 # Half-width of the grid around a quantile, in standard errors of independent requests.
 GRID_ERRORS = 12.0
 SRM_ALARM = 0.001
@@ -101,50 +96,6 @@ class Observations:
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
 
-def autocorrelation_time(series: Floats) -> float:
-    """Returns the number of consecutive values that carry the information of one.
-
-    It is 1 for independent values, at least 1 otherwise: one plus twice the sum of the
-    autocorrelations, up to the first pair of lags whose sum is not positive (Geyer 1992).
-    """
-    n = len(series)
-    centred = series - series.mean() if n else series
-    power = float(np.dot(centred, centred))
-    if n < 4 or power <= 0:
-        return 1.0
-    size = fft.next_fast_len(2 * n)
-    spectrum = np.abs(fft.rfft(centred, size)) ** 2
-    correlations = fft.irfft(spectrum, size)[: n // 2] / power
-    pairs = correlations[: len(correlations) // 2 * 2].reshape(-1, 2).sum(axis=1)
-    negative = np.flatnonzero(pairs <= 0)
-    pairs = pairs[: negative[0]] if len(negative) else pairs
-    return float(max(1.0, 2 * pairs.sum() - 1))
-
-
-def effective_size(series: Floats) -> float:
-    """Returns how many independent values say as much about the mean as these."""
-    return len(series) / autocorrelation_time(series)
-
-
-def count_blocks(num_values: int, correlation_time: float) -> int:
-    """Returns the number of time blocks: as many as are long enough, from 30 to 200."""
-    wanted = int(num_values / (BLOCK_TIMES * correlation_time))
-    return max(2, min(max(wanted, MIN_BLOCKS), MAX_BLOCKS, num_values // 2))
-
-
-def time_blocks(order: Ints, num_blocks: int) -> Ints:
-    """Returns [n] block numbers: contiguous in time, with as many shots in each.
-
-    Args:
-        order: [n] number of the shot in time; calls of a pair share it and stay together.
-        num_blocks: Number of blocks.
-    """
-    shots, places = np.unique(order, return_inverse=True)
-    num_blocks = min(num_blocks, max(len(shots), 1))
-    result: Ints = (places.astype(np.int64) * num_blocks) // max(len(shots), 1)
-    return result
-
-
 def compare(
     observations: Observations,
     statistic: Statistic,
@@ -208,11 +159,14 @@ def t_test(estimate: float, error: float, degrees: int) -> float:
     return float(2 * stats.t.sf(abs(estimate) / error, degrees))
 
 
+@lru_cache(maxsize=4)
 def block_weights(num_blocks: int, resamples: int, seed: int) -> Floats:
     """Returns [resamples, num_blocks]: how often each block is drawn with replacement."""
     drawn = np.random.default_rng(seed)
     shares = np.full(num_blocks, 1 / num_blocks)
-    return drawn.multinomial(num_blocks, shares, size=resamples).astype(np.float64)
+    weights = drawn.multinomial(num_blocks, shares, size=resamples).astype(np.float64)
+    weights.flags.writeable = False  # shared by all callers
+    return weights
 
 
 def _resample(
@@ -260,11 +214,15 @@ def _resample_quantile(values: Floats, blocks: Ints, weights: Floats, level: flo
     grid = ranked[ranks]
     place = (below < wanted[:, None]).sum(axis=1)
     right = np.clip(place, 0, len(ranks) - 1)
-    left = np.clip(place - 1, 0, len(ranks) - 1)
     rows = np.arange(len(weights))
-    low, high = below[rows, left], below[rows, right]
+    low, high = below[rows, np.maximum(place - 1, 0)], below[rows, right]
+    # The largest drawn value below the wanted count; blocks that were not drawn leave gaps.
+    left = np.clip((below < low[:, None]).sum(axis=1), 0, len(ranks) - 1)
+    # Between neighbouring values the quantile moves within one count, as numpy's does; between
+    # grid points that are further apart it is taken to move evenly.
+    apart = np.where(ranks[-1] - ranks[0] >= len(ranks), high - low, 1.0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        share = np.where(high > low, (wanted - low) / (high - low), 0.0)
+        share = np.where(high > low, (wanted - low) / apart, 0.0)
     result: Floats = grid[left] + np.clip(share, 0, 1) * (grid[right] - grid[left])
     return result
 
