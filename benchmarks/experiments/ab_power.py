@@ -108,7 +108,7 @@ def replay(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int) -
     observed = Observations(values, treated, blocks)
     result = {"p": {}, "error": {}, "blocks": observed.num_blocks}
     for statistic in STATISTICS:
-        effect_ = compare(observed, statistic, seed=seed)
+        effect_ = compare(observed, statistic)
         result["p"][statistic] = effect_.p_value
         result["error"][statistic] = effect_.log_error
     result["naive"] = naive(values, treated)

@@ -1,33 +1,40 @@
 """Differences of latencies between arms, with intervals that survive autocorrelation.
 
 Latencies of one server come in waves, so requests are not independent. A run is therefore cut into
-contiguous time blocks that hold requests of all arms, and whole blocks are resampled. Arms share
-the blocks, so a wave that hits both arms cancels out of their difference.
+contiguous time blocks that hold requests of both arms. In each block a score says how much more
+often (or by how much) one arm was slow. If the arms are equal, swapping their names within a block
+changes only the sign of its score; so the summed score is compared with sums under random signs.
+This test is exact for `paired` and `blocks` designs, and holds for few blocks and heavy waves. In
+`split` designs, where units stay in one arm, a two-way cluster-robust t test takes its place.
 
-The interval is on the log scale (ratios of latencies are nearer to normal than differences), with
-the standard deviation of the resampled log ratios and Student's t with one degree of freedom less
-than blocks. benchmarks/experiments/ab_power.py tests its false-alarm rate on recorded latencies.
+The interval holds every factor (or shift) by which the treatment's latencies can be divided without
+the test noticing a difference. For a quantile the score counts requests above the pooled quantile,
+so no density is estimated.
 
-Sources: Künsch 1989 and Carlstein 1986 (block bootstrap); Bell and McCaffrey 2002 (t quantiles for
-few clusters); Cameron, Gelbach and Miller 2011 (two-way clusters).
+Why not a bootstrap: resampled blocks move a tail quantile up and down the waves that both arms
+share, and its spread then says 2 % of false alarms for 5 % (benchmarks/experiments/ab_power.py).
+
+Sources: Canay, Romano and Shaikh 2017, "Randomization tests under an approximate symmetry
+assumption" (signs of cluster scores); Woodruff 1952 (quantile intervals by inversion); Cameron,
+Gelbach and Miller 2011 (two-way clusters).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import optimize, stats
 
 from recserve.experiments.blocks import Floats, Ints
 
-RESAMPLES = 1000
-GRID = 512
-# Half-width of the grid around a quantile, in standard errors of independent requests.
-GRID_ERRORS = 12.0
+SIGNS = 4000
+TOLERANCE = 1e-3  # of the ends of an interval, in its half-width
+MAX_DOUBLINGS = 12
 SRM_ALARM = 0.001
 Statistic = Literal["mean", "p50", "p90", "p99"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
@@ -100,138 +107,181 @@ def compare(
     observations: Observations,
     statistic: Statistic,
     confidence: float = 0.95,
-    seed: int = 0,
 ) -> Effect:
-    """Returns the effect on one statistic, with block-bootstrap intervals.
+    """Returns the effect on one statistic, with intervals by inverted sign tests of block scores.
 
     Args:
         observations: Values of both arms; both in at least two blocks.
         statistic: Which one.
         confidence: Of the intervals.
-        seed: Of the resampling.
 
     Raises:
         ValueError: If an arm is empty, there are fewer than two blocks, or a value is not positive.
     """
     values, treated = observations.values, observations.treated
-    num_blocks = observations.num_blocks
-    if treated.all() or not treated.any() or num_blocks < 2:
-        raise ValueError(f"{len(values)} values in {num_blocks} blocks: expected both arms and two")
+    if treated.all() or not treated.any() or observations.num_blocks < 2:
+        blocks = observations.num_blocks
+        raise ValueError(f"{len(values)} values in {blocks} blocks: expected both arms and two")
     if not values.min() > 0:
         raise ValueError(f"smallest value {values.min()}: latencies are above 0")
-    weights = block_weights(num_blocks, RESAMPLES, seed)
-    blocks = observations.blocks
-    control, controls = _resample(values[~treated], blocks[~treated], weights, statistic)
-    treatment, treatments = _resample(values[treated], blocks[treated], weights, statistic)
-    usable = (controls > 0) & (treatments > 0)
+    scores = Scores(observations, statistic)
+    units = observations.units
+    degrees = observations.num_blocks - 1
     inflation = 1.0
-    degrees = num_blocks - 1
-    if observations.units is not None:
+    if units is not None:
         inflation = unit_inflation(observations, statistic)
-        degrees = min(degrees, len(np.unique(observations.units)) - 1)
-    ratio = float(np.log(treatment / control))
-    ratio_error = float(np.log(treatments[usable] / controls[usable]).std(ddof=1)) * inflation
-    error = float((treatments[usable] - controls[usable]).std(ddof=1)) * inflation
+        degrees = min(degrees, len(np.unique(units)) - 1)
     reach = float(stats.t.ppf((1 + confidence) / 2, degrees))
-    relative = Interval(
-        estimate=float(np.expm1(ratio)),
-        low=float(np.expm1(ratio - reach * ratio_error)),
-        high=float(np.expm1(ratio + reach * ratio_error)),
-    )
-    change = treatment - control
+    control, treatment = scores.level(False), scores.level(True)
+    ratio, change = float(np.log(treatment / control)), treatment - control
+
+    def limit(score: Floats) -> float:
+        if units is None:
+            return sign_limit(score, confidence)
+        return reach * inflation * robust_error(score)
+
+    low, high = invert(scores.scaled, limit, ratio, 0.01)
+    low_ms, high_ms = invert(scores.shifted, limit, change, 0.01 * control)
+    plain = scores.scaled(0.0)
+    if units is None:
+        p_value = sign_test(plain)
+    else:
+        ratio_of_errors = abs(float(plain.sum())) / max(inflation * robust_error(plain), 1e-300)
+        p_value = float(2 * stats.t.sf(ratio_of_errors, degrees))
     return Effect(
         statistic=statistic,
         control=control,
         treatment=treatment,
-        absolute=Interval(change, change - reach * error, change + reach * error),
-        relative=relative,
-        p_value=t_test(ratio, ratio_error, degrees),
+        absolute=Interval(change, min(low_ms, change), max(high_ms, change)),
+        relative=Interval(
+            estimate=float(np.expm1(ratio)),
+            low=float(np.expm1(min(low, ratio))),
+            high=float(np.expm1(max(high, ratio))),
+        ),
+        p_value=p_value,
         log_ratio=ratio,
-        log_error=ratio_error,
-        num_blocks=num_blocks,
+        log_error=(high - low) / (2 * reach),
+        num_blocks=observations.num_blocks,
     )
 
 
-def t_test(estimate: float, error: float, degrees: int) -> float:
-    """Returns the two-sided p-value; 1 for no difference without error."""
-    if error <= 0:
-        return 1.0 if estimate == 0 else 0.0
-    return float(2 * stats.t.sf(abs(estimate) / error, degrees))
+class Scores:
+    """Block scores of one statistic; they add up to more than zero if the treatment is slower."""
+
+    def __init__(self, observations: Observations, statistic: Statistic) -> None:
+        treated = observations.treated
+        self.level_of = None if statistic == "mean" else quantile_level(statistic)
+        self.arms = (observations.values[~treated], observations.values[treated])
+        self.blocks = (observations.blocks[~treated], observations.blocks[treated])
+        self.num_blocks = observations.num_blocks
+
+    def level(self, treated: bool) -> float:
+        """The statistic of one arm."""
+        values = self.arms[treated]
+        if self.level_of is None:
+            return float(values.mean())
+        return float(np.quantile(values, self.level_of))
+
+    def scaled(self, log_factor: float) -> Floats:
+        """[num_blocks] scores after the treatment's values are divided by a factor."""
+        return self._scores(self.arms[1] * np.exp(-log_factor))
+
+    def shifted(self, shift: float) -> Floats:
+        """[num_blocks] scores after a shift is taken off the treatment's values."""
+        return self._scores(self.arms[1] - shift)
+
+    def _scores(self, treatment: Floats) -> Floats:
+        control = self.arms[0]
+        pooled = np.concatenate([control, treatment])
+        if self.level_of is None:
+            centre = pooled.mean()
+            parts = [control - centre, treatment - centre]
+        else:
+            rank = min(int(self.level_of * len(pooled)), len(pooled) - 1)
+            edge = np.partition(pooled, rank)[rank]
+            share = float((pooled > edge).mean())
+            parts = [(control > edge) - share, (treatment > edge) - share]
+        sums = [
+            np.bincount(blocks, part, minlength=self.num_blocks) / len(part)
+            for blocks, part in zip(self.blocks, parts, strict=True)
+        ]
+        result: Floats = sums[1] - sums[0]
+        return result
 
 
 @lru_cache(maxsize=4)
-def block_weights(num_blocks: int, resamples: int, seed: int) -> Floats:
-    """Returns [resamples, num_blocks]: how often each block is drawn with replacement."""
-    drawn = np.random.default_rng(seed)
-    shares = np.full(num_blocks, 1 / num_blocks)
-    weights = drawn.multinomial(num_blocks, shares, size=resamples).astype(np.float64)
-    weights.flags.writeable = False  # shared by all callers
-    return weights
+def _signs(num_blocks: int) -> Floats:
+    """[SIGNS, num_blocks] drawn signs, the same for every call."""
+    drawn = np.random.default_rng(0)
+    signs: Floats = drawn.integers(0, 2, (SIGNS, num_blocks)).astype(np.float64) * 2 - 1
+    signs.flags.writeable = False
+    return signs
 
 
-def _resample(
-    values: Floats, blocks: Ints, weights: Floats, statistic: Statistic
-) -> tuple[float, Floats]:
-    """The statistic and its value in each resample."""
-    num_blocks = weights.shape[1]
-    if statistic == "mean":
-        sums = np.bincount(blocks, values, minlength=num_blocks)
-        counts = np.bincount(blocks, minlength=num_blocks)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            means = (weights @ sums) / (weights @ counts)
-        return float(values.mean()), np.nan_to_num(means)
-    level = quantile_level(statistic)
-    return float(np.quantile(values, level)), _resample_quantile(values, blocks, weights, level)
+def sign_limit(scores: Floats, confidence: float) -> float:
+    """Returns the largest sum of scores that random signs reach with this confidence."""
+    return float(np.quantile(np.abs(_signs(len(scores)) @ scores), confidence))
+
+
+def robust_error(scores: Floats) -> float:
+    """Returns the cluster-robust standard error of the sum of block scores."""
+    n = len(scores)
+    return float(np.sqrt(((scores - scores.mean()) ** 2).sum() * n / max(n - 1, 1)))
+
+
+def sign_test(scores: Floats) -> float:
+    """Returns the two-sided p-value of the sum of scores under random signs."""
+    sums = np.abs(_signs(len(scores)) @ scores)
+    reached = sums >= abs(scores.sum()) * (1 - 1e-12)
+    return float((1 + reached.sum()) / (1 + SIGNS))
+
+
+def invert(
+    score: Callable[[float], Floats],
+    limit: Callable[[Floats], float],
+    estimate: float,
+    step: float,
+) -> tuple[float, float]:
+    """Returns the smallest and the largest effect that the test does not refuse.
+
+    Args:
+        score: Block scores after an effect is taken off; their sum falls with it.
+        limit: Largest sum that is not refused.
+        estimate: Where the search starts.
+        step: First distance that is tried.
+    """
+
+    def excess(effect: float, side: float) -> float:
+        found = score(effect)
+        return side * float(found.sum()) - limit(found)
+
+    ends = []
+    for side in (1.0, -1.0):
+        inside, reach = estimate, step
+        for _ in range(MAX_DOUBLINGS):
+            outside = estimate - side * reach
+            if excess(outside, side) > 0:
+                break
+            inside, reach = outside, 2 * reach
+        else:
+            ends.append(-side * np.inf)
+            continue
+        if excess(inside, side) >= 0:
+            ends.append(inside)
+            continue
+        ends.append(
+            float(
+                optimize.brentq(
+                    excess, outside, inside, args=(side,), xtol=TOLERANCE * reach, rtol=1e-9
+                )
+            )
+        )
+    return ends[0], ends[1]
 
 
 def quantile_level(statistic: str) -> float:
     """Returns 0.99 for "p99"."""
     return int(statistic[1:]) / 100
-
-
-def _resample_quantile(values: Floats, blocks: Ints, weights: Floats, level: float) -> Floats:
-    """[resamples] quantiles of resampled blocks.
-
-    Only counts per block below a grid of order statistics are needed, so a resample costs one row
-    of a matrix product whatever the number of values. Between grid points it interpolates.
-    """
-    n, num_blocks = len(values), weights.shape[1]
-    order = np.argsort(values, kind="stable")
-    ranked = values[order]
-    error = np.sqrt(level * (1 - level) / n)
-    # Blocks that differ widen the spread of the quantile beyond that of independent values.
-    spread = GRID_ERRORS * error * np.sqrt(_clustering(values, blocks, num_blocks, level))
-    first = int(np.clip((level - spread) * n, 0, n - 1))
-    last = int(np.clip(np.ceil((level + spread) * n), first, n - 1))
-    ranks = np.unique(np.linspace(first, last, min(GRID, last - first + 1)).astype(np.int64))
-    cells = np.searchsorted(ranks, np.arange(n), side="left")
-    table = np.zeros((num_blocks, len(ranks) + 1))
-    np.add.at(table, (blocks[order], cells), 1.0)
-    counts = np.cumsum(table, axis=1)
-    drawn = weights @ counts
-    below, totals = drawn[:, :-1], drawn[:, -1]
-    wanted = level * (totals - 1) + 1
-    grid = ranked[ranks]
-    place = (below < wanted[:, None]).sum(axis=1)
-    right = np.clip(place, 0, len(ranks) - 1)
-    rows = np.arange(len(weights))
-    low, high = below[rows, np.maximum(place - 1, 0)], below[rows, right]
-    # The largest drawn value below the wanted count; blocks that were not drawn leave gaps.
-    left = np.clip((below < low[:, None]).sum(axis=1), 0, len(ranks) - 1)
-    # Between neighbouring values the quantile moves within one count, as numpy's does; between
-    # grid points that are further apart it is taken to move evenly.
-    apart = np.where(ranks[-1] - ranks[0] >= len(ranks), high - low, 1.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        share = np.where(high > low, (wanted - low) / apart, 0.0)
-    result: Floats = grid[left] + np.clip(share, 0, 1) * (grid[right] - grid[left])
-    return result
-
-
-def _clustering(values: Floats, blocks: Ints, num_blocks: int, level: float) -> float:
-    """Variance of the share below the quantile over that of independent values, at least 1."""
-    below = (values <= np.quantile(values, level)) - level
-    sums = np.bincount(blocks, below, minlength=num_blocks)
-    return float(max(1.0, (sums**2).sum() / (len(values) * level * (1 - level))))
 
 
 def unit_inflation(observations: Observations, statistic: Statistic) -> float:

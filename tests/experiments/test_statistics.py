@@ -16,12 +16,13 @@ from recserve.experiments.blocks import (
 from recserve.experiments.statistics import (
     STATISTICS,
     Observations,
-    block_weights,
+    Scores,
     compare,
     sample_ratio_p,
+    sign_limit,
+    sign_test,
     unit_inflation,
 )
-from recserve.experiments.statistics import _resample_quantile as resample_quantile
 
 
 def waves(size, keep, drawn):
@@ -75,28 +76,46 @@ def test_blocks_are_contiguous_even_and_keep_pairs_together():
     assert count_blocks(16_000, 8.0) == MAX_BLOCKS
 
 
-@pytest.mark.parametrize("level", [0.5, 0.9, 0.99])
-def test_resampled_quantiles_equal_those_of_copied_blocks(level):
-    """Within the spacing of neighbouring values, of which the grid leaves some out."""
-    drawn = np.random.default_rng(7)
-    size, num_blocks = 9000, 30
-    values = np.exp(drawn.normal(0, 0.5, size))
-    blocks = time_blocks(np.arange(size), num_blocks)
-    weights = block_weights(num_blocks, 50, 1)
-    found = resample_quantile(values, blocks, weights, level)
-    groups = [values[blocks == block] for block in range(num_blocks)]
-    for row, quantile in zip(weights, found, strict=True):
-        copied = np.concatenate(
-            [np.tile(group, int(times)) for group, times in zip(groups, row, strict=True)]
-        )
-        assert quantile == pytest.approx(np.quantile(copied, level), rel=2e-3)
+def test_scores_of_equal_arms_add_up_to_the_difference():
+    """By hand: of four values, 3 and 4 are above the pooled median; the treatment holds both."""
+    observed = Observations(
+        np.array([1.0, 2.0, 3.0, 4.0]),
+        np.array([False, False, True, True]),
+        np.array([0, 1, 0, 1]),
+    )
+    assert Scores(observed, "mean").shifted(0.0).tolist() == [1.0, 1.0]
+    assert Scores(observed, "mean").shifted(2.0).tolist() == [0.0, 0.0]
+    assert Scores(observed, "p50").scaled(0.0).sum() == 0.5
 
 
-def test_equal_weights_give_the_plain_quantile():
-    values = np.random.default_rng(1).exponential(size=601)
-    blocks = time_blocks(np.arange(601), 30)
-    found = resample_quantile(values, blocks, np.ones((1, 30)), 0.5)
-    assert found[0] == pytest.approx(np.quantile(values, 0.5), rel=1e-9)
+def test_the_sign_test_is_the_exact_one():
+    """Ten blocks have 1,024 signs; 4,000 drawn ones are within four standard errors."""
+    import itertools
+
+    scores = np.random.default_rng(4).normal(0.5, 1, 10)
+    every = np.array(list(itertools.product([-1, 1], repeat=10)))
+    exact = (np.abs(every @ scores) >= abs(scores.sum()) - 1e-12).mean()
+    assert sign_test(scores) == pytest.approx(exact, abs=4 * np.sqrt(exact / 4000))
+    limit = np.quantile(np.abs(every @ scores), 0.9)
+    assert sign_limit(scores, 0.9) == pytest.approx(limit, rel=0.05)
+
+
+def test_interval_and_p_value_agree():
+    drawn = np.random.default_rng(3)
+    for effect in (0.0, 0.02, 0.05):
+        observed = experiment(drawn, effect=effect)
+        found = compare(observed, "p90")
+        assert found.relative.excludes_zero == (found.p_value < 0.05)
+
+
+def test_an_interval_without_an_end_is_infinite():
+    """Two blocks never give a sum that fewer than 5 % of the signs reach."""
+    observed = Observations(
+        np.array([1.0, 2.0, 1.1, 2.2]), np.array([False, True, False, True]), np.array([0, 0, 1, 1])
+    )
+    found = compare(observed, "mean")
+    assert found.relative.low == -1 and found.relative.high == np.inf
+    assert not found.relative.excludes_zero
 
 
 def test_the_error_of_independent_means_is_that_of_theory():
@@ -128,7 +147,7 @@ def test_a_scaled_arm_has_that_effect_on_every_statistic(statistic):
 def test_false_alarms_on_waves_stay_near_five_per_cent(statistic):
     """300 A/A runs; binomial with 5 %: at most 29 alarms, and at least 3, with p > 0.998."""
     drawn = np.random.default_rng(42)
-    alarms = sum(compare(experiment(drawn), statistic, seed=n).p_value < 0.05 for n in range(300))
+    alarms = sum(compare(experiment(drawn), statistic).p_value < 0.05 for n in range(300))
     low, high = stats.binom.interval(0.998, 300, 0.05)
     assert low <= alarms <= high
 
@@ -149,15 +168,15 @@ def test_units_that_stay_in_one_arm_widen_the_interval():
     """40 users with levels of their own, 200 A/A runs by user: alarms at 5 % with units counted."""
     drawn = np.random.default_rng(6)
     alarms, naive = 0, 0
-    for n in range(200):
+    for _ in range(200):
         users = drawn.integers(0, 40, 2000)
         levels = drawn.normal(0, 0.3, 40)
         arms = drawn.permutation(40) < 20
         values = np.exp(levels[users] + drawn.normal(0, 0.3, 2000))
         blocks = time_blocks(np.arange(2000), 40)
         counted = Observations(values, arms[users], blocks, users)
-        alarms += compare(counted, "p50", seed=n).p_value < 0.05
-        naive += compare(Observations(values, arms[users], blocks), "p50", seed=n).p_value < 0.05
+        alarms += compare(counted, "p50").p_value < 0.05
+        naive += compare(Observations(values, arms[users], blocks), "p50").p_value < 0.05
     assert naive > 70
     low, high = stats.binom.interval(0.998, 200, 0.05)
     assert low <= alarms <= high
