@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
 from recserve.experiments.statistics import (
     Interval,
     Observations,
     Statistic,
-    compare,
+    robust_estimate,
 )
 
 # Looks before this block are not reported: the sequence is asymptotic.
@@ -97,21 +98,24 @@ def confidence_sequence(
         )
         if part.treated.all() or not part.treated.any() or seen < 2:
             continue
-        effect = compare(part, statistic, confidence=1 - alpha)
-        reach = boundary(seen, rho, alpha) * effect.log_error
+        found = robust_estimate(part, statistic)
+        fixed = float(stats.t.ppf(1 - alpha / 2, seen - 1)) * found.log_error
+        always = boundary(seen, rho, alpha) * found.log_error
         looks.append(
             Look(
                 num_blocks=seen,
                 share=seen / planned,
-                relative=Interval(
-                    estimate=effect.relative.estimate,
-                    low=float(np.expm1(effect.log_ratio - reach)),
-                    high=float(np.expm1(effect.log_ratio + reach)),
-                ),
-                fixed=effect.relative,
+                relative=around(found.log_ratio, max(always, fixed)),
+                fixed=around(found.log_ratio, fixed),
             )
         )
     return looks
+
+
+def around(log_ratio: float, reach: float) -> Interval:
+    """Returns the relative interval of a log ratio and its half-width."""
+    low, high = log_ratio - reach, log_ratio + reach
+    return Interval(*(float(np.expm1(value)) for value in (log_ratio, low, high)))
 
 
 def stopping_block(looks: Sequence[Look]) -> int | None:

@@ -35,6 +35,8 @@ from recserve.experiments.blocks import Floats, Ints
 SIGNS = 4000
 TOLERANCE = 1e-3  # of the ends of an interval, in its half-width
 MAX_DOUBLINGS = 12
+# Standard errors at which the robust interval is taken; near the ends that are reported.
+ROBUST_REACH = 2.0
 SRM_ALARM = 0.001
 Statistic = Literal["mean", "p50", "p90", "p99"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
@@ -163,6 +165,25 @@ def compare(
         log_error=(high - low) / (2 * reach),
         num_blocks=observations.num_blocks,
     )
+
+
+@dataclass(frozen=True)
+class LogRatio:
+    """log(treatment / control) of one statistic, with its cluster-robust standard error."""
+
+    log_ratio: float
+    log_error: float
+
+
+def robust_estimate(observations: Observations, statistic: Statistic) -> LogRatio:
+    """Returns the log ratio and an error from the width of an interval of two errors."""
+    scores = Scores(observations, statistic)
+    ratio = float(np.log(scores.level(True) / scores.level(False)))
+    inflation = unit_inflation(observations, statistic) if observations.units is not None else 1.0
+    low, high = invert(
+        scores.scaled, lambda score: ROBUST_REACH * inflation * robust_error(score), ratio, 0.01
+    )
+    return LogRatio(log_ratio=ratio, log_error=(high - low) / (2 * ROBUST_REACH))
 
 
 class Scores:
