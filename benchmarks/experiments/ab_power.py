@@ -32,7 +32,8 @@ from recserve.experiments.blocks import (
     time_blocks,
 )
 from recserve.experiments.machine import this_machine
-from recserve.experiments.statistics import STATISTICS, Observations, compare
+from recserve.experiments.scores import STATISTICS, Observations
+from recserve.experiments.statistics import compare
 
 STRETCH = 500  # mean length of a resampled stretch, in shots
 ALPHA = 0.05

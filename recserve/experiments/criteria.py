@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recserve.experiments.quality import Guardrail
+from recserve.experiments.scores import Statistic
 from recserve.experiments.sequential import Look, stopping_block
-from recserve.experiments.statistics import Effect, Statistic
+from recserve.experiments.statistics import Effect
 
 Metric = Literal["latency", "ttft", "tpot"]
 VerdictKind = Literal["better", "worse", "unclear", "invalid"]
@@ -81,7 +82,8 @@ def decide(
         always = ", valid at every look" + (f"; decided after block {stop}" if stop else "")
     where = f"{criteria.statistic} {criteria.metric}"
     figures = (
-        f"{percent(interval.estimate)} (95 % interval {percent(interval.low)} to "
+        f"{percent(interval.estimate)} ({effect.confidence * 100:.4g} % interval "
+        f"{percent(interval.low)} to "
         f"{percent(interval.high)}{always}), {effect.control:.3g} to {effect.treatment:.3g} ms"
     )
     failed = [guard.name for guard in guards if guard.outcome == "fail"]

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from recserve.experiments.statistics import Interval, Observations, Scores
+from recserve.experiments.scores import Observations, Scores
+from recserve.experiments.statistics import Interval
 
 Outcome = Literal["pass", "fail", "unclear"]
 

@@ -164,8 +164,8 @@ def _effects(one: Comparison) -> Markup:
         decides = one.statistic if metric == one.metric else None
         blocks.append(tag("div", *(_effect(e, axis, decides) for e in effects), class_="rows"))
     note = (
-        f"Change of {one.treatment} against {one.control}, with 95 % intervals from resampled time "
-        "blocks. Left of the dashed line is faster."
+        f"Change of {one.treatment} against {one.control}, with intervals that allow for waves of "
+        "slow requests. Left of the dashed line is faster."
     )
     heading = "Effects" if len(one.effects) > 1 else f"Effect on {METRICS[one.metric].lower()}"
     return tag(

@@ -18,12 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from recserve.experiments.statistics import (
-    Interval,
-    Observations,
-    Statistic,
-    robust_estimate,
-)
+from recserve.experiments.scores import Observations, Statistic
+from recserve.experiments.statistics import Interval, robust_estimate
 
 # Looks before this block are not reported: the sequence is asymptotic.
 FIRST_LOOK = 10

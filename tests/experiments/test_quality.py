@@ -14,7 +14,8 @@ from recserve.experiments.quality import (
     non_inferior,
     overlap,
 )
-from recserve.experiments.statistics import Interval, Observations
+from recserve.experiments.scores import Observations
+from recserve.experiments.statistics import Interval
 
 
 def test_overlap_counts_common_items_of_the_longer_slate():

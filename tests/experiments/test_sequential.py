@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from recserve.experiments.blocks import time_blocks
+from recserve.experiments.scores import Observations
 from recserve.experiments.sequential import (
     FIRST_LOOK,
     MAX_LOOKS,
@@ -14,7 +15,6 @@ from recserve.experiments.sequential import (
     stopping_block,
     tuned_rho,
 )
-from recserve.experiments.statistics import Observations
 
 
 def experiment(drawn, effect=0.0, size=2000, num_blocks=50):

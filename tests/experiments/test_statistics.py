@@ -13,16 +13,15 @@ from recserve.experiments.blocks import (
     effective_size,
     time_blocks,
 )
-from recserve.experiments.statistics import (
+from recserve.experiments.scores import (
     STATISTICS,
     Observations,
     Scores,
-    compare,
-    sample_ratio_p,
     sign_limit,
     sign_test,
     unit_inflation,
 )
+from recserve.experiments.statistics import compare, sample_ratio_p
 
 
 def waves(size, keep, drawn):
