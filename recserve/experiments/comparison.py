@@ -13,6 +13,7 @@ from recserve.experiments.blocks import (
     BLOCK_TIMES,
     MIN_BLOCKS,
     Floats,
+    Ints,
     count_blocks,
     difference_time,
     effective_size,
@@ -275,8 +276,8 @@ def find_notes(
         notes.append(f"Only {num_blocks} time blocks: run longer for at least {MIN_BLOCKS}.")
     elif per_block < BLOCK_TIMES * tau:
         notes.append(
-            f"The arms' difference stays correlated over {tau:.0f} requests, and a time block holds "
-            f"{per_block:.0f}. Intervals may be too narrow: run longer."
+            f"The arms' difference stays correlated over {tau:.0f} requests, and a time block "
+            f"holds {per_block:.0f}. Intervals may be too narrow: run longer."
         )
     smallest = min(int((columns.arm == arm).sum()) for arm in (0, treatment))
     if criteria.statistic == "p99" and smallest < MIN_TAIL:

@@ -179,7 +179,14 @@ async def run_session(
         slates = await check_slates(workload, columns, samples, arms, design)
     names = [arm.name for arm in arms]
     summaries = tuple(
-        summarise(columns, names, samples, workload.target.kind, slates.known, workload.k)
+        summarise(
+            columns=columns,
+            arms=names,
+            samples=samples,
+            kind=workload.target.kind,
+            known_items=slates.known,
+            k=workload.k,
+        )
     )
     return Session(
         columns=columns,
