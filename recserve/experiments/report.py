@@ -14,7 +14,7 @@ from recserve.experiments.charts import (
     interval,
 )
 from recserve.experiments.comparison import Comparison
-from recserve.experiments.criteria import percent
+from recserve.experiments.criteria import METRIC_WORDS, percent
 from recserve.experiments.document import Document
 from recserve.experiments.markup import Markup, tag
 from recserve.experiments.quality import Guardrail
@@ -23,12 +23,7 @@ from recserve.experiments.report_tables import arms_table, checks, drafting_tabl
 from recserve.experiments.statistics import Effect, Interval
 
 STYLE = "report.css"
-METRICS = {
-    "latency": "Latency",
-    "ttft": "Time to first token",
-    "tpot": "Time per output token",
-}
-WORDS = {"better": "better", "worse": "worse", "unclear": "not shown", "invalid": "not valid"}
+WORDS = {"better": "better", "worse": "worse", "unclear": "undecided", "invalid": "not valid"}
 OUTCOMES = {"pass": "holds", "fail": "fails", "unclear": "unclear"}
 
 
@@ -80,13 +75,13 @@ def _verdict(one: Comparison) -> Markup:
     big = tag(
         "div",
         percent(shown.estimate),
-        tag("small", f"{one.statistic} {one.metric}"),
+        tag("small", f"{one.statistic} {METRIC_WORDS[one.metric]}"),
         class_="big",
     )
-    detail = (
-        f"A run like this finds a change of {one.detectable:.1%} with power 0.9. "
-        f"{one.num_blocks} time blocks of {one.block_s:.1f} s."
-    )
+    reach = f"A run like this finds a change of {one.detectable:.1%} with power 0.9."
+    if one.detectable > 1:
+        reach = "A run of this length finds only very large changes."
+    detail = f"{reach} {one.num_blocks} time blocks of {one.block_s:.1f} s."
     text = tag(
         "div",
         tag("p", tag("span", WORDS[one.kind], class_=f"badge {one.kind}")),
@@ -152,14 +147,14 @@ def _effects(one: Comparison) -> Markup:
     blocks: list[Markup] = []
     for metric, effects in one.effects.items():
         if len(one.effects) > 1:
-            blocks.append(tag("h2", METRICS[metric]))
+            blocks.append(tag("h2", METRIC_WORDS[metric].capitalize()))
         decides = one.statistic if metric == one.metric else None
         blocks.append(tag("div", *(_effect(e, axis, decides) for e in effects), class_="rows"))
     note = (
         f"Change of {one.treatment} against {one.control}, with intervals that allow for waves of "
         "slow requests. Left of the dashed line is faster."
     )
-    heading = "Effects" if len(one.effects) > 1 else f"Effect on {METRICS[one.metric].lower()}"
+    heading = "Effects" if len(one.effects) > 1 else f"Effect on {METRIC_WORDS[one.metric]}"
     return tag(
         "div",
         tag("section", tag("h2", heading), tag("p", note, class_="note"), *blocks, class_="card"),
@@ -187,9 +182,12 @@ def _effect(effect: Effect, axis: Axis, decides: str | None) -> Markup:
 
 
 def common_axis(intervals: Sequence[Interval]) -> Axis:
-    """Returns an axis that holds zero and all intervals."""
-    low = min([0.0, *(one.low for one in intervals)])
-    high = max([0.0, *(one.high for one in intervals)])
+    """Returns an axis that holds zero, all estimates, and all intervals that are not very wide."""
+    estimates = [one.estimate for one in intervals]
+    widest = max([1.0, *(3 * abs(value) for value in estimates)])
+    shown = [one for one in intervals if one.high - one.low < widest]
+    low = min([0.0, *estimates, *(one.low for one in shown)])
+    high = max([0.0, *estimates, *(one.high for one in shown)])
     room = 0.08 * max(high - low, 1e-3)
     return Axis(title="", low=low - room, high=high + room, ticks=())
 

@@ -15,6 +15,7 @@ from recserve.experiments.charts import (
     tail,
 )
 from recserve.experiments.comparison import Comparison
+from recserve.experiments.criteria import METRIC_WORDS
 from recserve.experiments.document import Document
 from recserve.experiments.markup import Markup, tag
 from recserve.experiments.measurements import Spread
@@ -127,9 +128,9 @@ def looks(one: Comparison) -> Markup | None:
         Line(edge([k.relative.estimate for k in seen]), "a0"),
     ]
     note = (
-        f"Relative change of {one.statistic} {one.metric} in per cent, as the run went on. The "
-        "wide band holds at every look, so a run may stop when it leaves zero. The narrow band "
-        "holds for one planned look only."
+        f"Relative change of {one.statistic} {METRIC_WORDS[one.metric]} in per cent, as the run "
+        "went on. The wide band holds at every look, so a run may stop when it leaves zero. The "
+        "narrow band holds for one planned look only."
     )
     return tag(
         "section",

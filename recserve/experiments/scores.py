@@ -20,6 +20,8 @@ from recserve.experiments.blocks import Floats, Ints
 SIGNS = 4000
 TOLERANCE = 1e-3  # of the ends of an interval, in its half-width
 MAX_DOUBLINGS = 12
+# An interval without an end, as a factor; it stays a number in JSON.
+UNBOUNDED = 1e6
 # Standard errors at which the robust interval is taken; near the ends that are reported.
 ROBUST_REACH = 2.0
 Statistic = Literal["mean", "p50", "p90", "p99"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from recserve.experiments.scores import Observations, Statistic
+from recserve.experiments.scores import UNBOUNDED, Observations, Statistic
 from recserve.experiments.statistics import Interval, robust_estimate
 
 # Looks before this block are not reported: the sequence is asymptotic.
@@ -110,7 +110,8 @@ def confidence_sequence(
 
 def around(log_ratio: float, reach: float) -> Interval:
     """Returns the relative interval of a log ratio and its half-width."""
-    low, high = log_ratio - reach, log_ratio + reach
+    end = math.log(UNBOUNDED)
+    low, high = max(log_ratio - reach, -end), min(log_ratio + reach, end)
     return Interval(*(float(np.expm1(value)) for value in (log_ratio, low, high)))
 
 

@@ -29,6 +29,7 @@ from scipy import stats
 from recserve.experiments.blocks import Floats
 from recserve.experiments.scores import (
     ROBUST_REACH,
+    UNBOUNDED,
     Observations,
     Scores,
     Statistic,
@@ -122,8 +123,11 @@ def compare(
             return sign_limit(score, confidence)
         return reach * inflation * robust_error(score)
 
-    low, high = invert(scores.scaled, limit, ratio, 0.01)
-    low_ms, high_ms = invert(scores.shifted, limit, change, 0.01 * control)
+    end, end_ms = float(np.log(UNBOUNDED)), control * UNBOUNDED
+    low, high = np.clip(invert(scores.scaled, limit, ratio, 0.01), -end, end)
+    low_ms, high_ms = np.clip(
+        invert(scores.shifted, limit, change, 0.01 * control), -end_ms, end_ms
+    )
     plain = scores.scaled(0.0)
     if units is None:
         p_value = sign_test(plain)
@@ -134,7 +138,7 @@ def compare(
         statistic=statistic,
         control=control,
         treatment=treatment,
-        absolute=Interval(change, min(low_ms, change), max(high_ms, change)),
+        absolute=Interval(change, float(min(low_ms, change)), float(max(high_ms, change))),
         relative=Interval(
             estimate=float(np.expm1(ratio)),
             low=float(np.expm1(min(low, ratio))),
@@ -142,7 +146,7 @@ def compare(
         ),
         p_value=p_value,
         log_ratio=ratio,
-        log_error=(high - low) / (2 * reach),
+        log_error=float(high - low) / (2 * reach),
         num_blocks=observations.num_blocks,
         confidence=confidence,
     )
@@ -164,7 +168,9 @@ def robust_estimate(observations: Observations, statistic: Statistic) -> LogRati
     low, high = invert(
         scores.scaled, lambda score: ROBUST_REACH * inflation * robust_error(score), ratio, 0.01
     )
-    return LogRatio(log_ratio=ratio, log_error=(high - low) / (2 * ROBUST_REACH))
+    end = float(np.log(UNBOUNDED))
+    width = float(min(high, end) - max(low, -end))
+    return LogRatio(log_ratio=ratio, log_error=width / (2 * ROBUST_REACH))
 
 
 def sample_ratio_p(counts: tuple[int, ...], weights: tuple[float, ...] | None = None) -> float:

@@ -32,7 +32,8 @@ def compared(columns, mode="blocks", overlaps=(), **criteria):
     [(-0.2, "better", "is faster than"), (0.2, "worse", "is slower than"), (0.0, "unclear", "No")],
 )
 def test_the_verdict_says_what_the_run_shows(mode, effect, kind, word):
-    found = compared(made_run(mode, effect=effect, seed=3), mode, statistic="p50")
+    columns = made_run(mode, effect=effect, seed=3)
+    found = compared(columns, mode, statistic="p50", ndcg_margin=1.0)
     assert found.kind == kind
     assert word in found.verdict and "p50 latency" in found.verdict
     assert 30 <= found.num_blocks <= 200
@@ -51,6 +52,12 @@ def test_a_faster_arm_that_breaks_a_guardrail_is_not_better():
     guards = {guard.name: guard.outcome for guard in found.guardrails}
     assert guards["overlap of slates"] == "fail"
     assert found.kind == "worse" and "guardrail fails: overlap of slates" in found.verdict
+
+
+def test_a_faster_arm_is_not_better_before_its_guardrails_hold():
+    found = compared(made_run(effect=-0.2), statistic="p50", ndcg_margin=1e-4)
+    assert found.kind == "unclear"
+    assert "is faster than" in found.verdict and "Not enough data" in found.verdict
 
 
 def test_failed_requests_break_their_guardrail():
@@ -76,7 +83,7 @@ def test_overlap_measured_apart_from_the_run_is_guarded_too():
 def test_streams_are_compared_in_three_times():
     found = compared(made_run(text=True, effect=0.3), metric="ttft", statistic="p50")
     assert set(found.effects) == {"latency", "ttft", "tpot"}
-    assert "p50 ttft" in found.verdict and found.kind == "worse"
+    assert "p50 time to first token" in found.verdict and found.kind == "worse"
 
 
 def test_a_time_that_is_not_there_is_refused():

@@ -102,7 +102,7 @@ def test_the_page_is_whole_and_holds_no_foreign_markup(mode, text):
 
 
 @pytest.mark.parametrize(
-    ("effect", "badge"), [(-0.3, "better"), (0.3, "worse"), (0.0, "not shown")]
+    ("effect", "badge"), [(-0.3, "better"), (0.3, "worse"), (0.0, "undecided")]
 )
 def test_the_verdict_comes_first(effect, badge):
     document = made_document(effect=effect, name="narrow", seed=2)

@@ -13,8 +13,10 @@ from recserve.experiments.blocks import (
     effective_size,
     time_blocks,
 )
+from recserve.experiments.criteria import percent
 from recserve.experiments.scores import (
     STATISTICS,
+    UNBOUNDED,
     Observations,
     Scores,
     sign_limit,
@@ -107,13 +109,15 @@ def test_interval_and_p_value_agree():
         assert found.relative.excludes_zero == (found.p_value < 0.05)
 
 
-def test_an_interval_without_an_end_is_infinite():
+def test_an_interval_without_an_end_is_marked_and_stays_a_number():
     """Two blocks never give a sum that fewer than 5 % of the signs reach."""
     observed = Observations(
         np.array([1.0, 2.0, 1.1, 2.2]), np.array([False, True, False, True]), np.array([0, 0, 1, 1])
     )
     found = compare(observed, "mean")
-    assert found.relative.low == -1 and found.relative.high == np.inf
+    assert found.relative.high == pytest.approx(UNBOUNDED - 1)
+    assert percent(found.relative.high) == "+\N{INFINITY}"
+    assert np.isfinite([found.absolute.low, found.absolute.high, found.log_error]).all()
     assert not found.relative.excludes_zero
 
 
