@@ -10,12 +10,11 @@ that its waves stay, draws the arms anew as the mode does, and runs the comparis
 A/A: nothing differs, so 5 % of the replays may call a difference; the share must lie in the
 binomial 99 % band. Power: one arm's latencies are multiplied by 1.03, so that its 99th percentile
 is 3 % higher; the number of shots at which 90 % of the replays find it is computed from the errors
-of the A/A replays, and then tried. The naive interval (independent requests) is shown beside.
+of the A/A replays, and then tried.
 """
 
 import argparse
 import json
-import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -53,7 +52,6 @@ class Cell:
     replays: int
     found: dict[str, float]
     errors: dict[str, float]
-    naive: dict[str, float]
     blocks: float
 
 
@@ -89,7 +87,7 @@ def stationary(length: int, size: int, drawn: np.random.Generator) -> np.ndarray
 
 
 def replay(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int) -> dict:
-    """One experiment: p-value and log error per statistic, and the naive p-value of p99."""
+    """One experiment: p-value and log error per statistic."""
     drawn = np.random.default_rng(seed)
     rows = stationary(len(trace), shots, drawn)
     if mode == "paired":
@@ -112,14 +110,7 @@ def replay(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int) -
         effect_ = compare(observed, statistic)
         result["p"][statistic] = effect_.p_value
         result["error"][statistic] = effect_.log_error
-    result["naive"] = naive(values, treated)
     return result
-
-
-def naive(values: np.ndarray, treated: np.ndarray) -> dict[str, float]:
-    """Welch's test of the mean of log latencies, as if requests were independent."""
-    logs = np.log(values)
-    return {"mean": float(stats.ttest_ind(logs[treated], logs[~treated], equal_var=False).pvalue)}
 
 
 def run_cell(pool, trace, mode: str, shots: int, effect: float, replays: int) -> Cell:
@@ -136,13 +127,11 @@ def run_cell(pool, trace, mode: str, shots: int, effect: float, replays: int) ->
         replays=replays,
         found={s: float(np.mean([r["p"][s] < ALPHA for r in results])) for s in STATISTICS},
         errors={s: float(np.mean([r["error"][s] for r in results])) for s in STATISTICS},
-        naive={"mean": float(np.mean([r["naive"]["mean"] < ALPHA for r in results]))},
         blocks=float(np.mean([r["blocks"] for r in results])),
     )
 
 
 def _several(trace, mode, shots, effect, seeds) -> list[dict]:
-    os.nice(0)
     return [replay(trace, mode, shots, effect, seed) for seed in seeds]
 
 
