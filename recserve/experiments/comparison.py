@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from recserve.experiments.blocks import (
-    BLOCK_TIMES,
     MIN_BLOCKS,
     Floats,
     Ints,
@@ -39,6 +38,8 @@ from recserve.experiments.statistics import SRM_ALARM, Effect, Interval, compare
 
 CONFIDENCE = 0.95
 POWER = 0.9
+# A block shorter than this many correlation times is reported.
+SHORT_BLOCK = 3
 # Fewer requests of an arm than this say nothing about a 99th percentile.
 MIN_TAIL = 1000
 
@@ -274,7 +275,7 @@ def find_notes(
     per_block = len(np.unique(columns.shot[mine])) / num_blocks
     if num_blocks < MIN_BLOCKS:
         notes.append(f"Only {num_blocks} time blocks: run longer for at least {MIN_BLOCKS}.")
-    elif per_block < BLOCK_TIMES * tau:
+    elif per_block < SHORT_BLOCK * tau:
         notes.append(
             f"The arms' difference stays correlated over {tau:.0f} requests, and a time block "
             f"holds {per_block:.0f}. Intervals may be too narrow: run longer."

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from recserve.experiments.charts import (
     COLOURS,
+    Axis,
     Line,
     chart,
     linear_axis,
@@ -71,6 +73,13 @@ def _latencies(document: Document) -> list[Spread]:
     return [one.latency_ms for one in document.summaries if one.latency_ms is not None]
 
 
+def whole_axis(title: str, low: float, high: float) -> Axis:
+    """Returns an axis that starts and ends with the data, with round ticks between."""
+    axis = linear_axis(title, low, high)
+    ticks = tuple(tick for tick in axis.ticks if low <= tick.value <= high)
+    return replace(axis, low=low, high=high, ticks=ticks)
+
+
 def course(document: Document) -> Markup | None:
     """Returns median and 99th percentile over the run; None without answers."""
     lines = []
@@ -86,7 +95,7 @@ def course(document: Document) -> Markup | None:
     if not values:
         return None
     seconds = document.series[0].seconds
-    x = linear_axis("seconds of the run", 0.0, seconds[-1] + seconds[0])
+    x = whole_axis("seconds of the run", 0.0, seconds[-1] + seconds[0])
     y = log_axis("ms", min(values), max(values))
     names = [arm.name for arm in document.arms]
     has_tail = any(value is not None for one in document.series for value in one.p99_ms)
@@ -111,7 +120,7 @@ def looks(one: Comparison) -> Markup | None:
     y = linear_axis(
         "", 100 * max(min(lows[len(lows) // 4 :]), -1), 100 * min(max(highs[len(highs) // 4 :]), 2)
     )
-    x = linear_axis("time blocks seen", seen[0].num_blocks, seen[-1].num_blocks)
+    x = whole_axis("time blocks seen", seen[0].num_blocks, seen[-1].num_blocks)
 
     def edge(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
         return tuple(

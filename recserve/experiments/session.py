@@ -153,6 +153,8 @@ async def run_session(
     samples = tuple(read_samples(workload.data, workload.users))
     check_samples(samples, workload.target)
     times = arrival_times(workload, design.seed)
+    if not len(times):
+        raise ValueError("no arrivals: raise the rate or lengthen the run")
     shots = make_plan(samples, arms, workload.target, times, design, workload.fields)
     load = workload.load
     if workload.arrivals == "closed":
