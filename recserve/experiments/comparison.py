@@ -9,34 +9,37 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from recserve.experiments.criteria import Criteria, Metric, SampleRatio, VerdictKind, decide
+from recserve.experiments.blocks import (
+    MIN_BLOCKS,
+    Floats,
+    Ints,
+    count_blocks,
+    difference_time,
+    effective_size,
+    time_blocks,
+)
+from recserve.experiments.criteria import (
+    Criteria,
+    Metric,
+    SampleRatio,
+    VerdictKind,
+    decide,
+    percent,
+)
 from recserve.experiments.datasets import Sample
 from recserve.experiments.guardrails import find_guardrails, paired_overlaps
 from recserve.experiments.load import Exchange
 from recserve.experiments.measurements import Columns
 from recserve.experiments.plan import Mode
 from recserve.experiments.quality import Guardrail
+from recserve.experiments.scores import STATISTICS, Observations, Statistic, quantile_level
 from recserve.experiments.sequential import Look, confidence_sequence
-from recserve.experiments.statistics import (
-    MIN_BLOCKS,
-    SRM_ALARM,
-    STATISTICS,
-    Effect,
-    Floats,
-    Interval,
-    Observations,
-    Statistic,
-    autocorrelation_time,
-    compare,
-    count_blocks,
-    effective_size,
-    quantile_level,
-    sample_ratio_p,
-    time_blocks,
-)
+from recserve.experiments.statistics import SRM_ALARM, Effect, Interval, compare, sample_ratio_p
 
 CONFIDENCE = 0.95
 POWER = 0.9
+# A block shorter than this many correlation times is reported.
+SHORT_BLOCK = 3
 # Fewer requests of an arm than this say nothing about a 99th percentile.
 MIN_TAIL = 1000
 
@@ -57,8 +60,9 @@ class Comparison:
         order_effect: Second calls of pairs against first ones, in the median; None without pairs.
         num_blocks: Time blocks.
         block_s: Mean length of a block.
-        correlation_time: Consecutive requests that carry the information of one.
-        effective_size: Independent requests that say as much about the deciding statistic.
+        correlation_time: Consecutive shots over which the arms' difference stays correlated.
+        effective_size: Independent requests that say as much about the deciding statistic of one
+            arm alone.
         detectable: Relative effect that a run like this finds with power 0.9.
         kind: Whether the treatment is better, worse, or neither is shown; "invalid" where a check
             failed.
@@ -146,13 +150,10 @@ def compare_arms(
         ValueError: If an arm has no latencies.
     """
     mine = (columns.arm == 0) | (columns.arm == treatment)
+    if criteria.metric not in metrics_of(columns):
+        raise ValueError(f"{criteria.metric}: the answers give no such time")
     confidence = 1 - (1 - CONFIDENCE) / max(len(names) - 1, 1)
-    latencies = columns.latency_ms[mine & columns.timed]
-    tau = autocorrelation_time(np.log(np.maximum(latencies, 1e-6)))
-    shots = columns.shot[mine]
-    num_blocks = count_blocks(len(np.unique(shots)), tau)
-    blocks = np.zeros(len(columns.shot), dtype=np.int64)
-    blocks[mine] = time_blocks(shots, num_blocks)
+    blocks, tau = _blocks(columns, mine, treatment)
     effects: dict[Metric, list[Effect]] = {}
     looks: list[Look] = []
     size = 0.0
@@ -164,14 +165,13 @@ def compare_arms(
         if metric == criteria.metric:
             looks = confidence_sequence(observed, criteria.statistic, alpha=1 - confidence)
             size = _effective_size(observed.values, criteria.statistic)
-    if criteria.metric not in effects:
-        raise ValueError(f"{criteria.metric}: the answers give no such time")
     decisive = next(e for e in effects[criteria.metric] if e.statistic == criteria.statistic)
     if mode == "paired":
         overlaps = paired_overlaps(columns, treatment)
     guards = find_guardrails(columns, samples, treatment, blocks, criteria, overlaps)
     ratio = check_ratio(columns, len(names), mode, criteria.weights)
     kind, verdict = decide(names[0], names[treatment], decisive, looks, guards, ratio, criteria)
+    order = _order_effect(columns, mine, blocks) if mode == "paired" else None
     degrees = decisive.num_blocks - 1
     reach = stats.t.ppf((1 + confidence) / 2, degrees) + stats.t.ppf(POWER, degrees)
     return Comparison(
@@ -183,16 +183,27 @@ def compare_arms(
         effects=effects,
         guardrails=guards,
         looks=looks,
-        order_effect=_order_effect(columns, mine, blocks) if mode == "paired" else None,
+        order_effect=order,
         num_blocks=decisive.num_blocks,
-        block_s=float(np.ptp(columns.sent_s)) / max(num_blocks, 1),
+        block_s=float(np.ptp(columns.sent_s)) / decisive.num_blocks,
         correlation_time=tau,
         effective_size=size,
         detectable=float(np.expm1(reach * decisive.log_error)),
         kind=kind,
         verdict=verdict,
-        notes=find_notes(columns, mine, treatment, num_blocks, tau, criteria),
+        notes=find_notes(columns, blocks[mine], treatment, tau, criteria, order),
     )
+
+
+def _blocks(columns: Columns, mine: NDArray[np.bool_], treatment: int) -> tuple[Ints, float]:
+    """The time block of each request, 0 for other arms, and how long differences correlate."""
+    shots = columns.shot[mine]
+    counted = mine & columns.timed & (columns.latency_ms > 0)
+    treated = columns.arm[counted] == treatment
+    tau = difference_time(columns.latency_ms[counted], treated, columns.shot[counted])
+    blocks = np.zeros(len(columns.shot), dtype=np.int64)
+    blocks[mine] = time_blocks(shots, count_blocks(len(np.unique(shots)), tau))
+    return blocks, tau
 
 
 def metrics_of(columns: Columns) -> list[Metric]:
@@ -242,25 +253,42 @@ def _order_effect(
 
 def find_notes(
     columns: Columns,
-    mine: NDArray[np.bool_],
+    blocks: Ints,
     treatment: int,
-    num_blocks: int,
     tau: float,
     criteria: Criteria,
+    order: Interval | None,
 ) -> list[str]:
-    """Returns what limits the result, in sentences."""
+    """Returns what limits the result, in sentences.
+
+    Args:
+        columns: Requests of all arms.
+        blocks: [n] time blocks of the requests of the two arms.
+        treatment: Number of the treatment arm.
+        tau: Consecutive shots over which the difference stays correlated.
+        criteria: What decides.
+        order: Second calls of pairs against first ones; None without pairs.
+    """
     notes = []
-    shots = len(np.unique(columns.shot[mine]))
+    mine = (columns.arm == 0) | (columns.arm == treatment)
+    num_blocks = int(blocks.max()) + 1
+    per_block = len(np.unique(columns.shot[mine])) / num_blocks
     if num_blocks < MIN_BLOCKS:
         notes.append(f"Only {num_blocks} time blocks: run longer for at least {MIN_BLOCKS}.")
-    elif shots / num_blocks < 10 * tau:
+    elif per_block < SHORT_BLOCK * tau:
         notes.append(
-            f"Latencies stay correlated over {tau:.0f} requests, and a block holds only "
-            f"{shots / num_blocks:.0f}: intervals may be too narrow; run longer."
+            f"The arms' difference stays correlated over {tau:.0f} requests, and a time block "
+            f"holds {per_block:.0f}. Intervals may be too narrow: run longer."
         )
-    smallest = min(int((columns.arm[mine] == arm).sum()) for arm in (0, treatment))
+    smallest = min(int((columns.arm == arm).sum()) for arm in (0, treatment))
     if criteria.statistic == "p99" and smallest < MIN_TAIL:
         notes.append(
             f"An arm has {smallest} requests; a 99th percentile needs {MIN_TAIL} and more."
+        )
+    if order is not None and order.excludes_zero:
+        notes.append(
+            f"The second request of a pair differs from the first by {percent(order.estimate)} in "
+            "the median, because the first one warms caches. Each arm is first equally often, so "
+            "the comparison is fair, but live latencies are nearer to those of first requests."
         )
     return notes

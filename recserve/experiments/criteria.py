@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recserve.experiments.quality import Guardrail
+from recserve.experiments.scores import UNBOUNDED, Statistic
 from recserve.experiments.sequential import Look, stopping_block
-from recserve.experiments.statistics import Effect, Statistic
+from recserve.experiments.statistics import Effect
 
 Metric = Literal["latency", "ttft", "tpot"]
 VerdictKind = Literal["better", "worse", "unclear", "invalid"]
+METRIC_WORDS: dict[Metric, str] = {
+    "latency": "latency",
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+}
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,10 @@ def decide(
         interval = looks[-1].relative
         stop = stopping_block(looks)
         always = ", valid at every look" + (f"; decided after block {stop}" if stop else "")
-    where = f"{criteria.statistic} {criteria.metric}"
+    where = f"{criteria.statistic} {METRIC_WORDS[criteria.metric]}"
     figures = (
-        f"{percent(interval.estimate)} (95 % interval {percent(interval.low)} to "
+        f"{percent(interval.estimate)} ({effect.confidence * 100:.4g} % interval "
+        f"{percent(interval.low)} to "
         f"{percent(interval.high)}{always}), {effect.control:.3g} to {effect.treatment:.3g} ms"
     )
     failed = [guard.name for guard in guards if guard.outcome == "fail"]
@@ -97,9 +104,13 @@ def decide(
     faster = interval.high < 0
     word = "faster" if faster else "slower"
     kind: VerdictKind = "better" if faster and not failed else "worse"
+    if kind == "better" and open_:
+        kind = "unclear"
     return kind, f"{treatment} is {word} than {control} in {where}: {figures}.{tail}"
 
 
 def percent(value: float) -> str:
-    """Returns "+3.1 %"; a minus sign for negative values."""
+    """Returns "+3.1 %"; a minus sign for negative values, infinity for ends that do not exist."""
+    if value > UNBOUNDED / 2:
+        return "+\N{INFINITY}"
     return f"{value * 100:+.1f} %".replace("-", "\N{MINUS SIGN}")

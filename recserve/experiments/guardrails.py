@@ -18,7 +18,7 @@ from recserve.experiments.quality import (
     ndcg,
     overlap,
 )
-from recserve.experiments.statistics import Observations
+from recserve.experiments.scores import Observations
 
 
 def find_guardrails(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import platform
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +18,7 @@ import msgspec
 PACKAGES = ("recserve", "aiohttp", "numpy", "scipy")
 CPU_INFO = Path("/proc/cpuinfo")
 PROBE_S = 5.0
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,28 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+async def wait_ready(url: str, headers: dict[str, str], patience_s: float = PATIENCE_S) -> None:
+    """Waits until a server answers, and until it is ready if it says that it is not (503).
+
+    Raises:
+        ConnectionError: If it does not within the given time.
+    """
+    end = time.monotonic() + patience_s
+    timeout = aiohttp.ClientTimeout(total=PROBE_S)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        while True:
+            try:
+                async with session.get(url + "/health/ready") as response:
+                    if response.status != 503:
+                        return
+                    state = "is not ready"
+            except (aiohttp.ClientError, TimeoutError) as error:
+                state = f"does not answer ({error})"
+            if time.monotonic() > end:
+                raise ConnectionError(f"{url} {state}, after {patience_s:.0f} s")
+            await asyncio.sleep(0.2)
 
 
 async def server_facts(url: str, headers: dict[str, str]) -> dict[str, Any]:

@@ -10,13 +10,8 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from recserve.experiments.statistics import (
-    RESAMPLES,
-    Floats,
-    Interval,
-    Observations,
-    block_weights,
-)
+from recserve.experiments.scores import Observations, Scores
+from recserve.experiments.statistics import Interval
 
 Outcome = Literal["pass", "fail", "unclear"]
 
@@ -67,7 +62,7 @@ def non_inferior(change: Interval, margin: float) -> Outcome:
 def guard_mean(
     name: str, observations: Observations, margin: float, worse: Literal["lower", "higher"]
 ) -> Guardrail:
-    """Returns the guardrail on a mean, with a block-bootstrap interval of 95 %.
+    """Returns the guardrail on a mean, with a cluster-robust interval of 95 %.
 
     Args:
         name: What is guarded.
@@ -75,25 +70,16 @@ def guard_mean(
         margin: Largest loss that is accepted.
         worse: Which direction is a loss.
     """
-    values, treated, blocks = observations.values, observations.treated, observations.blocks
-    num_blocks = observations.num_blocks
-    weights = block_weights(num_blocks, RESAMPLES, 0)
-    means = [_means(values[mine], blocks[mine], weights) for mine in (~treated, treated)]
-    control, treatment = float(values[~treated].mean()), float(values[treated].mean())
+    scores = Scores(observations, "mean")
+    control, treatment = scores.level(False), scores.level(True)
     sign = 1.0 if worse == "lower" else -1.0
-    error = float(np.nanstd(means[1] - means[0], ddof=1))
-    reach = float(stats.t.ppf(0.975, max(num_blocks - 1, 1))) * error
     change = sign * (treatment - control)
+    by_block = scores.shifted(treatment - control)
+    num_blocks = observations.num_blocks
+    error = math.sqrt(float((by_block**2).sum()) * num_blocks / max(num_blocks - 1, 1))
+    reach = float(stats.t.ppf(0.975, max(num_blocks - 1, 1))) * error
     interval = Interval(change, change - reach, change + reach)
     return Guardrail(name, control, treatment, interval, margin, non_inferior(interval, margin))
-
-
-def _means(values: Floats, blocks: np.ndarray, weights: Floats) -> Floats:
-    sums = np.bincount(blocks, values, minlength=weights.shape[1])
-    counts = np.bincount(blocks, minlength=weights.shape[1])
-    with np.errstate(invalid="ignore", divide="ignore"):
-        result: Floats = (weights @ sums) / (weights @ counts)
-    return result
 
 
 def guard_share(
@@ -136,7 +122,7 @@ def guard_overlap(overlaps: Sequence[float], margin: float) -> Guardrail:
     reach = float(stats.t.ppf(0.975, max(len(values) - 1, 1))) * error
     if error == 0:
         # All values are equal: bound the share of other values by Wilson's interval.
-        bound = stats.binomtest(0, len(values)).proportion_ci(method="wilson").high
+        bound = float(stats.binomtest(0, len(values)).proportion_ci(method="wilson").high)
         change = Interval(mean - 1, max(-1.0, mean - 1 - bound), mean - 1)
     else:
         change = Interval(mean - 1, mean - 1 - reach, min(0.0, mean - 1 + reach))

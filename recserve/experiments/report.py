@@ -6,37 +6,24 @@ configuration, machine. Every text goes through `markup`, which escapes it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from importlib import resources
 
 from recserve.experiments.charts import (
-    COLOURS,
     Axis,
-    Line,
-    chart,
     interval,
-    linear_axis,
-    log_axis,
-    percentile_axis,
-    tail,
 )
 from recserve.experiments.comparison import Comparison
-from recserve.experiments.criteria import percent
+from recserve.experiments.criteria import METRIC_WORDS, percent
 from recserve.experiments.document import Document
 from recserve.experiments.markup import Markup, tag
-from recserve.experiments.measurements import Spread
 from recserve.experiments.quality import Guardrail
+from recserve.experiments.report_charts import course, distribution, looks
 from recserve.experiments.report_tables import arms_table, checks, drafting_table, facts
 from recserve.experiments.statistics import Effect, Interval
 
 STYLE = "report.css"
-METRICS = {
-    "latency": "Latency",
-    "ttft": "Time to first token",
-    "tpot": "Time per output token",
-}
-WORDS = {"better": "better", "worse": "worse", "unclear": "not shown", "invalid": "not valid"}
+WORDS = {"better": "better", "worse": "worse", "unclear": "undecided", "invalid": "not valid"}
 OUTCOMES = {"pass": "holds", "fail": "fails", "unclear": "unclear"}
 
 
@@ -60,10 +47,10 @@ def page(document: Document) -> str:
         *(_effects(one) for one in comparisons),
         tag(
             "div",
-            _distribution(document),
-            _course(document),
+            distribution(document),
+            course(document),
             *(_guardrails(one) for one in comparisons),
-            *(_looks(one) for one in comparisons),
+            *(looks(one) for one in comparisons),
             class_="grid two",
         ),
         arms_table(document),
@@ -88,13 +75,13 @@ def _verdict(one: Comparison) -> Markup:
     big = tag(
         "div",
         percent(shown.estimate),
-        tag("small", f"{one.statistic} {one.metric}"),
+        tag("small", f"{one.statistic} {METRIC_WORDS[one.metric]}"),
         class_="big",
     )
-    detail = (
-        f"A run like this finds a change of {one.detectable:.1%} with power 0.9. "
-        f"{one.num_blocks} time blocks of {one.block_s:.1f} s."
-    )
+    reach = f"A run like this finds a change of {one.detectable:.1%} with power 0.9."
+    if one.detectable > 1:
+        reach = "A run of this length finds only very large changes."
+    detail = f"{reach} {one.num_blocks} time blocks of {one.block_s:.1f} s."
     text = tag(
         "div",
         tag("p", tag("span", WORDS[one.kind], class_=f"badge {one.kind}")),
@@ -160,14 +147,14 @@ def _effects(one: Comparison) -> Markup:
     blocks: list[Markup] = []
     for metric, effects in one.effects.items():
         if len(one.effects) > 1:
-            blocks.append(tag("h2", METRICS[metric]))
+            blocks.append(tag("h2", METRIC_WORDS[metric].capitalize()))
         decides = one.statistic if metric == one.metric else None
         blocks.append(tag("div", *(_effect(e, axis, decides) for e in effects), class_="rows"))
     note = (
-        f"Change of {one.treatment} against {one.control}, with 95 % intervals from resampled time "
-        "blocks. Left of the dashed line is faster."
+        f"Change of {one.treatment} against {one.control}, with intervals that allow for waves of "
+        "slow requests. Left of the dashed line is faster."
     )
-    heading = "Effects" if len(one.effects) > 1 else f"Effect on {METRICS[one.metric].lower()}"
+    heading = "Effects" if len(one.effects) > 1 else f"Effect on {METRIC_WORDS[one.metric]}"
     return tag(
         "div",
         tag("section", tag("h2", heading), tag("p", note, class_="note"), *blocks, class_="card"),
@@ -195,9 +182,12 @@ def _effect(effect: Effect, axis: Axis, decides: str | None) -> Markup:
 
 
 def common_axis(intervals: Sequence[Interval]) -> Axis:
-    """Returns an axis that holds zero and all intervals."""
-    low = min([0.0, *(one.low for one in intervals)])
-    high = max([0.0, *(one.high for one in intervals)])
+    """Returns an axis that holds zero, all estimates, and all intervals that are not very wide."""
+    estimates = [one.estimate for one in intervals]
+    widest = max([1.0, *(3 * abs(value) for value in estimates)])
+    shown = [one for one in intervals if one.high - one.low < widest]
+    low = min([0.0, *estimates, *(one.low for one in shown)])
+    high = max([0.0, *estimates, *(one.high for one in shown)])
     room = 0.08 * max(high - low, 1e-3)
     return Axis(title="", low=low - room, high=high + room, ticks=())
 
@@ -250,120 +240,3 @@ def ms(value: float) -> str:
         return f"{value / 1e3:.1f} s"
     digits = 0 if value >= 100 else (1 if value >= 10 else 2)
     return f"{value:,.{digits}f} ms"
-
-
-def legend(names: Sequence[str], dashed: tuple[str, str] | None = None) -> Markup:
-    """Returns the colours of the arms, and what solid and dashed lines are."""
-    found = [
-        tag("span", tag("i", class_=f"a{number % COLOURS}"), name)
-        for number, name in enumerate(names)
-    ]
-    if dashed:
-        found.append(tag("span", tag("i"), dashed[0]))
-        found.append(tag("span", tag("i", class_="dashed"), dashed[1]))
-    return tag("div", *found, class_="legend")
-
-
-def _distribution(document: Document) -> Markup | None:
-    curves = document.curves
-    times = [time for one in curves for time in one.milliseconds if time > 0]
-    if not times:
-        return None
-    count = max(spread.count for spread in _latencies(document))
-    x = percentile_axis(count)
-    lines = [
-        Line(
-            tuple(
-                (tail(share), time)
-                for share, time in zip(one.shares, one.milliseconds, strict=True)
-                if tail(share) <= x.high and time > 0
-            ),
-            f"a{number % COLOURS}",
-        )
-        for number, one in enumerate(curves)
-    ]
-    drawn = chart(x, log_axis("ms", min(times), max(times)), lines, "Latency by percentile")
-    names = [arm.name for arm in document.arms]
-    note = (
-        "Latency in milliseconds, from the scheduled send to the last byte. The tail is stretched."
-    )
-    return tag(
-        "section",
-        tag("h2", "Latency distribution"),
-        tag("p", note, class_="note"),
-        legend(names) if len(names) > 1 else None,
-        drawn,
-        class_="card",
-    )
-
-
-def _latencies(document: Document) -> list[Spread]:
-    return [one.latency_ms for one in document.summaries if one.latency_ms is not None]
-
-
-def _course(document: Document) -> Markup | None:
-    lines = []
-    values: list[float] = []
-    for number, one in enumerate(document.series):
-        for column, style in ((one.p50_ms, ""), (one.p99_ms, " dashed")):
-            points = tuple(
-                (second, math.nan if value is None else value)
-                for second, value in zip(one.seconds, column, strict=True)
-            )
-            values += [value for value in column if value is not None and value > 0]
-            lines.append(Line(points, f"a{number % COLOURS}{style}"))
-    if not values:
-        return None
-    seconds = document.series[0].seconds
-    x = linear_axis("seconds of the run", 0.0, seconds[-1] + seconds[0])
-    y = log_axis("ms", min(values), max(values))
-    names = [arm.name for arm in document.arms]
-    has_tail = any(value is not None for one in document.series for value in one.p99_ms)
-    return tag(
-        "section",
-        tag("h2", "Course of the run"),
-        tag("p", "Latency in milliseconds, in sixty slices of the run.", class_="note"),
-        legend(names, ("median", "p99") if has_tail else None),
-        chart(x, y, lines, "Median and 99th percentile of the latency over time"),
-        class_="card",
-    )
-
-
-def _looks(one: Comparison) -> Markup | None:
-    looks = one.looks
-    if len(looks) < 2:
-        return None
-    lows = [look.relative.low for look in looks]
-    highs = [look.relative.high for look in looks]
-    # The first looks are wide and would flatten the rest.
-    y = linear_axis(
-        "", 100 * max(min(lows[len(lows) // 4 :]), -1), 100 * min(max(highs[len(highs) // 4 :]), 2)
-    )
-    x = linear_axis("time blocks seen", looks[0].num_blocks, looks[-1].num_blocks)
-
-    def edge(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
-        return tuple(
-            (look.num_blocks, 100 * value) for look, value in zip(looks, values, strict=True)
-        )
-
-    lines = [
-        Line(edge(lows), "band", upper=edge(highs)),
-        Line(
-            edge([k.fixed.low for k in looks]),
-            "band inner",
-            upper=edge([k.fixed.high for k in looks]),
-        ),
-        Line(edge([k.relative.estimate for k in looks]), "a0"),
-    ]
-    note = (
-        f"Relative change of {one.statistic} {one.metric} in per cent, as the run went on. The "
-        "wide band holds at every look, so a run may stop when it leaves zero. The narrow band "
-        "holds for one planned look only."
-    )
-    return tag(
-        "section",
-        tag("h2", "Interval over time"),
-        tag("p", note, class_="note"),
-        chart(x, y, lines, "Confidence sequence of the relative change", zero=True),
-        class_="card",
-    )

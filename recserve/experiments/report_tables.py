@@ -177,7 +177,9 @@ def checks(document: Document) -> Markup:
         found["sample ratio"] = f"{counts} {ratio.counted}, p = {ratio.p_value:.3g}, {state}"
     for one in document.comparisons:
         found[f"time blocks, {one.treatment}"] = f"{one.num_blocks} of {one.block_s:.1f} s"
-        found[f"correlation time, {one.treatment}"] = f"{one.correlation_time:.1f} requests"
+        found[f"difference correlated, {one.treatment}"] = (
+            f"over {one.correlation_time:.0f} requests"
+        )
         found[f"effective size for {one.statistic}, {one.treatment}"] = (
             f"{one.effective_size:,.0f} independent requests"
         )

@@ -16,16 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
-from recserve.experiments.statistics import (
-    Interval,
-    Observations,
-    Statistic,
-    compare,
-)
+from recserve.experiments.scores import UNBOUNDED, Observations, Statistic
+from recserve.experiments.statistics import Interval, robust_estimate
 
 # Looks before this block are not reported: the sequence is asymptotic.
 FIRST_LOOK = 10
+MAX_LOOKS = 40
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,9 @@ def confidence_sequence(
     planned_blocks: int | None = None,
     alpha: float = 0.05,
 ) -> list[Look]:
-    """Returns the effect after each time block, with intervals valid at all looks together.
+    """Returns the effect after time blocks, with intervals valid at all looks together.
+
+    There are at most forty looks, evenly spread; fewer looks only make the sequence safer.
 
     Args:
         observations: Both arms, with blocks in order of time.
@@ -82,7 +82,8 @@ def confidence_sequence(
     planned = planned_blocks or total
     rho = tuned_rho(planned, alpha)
     looks = []
-    for seen in range(min(FIRST_LOOK, total), total + 1):
+    step = max(1, -(-(total - FIRST_LOOK) // MAX_LOOKS))
+    for seen in sorted({*range(min(FIRST_LOOK, total), total, step), total}):
         mine = observations.blocks < seen
         units = observations.units[mine] if observations.units is not None else None
         part = Observations(
@@ -93,21 +94,25 @@ def confidence_sequence(
         )
         if part.treated.all() or not part.treated.any() or seen < 2:
             continue
-        effect = compare(part, statistic, confidence=1 - alpha)
-        reach = boundary(seen, rho, alpha) * effect.log_error
+        found = robust_estimate(part, statistic)
+        fixed = float(stats.t.ppf(1 - alpha / 2, seen - 1)) * found.log_error
+        always = boundary(seen, rho, alpha) * found.log_error
         looks.append(
             Look(
                 num_blocks=seen,
                 share=seen / planned,
-                relative=Interval(
-                    estimate=effect.relative.estimate,
-                    low=float(np.expm1(effect.log_ratio - reach)),
-                    high=float(np.expm1(effect.log_ratio + reach)),
-                ),
-                fixed=effect.relative,
+                relative=around(found.log_ratio, max(always, fixed)),
+                fixed=around(found.log_ratio, fixed),
             )
         )
     return looks
+
+
+def around(log_ratio: float, reach: float) -> Interval:
+    """Returns the relative interval of a log ratio and its half-width."""
+    end = math.log(UNBOUNDED)
+    low, high = max(log_ratio - reach, -end), min(log_ratio + reach, end)
+    return Interval(*(float(np.expm1(value)) for value in (log_ratio, low, high)))
 
 
 def stopping_block(looks: Sequence[Look]) -> int | None:

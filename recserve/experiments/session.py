@@ -15,12 +15,13 @@ from recserve.experiments.comparison import Comparison, check_ratio, compare_arm
 from recserve.experiments.criteria import Criteria, SampleRatio
 from recserve.experiments.datasets import Sample, UserOptions, read_item_ids, read_samples
 from recserve.experiments.load import LoadOptions, Progress, Run, drive
-from recserve.experiments.machine import Machine, server_facts, this_machine
+from recserve.experiments.machine import Machine, server_facts, this_machine, wait_ready
 from recserve.experiments.measurements import ArmSummary, Columns, summarise
 from recserve.experiments.plan import Arm, Design, make_plan
 from recserve.experiments.slates import (
     ExactCheck,
     Exactness,
+    SlateChecks,
     arm_overlaps,
     exact_overlap,
     known_items,
@@ -152,12 +153,17 @@ async def run_session(
     samples = tuple(read_samples(workload.data, workload.users))
     check_samples(samples, workload.target)
     times = arrival_times(workload, design.seed)
+    if not len(times):
+        raise ValueError("no arrivals: raise the rate or lengthen the run")
     shots = make_plan(samples, arms, workload.target, times, design, workload.fields)
     load = workload.load
     if workload.arrivals == "closed":
         load = replace(load, workers=workload.workers, stop_after_s=workload.duration_s)
     machine = this_machine()
     headers = dict(load.headers)
+    for url in sorted({arm.url for arm in arms}):
+        progress(f"waiting for {url}", None)
+        await wait_ready(url, headers)
     servers = {url: await server_facts(url, headers) for url in sorted({arm.url for arm in arms})}
     overhead = None
     if workload.calibrate:
@@ -169,44 +175,28 @@ async def run_session(
     columns = Columns.of(run, samples, workload.warmup_s)
     if not columns.exchanges:
         raise ValueError("no request was sent after the warm-up: lengthen the run")
-    exactness: tuple[Exactness | None, ...] = ()
-    overlaps: tuple[tuple[float, ...], ...] = ()
-    known = None
+    slates = SlateChecks()
     if workload.target.kind == "items":
         progress("checking items and exact slates", None)
-        if workload.items is not None:
-            known = read_item_ids(workload.items)
-        else:
-            known = await known_items(columns, arms[0].url, load)
-        exact = ExactCheck(
-            target=workload.target,
-            fields={**workload.fields, **workload.exact_fields},
-            count=workload.exact_sample if workload.target.name == "recommend" else 0,
-            load=workload.load,
-        )
-        exactness = tuple(
-            [await exact_overlap(exact, columns, samples, n, arm) for n, arm in enumerate(arms)]
-        )
-        if len(arms) > 1 and design.mode != "paired" and exact.count:
-            pairs = make_plan(
-                samples=samples,
-                arms=arms,
-                target=workload.target,
-                times=np.zeros(exact.count),
-                design=Design(mode="paired", seed=design.seed),
-                fields=workload.fields,
-            )
-            again = await drive(pairs, workload.target, replace(workload.load, workers=1))
-            overlaps = arm_overlaps(again, len(arms))
+        slates = await check_slates(workload, columns, samples, arms, design)
     names = [arm.name for arm in arms]
-    summaries = tuple(summarise(columns, names, samples, workload.target.kind, known, workload.k))
+    summaries = tuple(
+        summarise(
+            columns=columns,
+            arms=names,
+            samples=samples,
+            kind=workload.target.kind,
+            known_items=slates.known,
+            k=workload.k,
+        )
+    )
     return Session(
         columns=columns,
         samples=samples,
         arms=tuple(arms),
         summaries=summaries,
-        exactness=exactness,
-        overlaps=overlaps,
+        exactness=slates.exactness,
+        overlaps=slates.overlaps,
         lateness=lateness(columns.exchanges),
         overhead=overhead,
         peak_in_flight=run.peak_in_flight,
@@ -215,6 +205,42 @@ async def run_session(
         servers=servers,
         warnings=tuple(find_warnings(workload, columns, summaries, machine, run)),
     )
+
+
+async def check_slates(
+    workload: Workload,
+    columns: Columns,
+    samples: Sequence[Sample],
+    arms: Sequence[Arm],
+    design: Design,
+) -> SlateChecks:
+    """Asks the servers again after the run: for items, exact slates, and the same for all arms."""
+    if workload.items is not None:
+        known: frozenset[str] | None = read_item_ids(workload.items)
+    else:
+        known = await known_items(columns, arms[0].url, workload.load)
+    if workload.target.name != "recommend" or not workload.exact_sample:
+        return SlateChecks(known=known)
+    check = ExactCheck(
+        target=workload.target,
+        fields={**workload.fields, **workload.exact_fields},
+        count=workload.exact_sample,
+        load=workload.load,
+    )
+    exactness = [await exact_overlap(check, columns, samples, n, arm) for n, arm in enumerate(arms)]
+    overlaps: tuple[tuple[float, ...], ...] = ()
+    if len(arms) > 1 and design.mode != "paired":
+        pairs = make_plan(
+            samples=samples,
+            arms=arms,
+            target=workload.target,
+            times=np.zeros(check.count),
+            design=Design(mode="paired", seed=design.seed),
+            fields=workload.fields,
+        )
+        again = await drive(pairs, workload.target, replace(workload.load, workers=1))
+        overlaps = arm_overlaps(again, len(arms))
+    return SlateChecks(known=known, exactness=tuple(exactness), overlaps=overlaps)
 
 
 def compare_session(

@@ -53,6 +53,21 @@ class Exactness:
     identical_share: float
 
 
+@dataclass(frozen=True)
+class SlateChecks:
+    """What was found after a run.
+
+    Attributes:
+        known: Items that exist; None if it was not found out.
+        exactness: One per arm; empty if it was not measured.
+        overlaps: Per arm, overlaps of its slates with the first arm's for the same requests.
+    """
+
+    known: frozenset[str] | None = None
+    exactness: tuple[Exactness | None, ...] = ()
+    overlaps: tuple[tuple[float, ...], ...] = ()
+
+
 async def known_items(columns: Columns, url: str, load: LoadOptions) -> frozenset[str] | None:
     """Returns the items that exist among those answered, as the server knows them.
 

@@ -1,0 +1,1 @@
+"""Does `recserve ab` keep its promises? False alarms and power."""

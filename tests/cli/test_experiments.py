@@ -1,0 +1,158 @@
+"""`recserve bench` and `recserve ab`, against a made-up server and a real one."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from aiohttp import web
+from typer.testing import CliRunner
+
+from recserve.cli import app
+from recserve.service import Service
+from tests.support.http_server import http_server
+from tests.support.live_server import live
+from tests.support.tiny_bundle import tiny_bundle
+
+FIXTURES = Path(__file__).parents[1] / "experiments" / "fixtures"
+
+
+@pytest.fixture
+def users(tmp_path):
+    path = tmp_path / "users.parquet"
+    rows = [{"user_id": f"u{n}", "item_id": f"i{n % 7}"} for n in range(60) for _ in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+async def recserve(request):
+    """Answers as recserve does; `slow` takes longer and leaves the slate short."""
+    if request.path == "/health/ready":
+        return web.json_response({"ready": True})
+    if request.path == "/version":
+        return web.json_response({"version": "9"})
+    if request.path.startswith("/v1/items/"):
+        return web.json_response({}, status=404 if request.path.endswith("ghost") else 200)
+    if request.path != "/v1/recommend":
+        return web.json_response({"error": {"message": "no such route"}}, status=404)
+    body = await request.json()
+    slow = body.get("strategy") == "slow"
+    await asyncio.sleep(0.02 if slow else 0.002)
+    items = [{"item_id": f"i{n}"} for n in range(4)] + [{"item_id": "ghost"}] * slow
+    return web.json_response({"items": items, "timing_ms": {"total": 2.0}, "model_version": "m"})
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+SHORT = ("--duration", "2", "--warmup", "0.2", "--rate", "100", "--no-calibrate")
+
+
+def test_bench_prints_json_and_writes_report_and_records(users, tmp_path):
+    report, records = tmp_path / "r.html", tmp_path / "r.parquet"
+    with http_server(recserve) as url:
+        result = invoke(
+            "bench", url, "--data", users, *SHORT, "--exact", 5, "--json",
+            "--fields", '{"k": 4}', "--report", report, "--records", records,
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    (arm,) = found["summaries"]
+    assert arm["errors"] == {} and arm["num_requests"] > 100
+    assert arm["items"]["illegal_share"] == 0.0 and arm["items"]["short_share"] == 0.0
+    assert found["exactness"][0]["mean_overlap"] == 1.0
+    assert found["servers"][url]["version"] == {"version": "9"}
+    assert report.read_text().startswith("<!doctype html>")
+    table = pq.read_table(records)
+    assert table.num_rows == arm["num_requests"]
+    assert table["error"].null_count == table.num_rows
+
+
+@pytest.mark.parametrize("mode", ["blocks", "paired", "split"])
+def test_ab_finds_the_slower_arm_and_its_items_that_do_not_exist(users, mode):
+    with http_server(recserve) as url:
+        result = invoke(
+            "ab", url, "--data", users, "--arm", 'fast={"strategy": "beam"}', "--arm",
+            'slow={"strategy": "slow"}', "--mode", mode, "--statistic", "p50", *SHORT,
+            "--exact", 5, "--json",
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    (comparison,) = found["comparisons"]
+    assert comparison["kind"] == "worse" and "slow is slower than fast" in comparison["verdict"]
+    assert [arm["items"]["illegal_share"] for arm in found["summaries"]] == [0.0, 0.2]
+    overlaps = [g for g in comparison["guardrails"] if g["name"] == "overlap of slates"]
+    assert overlaps[0]["treatment"] == pytest.approx(0.8)
+
+
+def test_ab_prints_the_verdict_and_tables(users):
+    with http_server(recserve) as url:
+        result = invoke(
+            "ab", url, "--data", users, "--arm", "a={}", "--arm", "b={}", *SHORT, "--exact", 0
+        )
+    assert result.exit_code == 0, result.output
+    assert "No difference between b and a in p99 latency is shown" in " ".join(
+        result.stdout.split()
+    )
+    assert "latency in ms" in result.stdout
+
+
+def test_bench_reads_streams_and_closed_loops():
+    stream = (FIXTURES / "vllm_chat_stream.txt").read_bytes()
+
+    async def vllm(request):
+        if request.path != "/v1/chat/completions":
+            return web.Response(status=404)
+        return web.Response(body=stream, content_type="text/event-stream")
+
+    with http_server(vllm) as url:
+        prompts = FIXTURES / "prompts.jsonl"
+        result = invoke(
+            "bench", url, "--data", prompts, "--arrivals", "closed", "--workers", 2,
+            "--duration", 1, "--warmup", 0.1, "--no-calibrate", "--json",
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (arm,) = json.loads(result.stdout)["summaries"]
+    drafting = arm["text"]["drafting"]
+    assert set(drafting) == {"writing", "math", "all"}
+    assert drafting["all"]["tokens_per_step"] == pytest.approx(1 + 5 / 3)
+    assert arm["text"]["output_tokens"]["mean"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--header", "novalue"), "Name: value"),
+        (("--fields", "{"), "not JSON"),
+        (("--warmup", "9", "--duration", "3"), "warm-up"),
+    ],
+)
+def test_wrong_flags_are_named(users, flags, message):
+    result = invoke("bench", "http://127.0.0.1:9", "--data", users, *flags)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_one_arm_is_not_a_comparison(users):
+    result = invoke("ab", "http://127.0.0.1:9", "--data", users, "--arm", "a={}")
+    assert result.exit_code == 2 and "two arms" in " ".join(result.stderr.split())
+
+
+def test_a_real_server_is_driven_and_its_slates_are_exact(tmp_path):
+    folder = tiny_bundle(tmp_path)
+    with Service.open(folder) as service, live(service) as client:
+        url = str(client.base_url).rstrip("/")
+        result = invoke(
+            "ab", url, "--data", folder, "--arm", 'beam={"strategy": "beam"}', "--arm",
+            'narrow={"strategy": "beam", "beam_width": 10}', "--mode", "paired", "--duration", 3,
+            "--warmup", 0.5, "--rate", 20, "--no-calibrate", "--exact", 5, "--json",
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [arm["errors"] for arm in found["summaries"]] == [{}, {}]
+    assert [arm["items"]["illegal_share"] for arm in found["summaries"]] == [0.0, 0.0]
+    assert found["exactness"][0] == {"count": 5, "mean_overlap": 1.0, "identical_share": 1.0}
+    assert found["ratio"]["alarm"] is False

@@ -1,0 +1,74 @@
+"""Overlap, NDCG and guardrails, against hand-made values and scipy."""
+
+import math
+
+import numpy as np
+import pytest
+
+from recserve.experiments.blocks import time_blocks
+from recserve.experiments.quality import (
+    guard_mean,
+    guard_overlap,
+    guard_share,
+    ndcg,
+    non_inferior,
+    overlap,
+)
+from recserve.experiments.scores import Observations
+from recserve.experiments.statistics import Interval
+
+
+def test_overlap_counts_common_items_of_the_longer_slate():
+    assert overlap(["a", "b", "c", "d"], ["b", "a", "x", "y"]) == 0.5
+    assert overlap(["a"], ["a", "b", "c", "d"]) == 0.25
+    assert overlap([], []) == 1.0
+    assert overlap([], ["a"]) == 0.0
+
+
+def test_ndcg_of_one_item_is_that_of_its_rank():
+    assert ndcg(["a", "b", "c"], "a", 10) == 1.0
+    assert ndcg(["a", "b", "c"], "c", 10) == 1 / math.log2(4)
+    assert ndcg(["a", "b", "c"], "c", 2) == 0.0
+    assert ndcg([], "c", 10) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "outcome"),
+    [(-0.01, 0.2, "pass"), (-0.2, -0.06, "fail"), (-0.2, 0.1, "unclear"), (-0.05, 0.0, "pass")],
+)
+def test_non_inferiority_looks_at_the_whole_interval(low, high, outcome):
+    assert non_inferior(Interval((low + high) / 2, low, high), 0.05) == outcome
+
+
+def test_newcombes_interval_is_that_of_his_paper():
+    """Newcombe 1998, table II (a): 56/70 - 48/80, method 10: 0.0524 to 0.3339."""
+    guard = guard_share("failed", (56, 48), (70, 80), margin=0.05)
+    assert guard.change.low == pytest.approx(0.0524, abs=1e-4)
+    assert guard.change.high == pytest.approx(0.3339, abs=1e-4)
+    assert guard.outcome == "pass"
+
+
+def test_shares_at_zero_still_have_an_interval():
+    few = guard_share("failed", (0, 0), (100, 100), margin=0.005)
+    many = guard_share("failed", (0, 0), (10_000, 10_000), margin=0.005)
+    assert (few.outcome, many.outcome) == ("unclear", "pass")
+    assert guard_share("failed", (0, 500), (1000, 1000), margin=0.005).outcome == "fail"
+
+
+def test_equal_slates_pass_once_there_are_enough_of_them():
+    assert guard_overlap([1.0] * 10, 0.05).outcome == "unclear"
+    assert guard_overlap([1.0] * 200, 0.05).outcome == "pass"
+    assert guard_overlap([0.5, 0.6, 0.4] * 50, 0.05).outcome == "fail"
+    assert type(guard_overlap([1.0] * 10, 0.05).change.low) is float
+
+
+@pytest.mark.parametrize(("loss", "outcome"), [(0.0, "pass"), (0.1, "fail"), (0.02, "unclear")])
+def test_a_mean_is_guarded_in_its_own_direction(loss, outcome):
+    drawn = np.random.default_rng(0)
+    treated = drawn.random(20_000) < 0.5
+    values = drawn.random(20_000) - loss * treated
+    observed = Observations(values, treated, time_blocks(np.arange(20_000), 50))
+    lower = guard_mean("NDCG", observed, 0.02, "lower")
+    assert lower.outcome == outcome
+    higher = guard_mean("cost", Observations(-values, treated, observed.blocks), 0.02, "higher")
+    assert higher.change.estimate == pytest.approx(lower.change.estimate)

@@ -1,0 +1,119 @@
+"""Bodies, and answers of recserve, vLLM, SGLang and llama.cpp as their protocols are documented."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from recserve.experiments.datasets import Sample
+from recserve.experiments.targets import MalformedReply, StreamJoiner, find_target, merged
+
+FIXTURES = Path(__file__).parent / "fixtures"
+# (fixture, target, text, output tokens, steps, drafted, accepted, pieces of text)
+STREAMS = [
+    ("vllm_chat_stream.txt", "chat", "Hello, world. Über!", 8, 3, 9, 5, 3),
+    ("sglang_chat_stream.txt", "chat", "Let me thinkFour", 6, 2, 8, 4, 2),
+    ("llamacpp_completion_stream.txt", "completions", " there was a little", 4, 2, 4, 2, 2),
+]
+
+
+def joined(name, step=10_000):
+    """The stream fed in steps of so many bytes, the clock counting steps."""
+    data = (FIXTURES / name).read_bytes()
+    joiner = StreamJoiner()
+    for number, start in enumerate(range(0, len(data), step)):
+        joiner.feed(data[start : start + step], float(number))
+    return joiner
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    ("name", "target", "text", "tokens", "steps", "drafted", "accepted", "pieces"), STREAMS
+)
+def test_streams_of_three_servers_are_read(
+    name, target, text, tokens, steps, drafted, accepted, pieces, step
+):
+    joiner = joined(name, step)
+    reply = find_target(target).read(joiner.answer())
+    assert joiner.done
+    assert len(joiner.piece_times) == pieces
+    assert reply.text == text
+    assert reply.output_tokens == tokens
+    found = (reply.num_drafts, reply.num_draft_tokens, reply.num_accepted_tokens)
+    assert found == (steps, drafted, accepted)
+
+
+def test_a_role_without_text_is_not_the_first_token():
+    joiner = StreamJoiner()
+    events = (FIXTURES / "vllm_chat_stream.txt").read_bytes().split(b"\n\n")
+    for number, event in enumerate(events):
+        joiner.feed(event + b"\n\n", float(number))
+    assert joiner.piece_times[0] == 1.0
+
+
+def test_recserves_own_counts_are_read():
+    answer = msgspec.json.decode((FIXTURES / "recserve_completion.json").read_bytes())
+    reply = find_target("completions", stream=False).read(answer)
+    assert (reply.num_drafts, reply.num_draft_tokens, reply.num_accepted_tokens) == (2, 4, 1)
+    assert reply.text == ", there was"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'data: {"error": {"message": "out of pages"}}\n\n',
+        b"data: not json\n\n",
+        b"data: [1, 2]\n\n",
+    ],
+)
+def test_a_broken_stream_is_an_error(data):
+    with pytest.raises(MalformedReply):
+        StreamJoiner().feed(data, 0.0)
+
+
+@pytest.mark.parametrize("answer", [{}, {"items": None}, {"items": [{"id": 1}]}])
+def test_an_answer_without_a_slate_is_an_error(answer):
+    with pytest.raises(MalformedReply):
+        find_target("recommend").read(answer)
+
+
+def test_an_answer_without_choices_is_an_error():
+    with pytest.raises(MalformedReply):
+        find_target("chat").read({"object": "error"})
+
+
+def test_bodies_hold_the_sample_and_the_fields():
+    users = Sample(unit="u1", history=("a", "b"), candidates=("c",))
+    body = msgspec.json.decode(find_target("rank").body(users, {"scorer": "ranker"}))
+    assert body == {
+        "user": {"id": "u1"},
+        "history": ["a", "b"],
+        "candidates": [{"item_id": "c"}],
+        "scorer": "ranker",
+    }
+    prompt = Sample(unit="7", turns=("Hi", "Again"))
+    chat = msgspec.json.decode(find_target("chat").body(prompt, {"max_tokens": 5}))
+    assert chat == {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 5,
+    }
+    plain = msgspec.json.decode(find_target("completions", stream=False).body(prompt, {}))
+    assert plain == {"prompt": "Hi"}
+
+
+def test_dotted_fields_nest_and_objects_merge():
+    body = {"speculation": {"num_tokens": 5}, "k": 10}
+    fields = {"speculation.drafter": "ngram", "exclude": {"seen": False}}
+    assert merged(body, fields) == {
+        "speculation": {"num_tokens": 5, "drafter": "ngram"},
+        "exclude": {"seen": False},
+        "k": 10,
+    }
+    assert body == {"speculation": {"num_tokens": 5}, "k": 10}
+
+
+def test_an_unknown_target_is_refused():
+    with pytest.raises(ValueError, match="expected one of recommend"):
+        find_target("embeddings")
