@@ -16,8 +16,8 @@ from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import CorruptHistory, StoreUnavailable
 from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
-from recserve.server.exchange import MalformedBody
-from recserve.server.transport.gate import Trace
+from recserve.server.body_decoder import MalformedBody
+from recserve.server.transport.trace import Trace
 from recserve.service.errors import (
     ContextExceeded,
     ServiceClosed,

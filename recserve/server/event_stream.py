@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from recserve.core.request import DeadlineExceeded
 from recserve.server.errors import ClientGone, error_answer, row_of
 from recserve.server.exchange import GRACE_S, disconnected
-from recserve.server.transport.gate import trace_of
+from recserve.server.transport.trace import trace_of
 from recserve.service.text.completions import PendingTexts
 from recserve.service.text.stream import Piece
 

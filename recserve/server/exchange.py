@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,10 +18,10 @@ from recserve.core.request import DeadlineExceeded
 from recserve.metrics import Metrics
 from recserve.schemas.items import MAX_TIMEOUT_MS, InvalidRequest
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
-from recserve.schemas.validation import validation_error
+from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.transport.gate import Trace, trace_of, upload_error
+from recserve.server.transport.trace import Trace, trace_of, upload_error
 from recserve.service import Service
 from recserve.service.pending import Pending
 
@@ -236,46 +235,3 @@ _ENCODER = msgspec.json.Encoder()
 def json_response(answer: Any, status: int = 200) -> Response:
     """Returns a message as a JSON response."""
     return Response(_ENCODER.encode(answer), status, media_type="application/json")
-
-
-class MalformedBody(ValueError):
-    """The body is not JSON."""
-
-
-def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
-    """Decodes and validates a body.
-
-    Args:
-        decoder: Decoder of the message type.
-        raw: The body.
-
-    Raises:
-        MalformedBody: If the body is not JSON.
-        InvalidRequest: If a field is invalid; the error names field, bound and value.
-    """
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        raise validation_error(str(error), _plain(raw), decoder.type) from None
-    except RecursionError:
-        raise InvalidRequest(None, "the body is nested too deep") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _malformed(error) from None
-
-
-def _plain(raw: bytes) -> Any:
-    """Returns the body as plain Python types; UNSET if a number is too large for them.
-
-    Raises:
-        MalformedBody: If the body is not UTF-8.
-    """
-    try:
-        return msgspec.json.decode(raw)
-    except UnicodeDecodeError as error:
-        raise _malformed(error) from None
-    except (msgspec.DecodeError, RecursionError):
-        return UNSET
-
-
-def _malformed(error: Exception) -> MalformedBody:
-    return MalformedBody(f"the body is not valid JSON: {error}")

@@ -6,7 +6,7 @@ import pytest
 from recserve.schemas.items import InvalidRequest, ItemInput, RankRequest, RecommendRequest
 from recserve.schemas.text import ChatRequest, CompletionRequest
 from recserve.schemas.validation import converted
-from recserve.server.exchange import MalformedBody, decode
+from recserve.server.body_decoder import MalformedBody, decode
 
 RECOMMEND = msgspec.json.Decoder(RecommendRequest)
 RANK = msgspec.json.Decoder(RankRequest)

@@ -26,7 +26,7 @@ from recserve.core.request import (
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, Strategy
 from recserve.engine.items.cohort import Cohort, checked, isolate
-from recserve.engine.runtime.pages import PagePlacement
+from recserve.engine.runtime.page_placement import PagePlacement
 from recserve.engine.runtime.runner import ForwardPiece, Runner
 from recserve.engine.runtime.scheduler import PageOwner, RequestTooLarge, Scheduler, expired
 from recserve.kernels.host import on_device

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from recserve.core.request import RootKeys
-from recserve.engine.runtime.pages import PagePlacement
+from recserve.engine.runtime.page_placement import PagePlacement
 from recserve.engine.text.sequence import NO_SLOTS, TextSequence
 from recserve.kernels.paged_kv import KVPool
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
-from recserve.server.transport.gate import trace_of
+from recserve.server.transport.trace import trace_of
 from recserve.service.text.completions import PendingTexts
 from recserve.service.text.stream import Listener, Piece
 

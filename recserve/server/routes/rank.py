@@ -10,7 +10,7 @@ from starlette.responses import Response
 from recserve.schemas.items import RankBatchRequest, RankBatchResponse, RankOutcome, RankRequest
 from recserve.server.errors import error_answer
 from recserve.server.exchange import Exchange, finished, json_response, outcomes
-from recserve.server.transport.gate import trace_of
+from recserve.server.transport.trace import trace_of
 
 BODY = msgspec.json.Decoder(RankRequest)
 BATCH_BODY = msgspec.json.Decoder(RankBatchRequest)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from recserve.schemas.items import RecommendRequest
 from recserve.server.exchange import Exchange, finished, json_response, outcomes
-from recserve.server.transport.gate import trace_of
+from recserve.server.transport.trace import trace_of
 
 BODY = msgspec.json.Decoder(RecommendRequest)
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
 from recserve.server.exchange import Exchange, ended, json_response
-from recserve.server.transport.gate import trace_of
+from recserve.server.transport.trace import trace_of
 from recserve.service.text.text_scores import PendingScores
 
 RERANK_BODY = msgspec.json.Decoder(RerankRequest)

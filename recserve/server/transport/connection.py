@@ -26,8 +26,8 @@ from recserve.server.errors import (
 )
 from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.server.transport.flow_control import HoldableFlow, limit_unread_answer
-from recserve.server.transport.gate import UPLOAD_KEY, Upload
 from recserve.server.transport.request_timer import RequestPart, RequestTimer
+from recserve.server.transport.trace import UPLOAD_KEY, Upload
 
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
 # After a refusal, incoming bytes are dropped for this long. Closing at once could lose the error.

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from recserve.schemas.scoring import RerankRequest
+from recserve.server.body_decoder import MalformedBody, decode
 from recserve.server.errors import row_of
-from recserve.server.exchange import MalformedBody, decode
 
 BODY = msgspec.json.Decoder(RerankRequest)
 

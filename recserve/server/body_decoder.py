@@ -1,0 +1,56 @@
+"""Decodes a request body from JSON bytes into a typed message."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET
+
+from recserve.schemas.items import InvalidRequest
+from recserve.schemas.validation import validation_error
+
+T = TypeVar("T")
+
+
+class MalformedBody(ValueError):
+    """The body is not JSON."""
+
+
+def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
+    """Decodes and validates a body.
+
+    Args:
+        decoder: Decoder of the message type.
+        raw: The body.
+
+    Raises:
+        MalformedBody: If the body is not JSON.
+        InvalidRequest: If a field is invalid; the error names field, bound and value.
+    """
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise validation_error(str(error), _plain(raw), decoder.type) from None
+    except RecursionError:
+        raise InvalidRequest(None, "the body is nested too deep") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(error) from None
+
+
+def _plain(raw: bytes) -> Any:
+    """Returns the body as plain Python types; UNSET if a number is too large for them.
+
+    Raises:
+        MalformedBody: If the body is not UTF-8.
+    """
+    try:
+        return msgspec.json.decode(raw)
+    except UnicodeDecodeError as error:
+        raise _malformed(error) from None
+    except (msgspec.DecodeError, RecursionError):
+        return UNSET
+
+
+def _malformed(error: Exception) -> MalformedBody:
+    return MalformedBody(f"the body is not valid JSON: {error}")

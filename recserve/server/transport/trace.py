@@ -1,0 +1,89 @@
+"""State of one HTTP request: its trace, and the progress of its body."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from recserve.schemas.items import REQUEST_ID, InvalidRequest, TimingMs
+
+HEADER = "x-request-id"
+_SHAPE = re.compile(REQUEST_ID.pattern or "")
+SCOPE_KEY = "recserve.trace"
+UPLOAD_KEY = "recserve.upload"
+
+
+@dataclass
+class Trace:
+    """Facts about a request that the gate logs and counts.
+
+    Attributes:
+        request_id: The client's id, or a random one.
+        began_s: time.monotonic() value at the start.
+        strategy: Strategy of the answer; "none" until a model has answered.
+        timing_ms: Times of the stages; None until a model has answered.
+        failure: Label of the failure counter; None unless the request failed.
+    """
+
+    request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    began_s: float = field(default_factory=time.monotonic)
+    strategy: str = "none"
+    timing_ms: TimingMs | None = None
+    failure: str | None = None
+
+    def rename(self, request_id: str | None) -> None:
+        """Uses the client's id.
+
+        Args:
+            request_id: The id; None changes nothing.
+
+        Raises:
+            InvalidRequest: If the id is not valid as a header value.
+        """
+        if request_id is None:
+            return
+        if not _SHAPE.match(request_id):
+            message = f"expected {REQUEST_ID.description}, got {request_id[:40]!r}"
+            raise InvalidRequest("X-Request-Id", message)
+        self.request_id = request_id
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Returns the headers of every response."""
+        headers = [
+            (b"x-request-id", self.request_id.encode()),
+            (b"x-content-type-options", b"nosniff"),
+        ]
+        if self.timing_ms is not None:
+            stages = {
+                name: getattr(self.timing_ms, name) for name in self.timing_ms.__struct_fields__
+            }
+            text = ", ".join(f"{name};dur={value}" for name, value in stages.items())
+            headers.append((b"server-timing", text.encode()))
+        return headers
+
+
+def trace_of(scope: Scope) -> Trace:
+    """Returns the trace that the gate put into the scope."""
+    trace: Trace = scope[SCOPE_KEY]
+    return trace
+
+
+@dataclass
+class Upload:
+    """Progress of a request body.
+
+    Attributes:
+        error: Why the connection refuses the rest of the body; None while it accepts it.
+    """
+
+    error: Exception | None = None
+
+
+def upload_error(scope: Scope) -> Exception | None:
+    """Returns why the connection refuses the rest of a body; None if it accepts it."""
+    upload: Upload | None = scope.get(UPLOAD_KEY)
+    return None if upload is None else upload.error
