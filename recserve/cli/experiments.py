@@ -14,8 +14,8 @@ import typer
 from recserve.cli.flags import json_value
 
 if TYPE_CHECKING:
-    from recserve.experiments.document import Document
-    from recserve.experiments.load import Progress
+    from recserve.experiments.document import ReportDocument
+    from recserve.experiments.load import LoadProgress
     from recserve.experiments.measurements import TextSummary
     from recserve.experiments.session import Workload
 
@@ -239,7 +239,7 @@ def headers(values: list[str] | None) -> dict[str, str]:
 
 
 def run(
-    start: Callable[[Callable[[str, Progress | None], None]], Coroutine[Any, Any, Result]],
+    start: Callable[[Callable[[str, LoadProgress | None], None]], Coroutine[Any, Any, Result]],
 ) -> Result:
     """Runs a session with its progress on standard error, on uvloop where there is one."""
     with progress() as tell:
@@ -251,7 +251,7 @@ def run(
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, Progress | None], None]]:
+def progress() -> Iterator[Callable[[str, LoadProgress | None], None]]:
     """Shows the stage of a session and a bar of its requests on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -264,7 +264,7 @@ def progress() -> Iterator[Callable[[str, Progress | None], None]]:
     ) as bar:
         task = bar.add_task("starting", total=None, rate="")
 
-        def tell(stage: str, state: Progress | None) -> None:
+        def tell(stage: str, state: LoadProgress | None) -> None:
             if state is None:
                 bar.update(task, description=stage)
                 return
@@ -275,7 +275,7 @@ def progress() -> Iterator[Callable[[str, Progress | None], None]]:
         yield tell
 
 
-def write(result: Document, report: Path | None, as_json: bool) -> None:
+def write(result: ReportDocument, report: Path | None, as_json: bool) -> None:
     """Prints the result, and writes the page where one is wanted."""
     from recserve.experiments.document import to_json
     from recserve.experiments.report import page
@@ -289,7 +289,7 @@ def write(result: Document, report: Path | None, as_json: bool) -> None:
         typer.echo(f"report: {report}", err=True)
 
 
-def print_tables(result: Document) -> None:
+def print_tables(result: ReportDocument) -> None:
     """Prints verdicts, latencies and effects for a terminal."""
     from rich.console import Console
     from rich.table import Table

@@ -67,7 +67,7 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class Split:
+class ArmSplit:
     """A division of units into arms.
 
     Attributes:
@@ -89,7 +89,7 @@ class Split:
         arms: Sequence[str],
         weights: Sequence[float] | None = None,
         coverage: float = 1.0,
-    ) -> Split:
+    ) -> ArmSplit:
         """Returns a split by weights.
 
         Args:

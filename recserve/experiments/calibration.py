@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recserve.experiments.arrivals import poisson_arrivals
-from recserve.experiments.load import Call, Exchange, LoadOptions, Shot, drive
+from recserve.experiments.load import Call, HttpExchange, LoadOptions, Shot, drive
 from recserve.experiments.targets import Items
 
 BODY = b'{"user":{"id":"u00001"},"k":10}'
@@ -61,7 +61,7 @@ class Overhead:
     lateness: Lateness
 
 
-def lateness(exchanges: tuple[Exchange, ...]) -> Lateness:
+def lateness(exchanges: tuple[HttpExchange, ...]) -> Lateness:
     """Returns the lateness of first calls; later calls of a pair have no time of their own."""
     late = [(one.sent - one.scheduled) * 1e3 for one in exchanges if one.place == 0]
     p50, p99, most = np.percentile(late, [50, 99, 100]) if late else (0.0, 0.0, 0.0)

@@ -28,8 +28,8 @@ from recserve.experiments.criteria import (
 )
 from recserve.experiments.datasets import Sample
 from recserve.experiments.guardrails import find_guardrails, paired_overlaps
-from recserve.experiments.load import Exchange
-from recserve.experiments.measurements import Columns
+from recserve.experiments.load import HttpExchange
+from recserve.experiments.measurements import SampleColumns
 from recserve.experiments.plan import Mode
 from recserve.experiments.quality import Guardrail
 from recserve.experiments.scores import STATISTICS, Observations, Statistic, quantile_level
@@ -90,7 +90,7 @@ class Comparison:
 
 
 def check_ratio(
-    columns: Columns, num_arms: int, mode: Mode, weights: tuple[float, ...] | None
+    columns: SampleColumns, num_arms: int, mode: Mode, weights: tuple[float, ...] | None
 ) -> SampleRatio:
     """Returns whether units (`split`) or requests were divided as planned."""
     counts = []
@@ -106,7 +106,7 @@ def check_ratio(
     )
 
 
-def metric_values(columns: Columns, metric: Metric) -> tuple[Floats, NDArray[np.bool_]]:
+def metric_values(columns: SampleColumns, metric: Metric) -> tuple[Floats, NDArray[np.bool_]]:
     """Returns [n] values in milliseconds, and [n] whether there is one."""
     if metric == "latency":
         return columns.latency_ms, columns.timed & (columns.latency_ms > 0)
@@ -114,7 +114,7 @@ def metric_values(columns: Columns, metric: Metric) -> tuple[Floats, NDArray[np.
     return values, values > 0
 
 
-def _text_time(one: Exchange, metric: Metric) -> float:
+def _text_time(one: HttpExchange, metric: Metric) -> float:
     """Time to the first token or per output token; -1 where there is none."""
     if not one.pieces or one.reply is None:
         return -1.0
@@ -127,7 +127,7 @@ def _text_time(one: Exchange, metric: Metric) -> float:
 
 
 def compare_arms(
-    columns: Columns,
+    columns: SampleColumns,
     samples: Sequence[Sample],
     names: Sequence[str],
     treatment: int,
@@ -195,7 +195,7 @@ def compare_arms(
     )
 
 
-def _blocks(columns: Columns, mine: NDArray[np.bool_], treatment: int) -> tuple[Ints, float]:
+def _blocks(columns: SampleColumns, mine: NDArray[np.bool_], treatment: int) -> tuple[Ints, float]:
     """The time block of each request, 0 for other arms, and how long differences correlate."""
     shots = columns.shot[mine]
     counted = mine & columns.timed & (columns.latency_ms > 0)
@@ -206,7 +206,7 @@ def _blocks(columns: Columns, mine: NDArray[np.bool_], treatment: int) -> tuple[
     return blocks, tau
 
 
-def metrics_of(columns: Columns) -> list[Metric]:
+def metrics_of(columns: SampleColumns) -> list[Metric]:
     """Returns the times that the answers give: text has two more."""
     streamed = any(one.pieces for one in columns.exchanges)
     found: list[Metric] = ["latency"]
@@ -218,7 +218,7 @@ def metrics_of(columns: Columns) -> list[Metric]:
 
 
 def _observations(
-    columns: Columns,
+    columns: SampleColumns,
     chosen: NDArray[np.bool_],
     values: Floats,
     treatment: int,
@@ -241,7 +241,7 @@ def _effective_size(values: Floats, statistic: Statistic) -> float:
 
 
 def _order_effect(
-    columns: Columns, mine: NDArray[np.bool_], blocks: NDArray[np.int64]
+    columns: SampleColumns, mine: NDArray[np.bool_], blocks: NDArray[np.int64]
 ) -> Interval | None:
     chosen = mine & columns.timed & (columns.latency_ms > 0)
     later = columns.place[chosen] > 0
@@ -252,7 +252,7 @@ def _order_effect(
 
 
 def find_notes(
-    columns: Columns,
+    columns: SampleColumns,
     blocks: Ints,
     treatment: int,
     tau: float,

@@ -12,7 +12,7 @@ import numpy as np
 from recserve.experiments.calibration import Lateness, Overhead
 from recserve.experiments.comparison import Comparison
 from recserve.experiments.criteria import SampleRatio
-from recserve.experiments.machine import Machine
+from recserve.experiments.machine import MachineInfo
 from recserve.experiments.measurements import ArmSummary
 from recserve.experiments.plan import Arm, Design
 from recserve.experiments.session import Session, Workload
@@ -53,7 +53,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Document:
+class ReportDocument:
     """Everything that a reader needs.
 
     Attributes:
@@ -92,7 +92,7 @@ class Document:
     overhead: Overhead | None
     peak_in_flight: int
     generator_cpu_share: float
-    machine: Machine
+    machine: MachineInfo
     servers: dict[str, Any]
     warnings: list[str]
 
@@ -104,7 +104,7 @@ def make_document(
     command: Sequence[str],
     comparisons: Sequence[Comparison] = (),
     ratio: SampleRatio | None = None,
-) -> Document:
+) -> ReportDocument:
     """Returns the document of a session.
 
     Args:
@@ -117,7 +117,7 @@ def make_document(
     """
     names = " against ".join(arm.name for arm in session.arms[::-1])
     one = len(session.arms) == 1
-    return Document(
+    return ReportDocument(
         format=FORMAT,
         title=f"{workload.target.name}: {session.arms[0].url if one else names}",
         command=without_secrets(command),
@@ -139,7 +139,7 @@ def make_document(
     )
 
 
-def to_json(document: Document) -> bytes:
+def to_json(document: ReportDocument) -> bytes:
     """Returns the document as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(document), indent=2)
 

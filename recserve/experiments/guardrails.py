@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from recserve.experiments.criteria import Criteria
 from recserve.experiments.datasets import Sample
-from recserve.experiments.measurements import Columns
+from recserve.experiments.measurements import SampleColumns
 from recserve.experiments.quality import (
     Guardrail,
     guard_mean,
@@ -22,7 +22,7 @@ from recserve.experiments.scores import Observations
 
 
 def find_guardrails(
-    columns: Columns,
+    columns: SampleColumns,
     samples: Sequence[Sample],
     treatment: int,
     blocks: NDArray[np.int64],
@@ -84,7 +84,7 @@ def find_guardrails(
     return found
 
 
-def paired_overlaps(columns: Columns, treatment: int) -> list[float]:
+def paired_overlaps(columns: SampleColumns, treatment: int) -> list[float]:
     """Returns the overlap of the slates of each pair in which both arms answered."""
     slates: dict[int, dict[int, tuple[str, ...]]] = {}
     for shot, one in zip(columns.shot, columns.exchanges, strict=True):

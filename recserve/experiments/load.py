@@ -67,7 +67,7 @@ class Shot:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class HttpExchange:
     """One request and what became of it. Times are seconds from the start of the run.
 
     Attributes:
@@ -124,7 +124,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True)
-class Progress:
+class LoadProgress:
     """Where a run is. seconds: since the start. total: shots planned."""
 
     done: int
@@ -144,7 +144,7 @@ class Run:
         peak_in_flight: Most shots under way at once.
     """
 
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[HttpExchange, ...]
     seconds: float
     cpu_seconds: float
     peak_in_flight: int
@@ -154,7 +154,7 @@ async def drive(
     shots: Sequence[Shot],
     target: Target,
     options: LoadOptions,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[LoadProgress], None] | None = None,
 ) -> Run:
     """Sends all shots and waits for all of them.
 
@@ -189,7 +189,7 @@ async def drive(
     )
 
 
-async def _watch(sender: _Sender, total: int, progress: Callable[[Progress], None]) -> None:
+async def _watch(sender: _Sender, total: int, progress: Callable[[LoadProgress], None]) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
         progress(sender.state(total))
@@ -204,7 +204,7 @@ class _Sender:
         self.target = target
         self.options = options
         self.start = 0.0
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[HttpExchange] = []
         self.errors = 0
         self.in_flight = 0
         self.peak = 0
@@ -214,9 +214,9 @@ class _Sender:
         """Seconds from the start of the run."""
         return time.perf_counter() - self.start
 
-    def state(self, total: int) -> Progress:
+    def state(self, total: int) -> LoadProgress:
         """Where the run is."""
-        return Progress(done=self.finished, errors=self.errors, total=total, seconds=self.now())
+        return LoadProgress(done=self.finished, errors=self.errors, total=total, seconds=self.now())
 
     async def closed(self, shots: Sequence[Shot]) -> None:
         """Sends shots with a fixed number of workers."""
@@ -286,7 +286,7 @@ class _Sender:
         self.in_flight -= 1
         self.finished += 1
 
-    async def send(self, number: int, place: int, call: Call, scheduled: float) -> Exchange:
+    async def send(self, number: int, place: int, call: Call, scheduled: float) -> HttpExchange:
         """Sends one call; a failure is an exchange with an error."""
         sent = self.now()
         status, error, detail, reply = 0, None, "", None
@@ -312,7 +312,7 @@ class _Sender:
         except (TimeoutError, aiohttp.ClientError, MalformedReply) as failure:
             error = next(name for kind, name in CLIENT_ERRORS if isinstance(failure, kind))
             detail = str(failure)[:DETAIL]
-        return Exchange(
+        return HttpExchange(
             shot=number,
             place=place,
             arm=call.arm,

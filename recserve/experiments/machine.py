@@ -22,7 +22,7 @@ PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineInfo:
     """Where the load generator ran.
 
     Attributes:
@@ -44,7 +44,7 @@ class Machine:
     packages: dict[str, str]
 
 
-def this_machine() -> Machine:
+def this_machine() -> MachineInfo:
     """Returns the machine that this process runs on."""
     versions = {}
     for name in PACKAGES:
@@ -53,7 +53,7 @@ def this_machine() -> Machine:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "unknown"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Machine(
+    return MachineInfo(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         processor=_processor(),
         num_cores=cores or 1,

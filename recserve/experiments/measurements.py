@@ -1,4 +1,4 @@
-"""Columns of a finished run, and what is said of each arm."""
+"""Samples of a finished run in columns, and the summary of each arm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from recserve.experiments.blocks import Floats, Ints, autocorrelation_time
 from recserve.experiments.datasets import Sample
-from recserve.experiments.load import Exchange, Run
+from recserve.experiments.load import HttpExchange, Run
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 TIMEOUT = "timeout"
@@ -134,7 +134,7 @@ class ArmSummary:
 
 
 @dataclass(frozen=True)
-class Columns:
+class SampleColumns:
     """Requests of a run after the warm-up, in the order of their shots.
 
     Attributes:
@@ -149,7 +149,7 @@ class Columns:
         failed: [n] whether the request failed.
     """
 
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[HttpExchange, ...]
     shot: Ints
     place: Ints
     arm: Ints
@@ -160,7 +160,7 @@ class Columns:
     failed: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, run: Run, samples: Sequence[Sample], warmup_s: float = 0.0) -> Columns:
+    def of(cls, run: Run, samples: Sequence[Sample], warmup_s: float = 0.0) -> SampleColumns:
         """Returns the columns of the shots scheduled after the warm-up.
 
         A timeout counts as a latency, because leaving it out would hide the slowest requests.
@@ -201,7 +201,7 @@ def spread(values: Sequence[float] | Floats) -> Spread | None:
 
 
 def summarise(
-    columns: Columns,
+    columns: SampleColumns,
     arms: Sequence[str],
     samples: Sequence[Sample],
     kind: str,
@@ -250,7 +250,7 @@ def summarise(
 
 
 def _items(
-    answered: Sequence[Exchange], known: frozenset[str] | None, k: int | None
+    answered: Sequence[HttpExchange], known: frozenset[str] | None, k: int | None
 ) -> ItemSummary:
     slates = [one.reply.item_ids for one in answered if one.reply is not None]
     count = max(len(slates), 1)
@@ -268,12 +268,14 @@ def _items(
     )
 
 
-def _text(answered: Sequence[Exchange], samples: Sequence[Sample], seconds: float) -> TextSummary:
+def _text(
+    answered: Sequence[HttpExchange], samples: Sequence[Sample], seconds: float
+) -> TextSummary:
     first: list[float] = []
     per_token: list[float] = []
     gaps: list[float] = []
     tokens: list[float] = []
-    classes: dict[str, list[Exchange]] = {}
+    classes: dict[str, list[HttpExchange]] = {}
     for one in answered:
         written = one.reply.output_tokens if one.reply else None
         if written is not None:
@@ -297,7 +299,7 @@ def _text(answered: Sequence[Exchange], samples: Sequence[Sample], seconds: floa
     )
 
 
-def _drafting(group: Sequence[Exchange], total_ms: float) -> Drafting | None:
+def _drafting(group: Sequence[HttpExchange], total_ms: float) -> Drafting | None:
     replies = [one.reply for one in group if one.reply is not None and one.reply.num_drafts]
     if not replies:
         return None
@@ -312,7 +314,7 @@ def _drafting(group: Sequence[Exchange], total_ms: float) -> Drafting | None:
     )
 
 
-def write_records(path: Path, columns: Columns, arms: Sequence[str]) -> None:
+def write_records(path: Path, columns: SampleColumns, arms: Sequence[str]) -> None:
     """Writes one row per request as Parquet: times, arm, status, tokens."""
     replies = [one.reply for one in columns.exchanges]
     table = pa.table(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recserve.experiments.arrivals import Times
-from recserve.experiments.assignment import Split
+from recserve.experiments.assignment import ArmSplit
 from recserve.experiments.datasets import Sample
 from recserve.experiments.load import Call, Shot
 from recserve.experiments.targets import Json, Target
@@ -117,7 +117,7 @@ def make_plan(
         drawn_arms = np.concatenate([drawn.permutation(block) for _ in range(max(blocks, 1))])
         choices = [(arm,) for arm in drawn_arms[: len(order)]]
     else:
-        split = Split.even(design.seed, [arm.name for arm in arms], design.weights)
+        split = ArmSplit.even(design.seed, [arm.name for arm in arms], design.weights)
         numbers = {arm.name: number for number, arm in enumerate(arms)}
         chosen = [split.assign(sample.unit).arm for sample in samples]
         choices = [() if chosen[i] is None else (numbers[str(chosen[i])],) for i in order]

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from recserve.experiments.scores import Observations, Scores
+from recserve.experiments.scores import BlockScores, Observations
 from recserve.experiments.statistics import Interval
 
 Outcome = Literal["pass", "fail", "unclear"]
@@ -70,7 +70,7 @@ def guard_mean(
         margin: Largest loss that is accepted.
         worse: Which direction is a loss.
     """
-    scores = Scores(observations, "mean")
+    scores = BlockScores(observations, "mean")
     control, treatment = scores.level(False), scores.level(True)
     sign = 1.0 if worse == "lower" else -1.0
     change = sign * (treatment - control)

@@ -15,7 +15,7 @@ from recserve.experiments.charts import (
 )
 from recserve.experiments.comparison import Comparison
 from recserve.experiments.criteria import METRIC_WORDS, percent
-from recserve.experiments.document import Document
+from recserve.experiments.document import ReportDocument
 from recserve.experiments.markup import Markup, tag
 from recserve.experiments.quality import Guardrail
 from recserve.experiments.report_charts import course, distribution, looks
@@ -27,7 +27,7 @@ WORDS = {"better": "better", "worse": "worse", "unclear": "undecided", "invalid"
 OUTCOMES = {"pass": "holds", "fail": "fails", "unclear": "unclear"}
 
 
-def page(document: Document) -> str:
+def page(document: ReportDocument) -> str:
     """Returns the report as one HTML document."""
     style = (resources.files("recserve.experiments") / STYLE).read_text(encoding="utf-8")
     head = tag(
@@ -61,7 +61,7 @@ def page(document: Document) -> str:
     return "<!doctype html>\n" + tag("html", head, tag("body", body), lang="en")
 
 
-def _header(document: Document) -> Markup:
+def _header(document: ReportDocument) -> Markup:
     machine = document.machine
     requests = sum(one.num_requests for one in document.summaries)
     time = machine.time.replace("T", " ").replace("+00:00", " UTC")
@@ -101,7 +101,7 @@ def decisive(one: Comparison) -> Effect:
     return next(e for e in one.effects[one.metric] if e.statistic == one.statistic)
 
 
-def _figures(document: Document) -> Markup:
+def _figures(document: ReportDocument) -> Markup:
     """The main figure of a run with one arm."""
     one = document.summaries[0]
     if one.latency_ms is None:
@@ -133,7 +133,7 @@ def _figures(document: Document) -> Markup:
     )
 
 
-def _warnings(document: Document) -> Markup | None:
+def _warnings(document: ReportDocument) -> Markup | None:
     found = [*document.warnings, *(note for one in document.comparisons for note in one.notes)]
     if not found:
         return None

@@ -18,7 +18,7 @@ from recserve.experiments.charts import (
 )
 from recserve.experiments.comparison import Comparison
 from recserve.experiments.criteria import METRIC_WORDS
-from recserve.experiments.document import Document
+from recserve.experiments.document import ReportDocument
 from recserve.experiments.markup import Markup, tag
 from recserve.experiments.measurements import Spread
 
@@ -35,7 +35,7 @@ def legend(names: Sequence[str], dashed: tuple[str, str] | None = None) -> Marku
     return tag("div", *found, class_="legend")
 
 
-def distribution(document: Document) -> Markup | None:
+def distribution(document: ReportDocument) -> Markup | None:
     """Returns the latency of every arm by percentile; None without answers."""
     curves = document.curves
     times = [time for one in curves for time in one.milliseconds if time > 0]
@@ -69,7 +69,7 @@ def distribution(document: Document) -> Markup | None:
     )
 
 
-def _latencies(document: Document) -> list[Spread]:
+def _latencies(document: ReportDocument) -> list[Spread]:
     return [one.latency_ms for one in document.summaries if one.latency_ms is not None]
 
 
@@ -80,7 +80,7 @@ def whole_axis(title: str, low: float, high: float) -> Axis:
     return replace(axis, low=low, high=high, ticks=ticks)
 
 
-def course(document: Document) -> Markup | None:
+def course(document: ReportDocument) -> Markup | None:
     """Returns median and 99th percentile over the run; None without answers."""
     lines = []
     values: list[float] = []

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from recserve.experiments.criteria import percent
-from recserve.experiments.document import Document
+from recserve.experiments.document import ReportDocument
 from recserve.experiments.markup import Markup, tag
 from recserve.experiments.measurements import ArmSummary, Spread
 
@@ -63,7 +63,7 @@ def number(value: float) -> str:
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f}"
 
 
-def arms_table(document: Document) -> Markup:
+def arms_table(document: ReportDocument) -> Markup:
     """Returns requests and latencies per arm, then slates or text, then the request fields."""
     rows = [
         [
@@ -94,7 +94,7 @@ def arms_table(document: Document) -> Markup:
     )
 
 
-def _service(document: Document) -> Markup | None:
+def _service(document: ReportDocument) -> Markup | None:
     rows = []
     for one in document.summaries:
         rows.append([f"{one.name}: from the actual send", *cells(one.service_ms)])
@@ -103,7 +103,7 @@ def _service(document: Document) -> Markup | None:
     return table(["time in milliseconds", "mean", *PERCENTILES, "max"], rows)
 
 
-def _slates(document: Document) -> Markup | None:
+def _slates(document: ReportDocument) -> Markup | None:
     rows = []
     exactness = document.exactness or [None] * len(document.summaries)
     for one, exact in zip(document.summaries, exactness, strict=True):
@@ -125,7 +125,7 @@ def _slates(document: Document) -> Markup | None:
     return table([*headings, "overlap with exact", "identical"], rows) if rows else None
 
 
-def _text(document: Document) -> Markup | None:
+def _text(document: ReportDocument) -> Markup | None:
     rows = []
     for one in document.summaries:
         if one.text is None:
@@ -140,7 +140,7 @@ def _text(document: Document) -> Markup | None:
     return table(["text", "mean", *PERCENTILES, "max"], rows) if rows else None
 
 
-def drafting_table(document: Document) -> Markup | None:
+def drafting_table(document: ReportDocument) -> Markup | None:
     """Returns tokens per step by category and arm; None without drafts."""
     arms = [one for one in document.summaries if one.text and one.text.drafting]
     if not arms:
@@ -167,7 +167,7 @@ def drafting_table(document: Document) -> Markup | None:
     return tag("div", section("Speculative decoding", table(headings, rows)), class_="grid")
 
 
-def checks(document: Document) -> Markup:
+def checks(document: ReportDocument) -> Markup:
     """Returns the checks that the result rests on."""
     found: dict[str, Any] = {}
     ratio = document.ratio
@@ -210,7 +210,7 @@ def _effective(one: ArmSummary) -> str:
     return f"{one.effective_size:,.0f} of {one.num_requests:,} requests, for the mean"
 
 
-def facts(document: Document) -> Markup:
+def facts(document: ReportDocument) -> Markup:
     """Returns configuration, machine, versions and the command."""
     machine = document.machine
     found: dict[str, Any] = {

@@ -50,7 +50,7 @@ class Observations:
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
 
-class Scores:
+class BlockScores:
     """Block scores of one statistic; they add up to more than zero if the treatment is slower."""
 
     def __init__(self, observations: Observations, statistic: Statistic) -> None:

@@ -14,9 +14,9 @@ from recserve.experiments.calibration import Lateness, Overhead, lateness, measu
 from recserve.experiments.comparison import Comparison, check_ratio, compare_arms
 from recserve.experiments.criteria import Criteria, SampleRatio
 from recserve.experiments.datasets import Sample, UserOptions, read_item_ids, read_samples
-from recserve.experiments.load import LoadOptions, Progress, Run, drive
-from recserve.experiments.machine import Machine, server_facts, this_machine, wait_ready
-from recserve.experiments.measurements import ArmSummary, Columns, summarise
+from recserve.experiments.load import LoadOptions, LoadProgress, Run, drive
+from recserve.experiments.machine import MachineInfo, server_facts, this_machine, wait_ready
+from recserve.experiments.measurements import ArmSummary, SampleColumns, summarise
 from recserve.experiments.plan import Arm, Design, make_plan
 from recserve.experiments.slates import (
     ExactCheck,
@@ -100,7 +100,7 @@ class Session:
         warnings: What a reader must know.
     """
 
-    columns: Columns
+    columns: SampleColumns
     samples: tuple[Sample, ...]
     arms: tuple[Arm, ...]
     summaries: tuple[ArmSummary, ...]
@@ -110,7 +110,7 @@ class Session:
     overhead: Overhead | None
     peak_in_flight: int
     generator_cpu_share: float
-    machine: Machine
+    machine: MachineInfo
     servers: dict[str, Any]
     warnings: tuple[str, ...]
 
@@ -137,7 +137,7 @@ async def run_session(
     workload: Workload,
     arms: Sequence[Arm],
     design: Design,
-    progress: Callable[[str, Progress | None], None],
+    progress: Callable[[str, LoadProgress | None], None],
 ) -> Session:
     """Runs a workload against one or more arms.
 
@@ -172,7 +172,7 @@ async def run_session(
             len(times) / workload.duration_s if not load.workers else 100.0
         )
     run = await drive(shots, workload.target, load, lambda state: progress("load", state))
-    columns = Columns.of(run, samples, workload.warmup_s)
+    columns = SampleColumns.of(run, samples, workload.warmup_s)
     if not columns.exchanges:
         raise ValueError("no request was sent after the warm-up: lengthen the run")
     slates = SlateChecks()
@@ -209,7 +209,7 @@ async def run_session(
 
 async def check_slates(
     workload: Workload,
-    columns: Columns,
+    columns: SampleColumns,
     samples: Sequence[Sample],
     arms: Sequence[Arm],
     design: Design,
@@ -286,9 +286,9 @@ def check_samples(samples: Sequence[Sample], target: Target) -> None:
 
 def find_warnings(
     workload: Workload,
-    columns: Columns,
+    columns: SampleColumns,
     summaries: Sequence[ArmSummary],
-    machine: Machine,
+    machine: MachineInfo,
     run: Run,
 ) -> list[str]:
     """Returns what a reader of the figures must know, in sentences."""

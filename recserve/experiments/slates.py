@@ -12,7 +12,7 @@ import numpy as np
 
 from recserve.experiments.datasets import Sample
 from recserve.experiments.load import Call, LoadOptions, Run, Shot, drive
-from recserve.experiments.measurements import Columns
+from recserve.experiments.measurements import SampleColumns
 from recserve.experiments.plan import Arm
 from recserve.experiments.quality import overlap
 from recserve.experiments.targets import Json, Target
@@ -68,7 +68,7 @@ class SlateChecks:
     overlaps: tuple[tuple[float, ...], ...] = ()
 
 
-async def known_items(columns: Columns, url: str, load: LoadOptions) -> frozenset[str] | None:
+async def known_items(columns: SampleColumns, url: str, load: LoadOptions) -> frozenset[str] | None:
     """Returns the items that exist among those answered, as the server knows them.
 
     The server is asked for each different item, 2,000 at most; further items are taken as known.
@@ -101,7 +101,7 @@ async def known_items(columns: Columns, url: str, load: LoadOptions) -> frozense
 
 
 async def exact_overlap(
-    check: ExactCheck, columns: Columns, samples: Sequence[Sample], number: int, arm: Arm
+    check: ExactCheck, columns: SampleColumns, samples: Sequence[Sample], number: int, arm: Arm
 ) -> Exactness | None:
     """Asks a sample of the arm's requests again for the exact slate, and compares.
 

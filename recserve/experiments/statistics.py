@@ -30,8 +30,8 @@ from recserve.experiments.blocks import Floats
 from recserve.experiments.scores import (
     ROBUST_REACH,
     UNBOUNDED,
+    BlockScores,
     Observations,
-    Scores,
     Statistic,
     invert,
     robust_error,
@@ -107,7 +107,7 @@ def compare(
         raise ValueError(f"{len(values)} values in {blocks} blocks: expected both arms and two")
     if not values.min() > 0:
         raise ValueError(f"smallest value {values.min()}: latencies are above 0")
-    scores = Scores(observations, statistic)
+    scores = BlockScores(observations, statistic)
     units = observations.units
     degrees = observations.num_blocks - 1
     inflation = 1.0
@@ -162,7 +162,7 @@ class LogRatio:
 
 def robust_estimate(observations: Observations, statistic: Statistic) -> LogRatio:
     """Returns the log ratio and an error from the width of an interval of two errors."""
-    scores = Scores(observations, statistic)
+    scores = BlockScores(observations, statistic)
     ratio = float(np.log(scores.level(True) / scores.level(False)))
     inflation = unit_inflation(observations, statistic) if observations.units is not None else 1.0
     low, high = invert(

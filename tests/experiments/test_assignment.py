@@ -6,9 +6,9 @@ from scipy import stats
 
 from recserve.experiments.assignment import (
     BUCKETS,
+    ArmSplit,
     BucketRange,
     Namespace,
-    Split,
     bucket_ranges,
     choose_range,
     fnv1a_32,
@@ -108,8 +108,8 @@ def test_fnv_equals_the_published_values():
 
 
 def test_a_unit_always_gets_the_same_arm_and_a_higher_coverage_moves_nobody():
-    narrow = Split.even("e", ("a", "b"), coverage=0.3)
-    wide = Split.even("e", ("a", "b"), coverage=0.9)
+    narrow = ArmSplit.even("e", ("a", "b"), coverage=0.3)
+    wide = ArmSplit.even("e", ("a", "b"), coverage=0.9)
     for number in range(2000):
         unit = f"user-{number}"
         first = narrow.assign(unit)
@@ -130,8 +130,8 @@ def test_buckets_are_uniform_and_independent_of_another_seed():
 
 
 def test_a_namespace_excludes_units():
-    inside = Split("e", ("a",), (BucketRange(0, 1),), Namespace("n", BucketRange(0, 0.4)))
-    outside = Split("e", ("a",), (BucketRange(0, 1),), Namespace("n", BucketRange(0.4, 1)))
+    inside = ArmSplit("e", ("a",), (BucketRange(0, 1),), Namespace("n", BucketRange(0, 0.4)))
+    outside = ArmSplit("e", ("a",), (BucketRange(0, 1),), Namespace("n", BucketRange(0.4, 1)))
     arms = [(inside.assign(str(n)).arm, outside.assign(str(n)).arm) for n in range(500)]
     assert set(arms) == {("a", None), (None, "a")}
 
@@ -141,4 +141,4 @@ def test_a_namespace_excludes_units():
 )
 def test_wrong_splits_are_refused(arms, weights):
     with pytest.raises(ValueError, match="expected"):
-        Split.even("e", arms, weights)
+        ArmSplit.even("e", arms, weights)

@@ -8,7 +8,7 @@ import pytest
 from recserve.experiments.comparison import check_ratio, compare_arms
 from recserve.experiments.criteria import Criteria, SampleRatio, decide, percent
 from recserve.experiments.load import Run
-from recserve.experiments.measurements import Columns, summarise
+from recserve.experiments.measurements import SampleColumns, summarise
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 
 NAMES = ("beam", "nezha")
@@ -123,7 +123,7 @@ def test_notes_say_what_limits_the_result():
     assert any("99th percentile needs" in note for note in short.notes)
     paired = made_run("paired", shots=2000)
     warmed = np.where(paired.place == 1, paired.latency_ms * 0.5, paired.latency_ms)
-    columns = Columns(**{**vars(paired), "latency_ms": warmed})
+    columns = SampleColumns(**{**vars(paired), "latency_ms": warmed})
     found = compared(columns, "paired", statistic="p50")
     assert found.order_effect.high < -0.3
     assert any("warms caches" in note for note in found.notes)
@@ -134,7 +134,7 @@ def test_timeouts_count_as_latencies_and_other_failures_do_not():
     assert columns.failed.sum() > 20
     assert (columns.timed == ~columns.failed).all()
     late = [replace(one, error="timeout") if one.error else one for one in columns.exchanges]
-    again = Columns.of(Run(tuple(late), 2.0, 0.1, 3), SAMPLES)
+    again = SampleColumns.of(Run(tuple(late), 2.0, 0.1, 3), SAMPLES)
     assert again.timed.all() and (again.failed == columns.failed).all()
 
 

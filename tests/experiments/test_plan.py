@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from recserve.experiments.assignment import Split
+from recserve.experiments.assignment import ArmSplit
 from recserve.experiments.datasets import Sample
 from recserve.experiments.plan import Arm, Design, make_plan, parse_arm, sample_order
 from recserve.experiments.targets import find_target
@@ -55,7 +55,7 @@ def test_pairs_go_to_both_arms_in_drawn_order():
 
 
 def test_a_split_gives_each_unit_the_arm_of_its_hash():
-    split = Split.even("7", ["a", "b"])
+    split = ArmSplit.even("7", ["a", "b"])
     for shot in plan("split"):
         (call,) = shot.calls
         assert "ab"[call.arm] == split.assign(SAMPLES[call.sample].unit).arm

@@ -11,7 +11,7 @@ import pytest
 from recserve.experiments.calibration import Lateness, Overhead
 from recserve.experiments.charts import linear_axis, log_axis, percentile_axis, short, tail
 from recserve.experiments.criteria import Criteria
-from recserve.experiments.document import Document, make_document, to_json, without_secrets
+from recserve.experiments.document import ReportDocument, make_document, to_json, without_secrets
 from recserve.experiments.machine import this_machine
 from recserve.experiments.markup import Markup, join, tag
 from recserve.experiments.measurements import summarise
@@ -129,7 +129,7 @@ def test_text_shows_tokens_per_step():
 
 def test_json_holds_the_whole_document_and_reads_back():
     document = made_document("paired", effect=0.1)
-    again = msgspec.json.decode(to_json(document), type=Document)
+    again = msgspec.json.decode(to_json(document), type=ReportDocument)
     assert page(again) == page(document)
     assert again.comparisons[0].verdict == document.comparisons[0].verdict
 

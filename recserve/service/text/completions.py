@@ -168,7 +168,7 @@ class PendingTexts:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _TextCall:
     """How a caller receives the texts of one request body.
 
     Attributes:
@@ -221,7 +221,7 @@ class Texts:
             UnknownModel: If the body names another model.
             Exception: What the engine refuses the request with.
         """
-        call = _Call(self._check(body), request_id, deadline_s, listener)
+        call = _TextCall(self._check(body), request_id, deadline_s, listener)
         if body.echo and body.logprobs is not None:
             why = "not supported with logprobs; those of a prompt are not computed"
             raise InvalidRequest("echo", why)
@@ -243,7 +243,7 @@ class Texts:
         listener: Listener | None = None,
     ) -> PendingTexts:
         """Starts the responses to a conversation. Arguments and errors as in `begin_completion`."""
-        call = _Call(self._check(body), request_id, deadline_s, listener)
+        call = _TextCall(self._check(body), request_id, deadline_s, listener)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         prompt = chat_prompt(body, self.model)
@@ -272,7 +272,7 @@ class Texts:
         prompts: Sequence[Prompt],
         params: Callable[[Prompt], SamplingParams],
         shape: Shape,
-        call: _Call,
+        call: _TextCall,
     ) -> PendingTexts:
         drafting = speculation(body.speculation, body.temperature, self.model)
         stops = stop_strings(body)
