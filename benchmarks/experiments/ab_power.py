@@ -1,7 +1,7 @@
 """Does `recserve ab` keep its promises? False alarms and power on a recorded latency trace.
 
-    python benchmarks/experiments/ab_power.py --trace RECORDS.parquet [--replays 1000] [--json F]
-    python benchmarks/experiments/ab_power.py                          a drawn trace instead
+    python -m benchmarks.experiments.ab_power --trace RECORDS.parquet [--replays 1000] [--json F]
+    python -m benchmarks.experiments.ab_power                          a drawn trace instead
 
 RECORDS.parquet is what `recserve ab URL --mode paired --records F` writes of two equal arms. Each
 replay resamples the trace in long stretches (stationary bootstrap of Politis and Romano 1994), so
@@ -24,15 +24,15 @@ import numpy as np
 import pyarrow.parquet as pq
 from scipy import stats
 
-from recserve.experiments.blocks import (
+from recserve.experiments.report.machine import this_machine
+from recserve.experiments.statistics.blocks import (
     autocorrelation_time,
     count_blocks,
     difference_time,
     time_blocks,
 )
-from recserve.experiments.machine import this_machine
-from recserve.experiments.scores import STATISTICS, Observations
-from recserve.experiments.statistics import compare
+from recserve.experiments.statistics.intervals import compare
+from recserve.experiments.statistics.scores import STATISTICS, Observations
 
 STRETCH = 500  # mean length of a resampled stretch, in shots
 ALPHA = 0.05

@@ -14,10 +14,10 @@ import typer
 from recserve.cli.flags import json_value
 
 if TYPE_CHECKING:
-    from recserve.experiments.document import ReportDocument
-    from recserve.experiments.load import LoadProgress
-    from recserve.experiments.measurements import TextSummary
-    from recserve.experiments.session import Workload
+    from recserve.experiments.load.generator import LoadProgress
+    from recserve.experiments.load.session import Workload
+    from recserve.experiments.report.document import ReportDocument
+    from recserve.experiments.report.measurements import TextSummary
 
 Result = TypeVar("Result")
 
@@ -94,10 +94,10 @@ def bench(
     as_json: JsonFlag = False,
 ) -> None:
     """Drive load on a running server and report latencies, tokens and slates."""
-    from recserve.experiments.document import make_document
-    from recserve.experiments.measurements import write_records
-    from recserve.experiments.plan import Arm, Design
-    from recserve.experiments.session import run_session
+    from recserve.experiments.load.plan import Arm, Design
+    from recserve.experiments.load.session import run_session
+    from recserve.experiments.report.document import make_document
+    from recserve.experiments.report.measurements import write_records
 
     workload = make_workload(locals())
     arms = [Arm(name="server", url=url.rstrip("/"))]
@@ -155,11 +155,11 @@ def ab(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare configurations of a running server on one stream of requests."""
-    from recserve.experiments.criteria import Criteria
-    from recserve.experiments.document import make_document
-    from recserve.experiments.measurements import write_records
-    from recserve.experiments.plan import Design, parse_arm
-    from recserve.experiments.session import compare_session, run_session
+    from recserve.experiments.load.plan import Design, parse_arm
+    from recserve.experiments.load.session import compare_session, run_session
+    from recserve.experiments.report.document import make_document
+    from recserve.experiments.report.measurements import write_records
+    from recserve.experiments.statistics.criteria import Criteria
 
     workload = make_workload(locals())
     arms = [parse_arm(one, url.rstrip("/")) for one in arm]
@@ -189,10 +189,10 @@ def make_workload(flags: dict[str, Any]) -> Workload:
     Raises:
         BadParameter: If a flag does not fit the others.
     """
-    from recserve.experiments.datasets import UserOptions, read_samples
-    from recserve.experiments.load import LoadOptions
-    from recserve.experiments.session import Workload
-    from recserve.experiments.targets import find_target
+    from recserve.experiments.load.datasets import UserOptions, read_samples
+    from recserve.experiments.load.generator import LoadOptions
+    from recserve.experiments.load.session import Workload
+    from recserve.experiments.load.targets import find_target
 
     name = flags["target"]
     users = UserOptions(max_history=flags["history"])
@@ -277,8 +277,8 @@ def progress() -> Iterator[Callable[[str, LoadProgress | None], None]]:
 
 def write(result: ReportDocument, report: Path | None, as_json: bool) -> None:
     """Prints the result, and writes the page where one is wanted."""
-    from recserve.experiments.document import to_json
-    from recserve.experiments.report import page
+    from recserve.experiments.report.document import to_json
+    from recserve.experiments.report.page import page
 
     if as_json:
         typer.echo(to_json(result).decode())

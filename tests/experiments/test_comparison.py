@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recserve.experiments.comparison import check_ratio, compare_arms
-from recserve.experiments.criteria import Criteria, SampleRatio, decide, percent
-from recserve.experiments.load import Run
-from recserve.experiments.measurements import SampleColumns, summarise
+from recserve.experiments.load.generator import Run
+from recserve.experiments.report.measurements import SampleColumns, summarise
+from recserve.experiments.statistics.comparison import check_ratio, compare_arms
+from recserve.experiments.statistics.criteria import Criteria, SampleRatio, decide, percent
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 
 NAMES = ("beam", "nezha")

@@ -6,7 +6,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.experiments.datasets import Sample, UserOptions, read_item_ids, read_samples
+from recserve.experiments.load.datasets import (
+    Sample,
+    UserOptions,
+    read_item_ids,
+    read_samples,
+)
 
 SHARE_GPT = [
     {

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from recserve.experiments.blocks import time_blocks
-from recserve.experiments.quality import (
+from recserve.experiments.statistics.blocks import time_blocks
+from recserve.experiments.statistics.intervals import Interval
+from recserve.experiments.statistics.quality import (
     guard_mean,
     guard_overlap,
     guard_share,
@@ -14,8 +15,7 @@ from recserve.experiments.quality import (
     non_inferior,
     overlap,
 )
-from recserve.experiments.scores import Observations
-from recserve.experiments.statistics import Interval
+from recserve.experiments.statistics.scores import Observations
 
 
 def test_overlap_counts_common_items_of_the_longer_slate():

@@ -8,18 +8,29 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from recserve.experiments.calibration import Lateness, Overhead
-from recserve.experiments.charts import linear_axis, log_axis, percentile_axis, short, tail
-from recserve.experiments.criteria import Criteria
-from recserve.experiments.document import ReportDocument, make_document, to_json, without_secrets
-from recserve.experiments.machine import this_machine
-from recserve.experiments.markup import Markup, join, tag
-from recserve.experiments.measurements import summarise
-from recserve.experiments.plan import Arm, Design
-from recserve.experiments.report import ms, page
-from recserve.experiments.session import Session, Workload, compare_session
-from recserve.experiments.slates import Exactness
-from recserve.experiments.targets import find_target
+from recserve.experiments.load.calibration import Lateness, Overhead
+from recserve.experiments.load.plan import Arm, Design
+from recserve.experiments.load.session import Session, Workload, compare_session
+from recserve.experiments.load.slates import Exactness
+from recserve.experiments.load.targets import find_target
+from recserve.experiments.report.charts import (
+    linear_axis,
+    log_axis,
+    percentile_axis,
+    short,
+    tail,
+)
+from recserve.experiments.report.document import (
+    ReportDocument,
+    make_document,
+    to_json,
+    without_secrets,
+)
+from recserve.experiments.report.machine import this_machine
+from recserve.experiments.report.markup import Markup, join, tag
+from recserve.experiments.report.measurements import summarise
+from recserve.experiments.report.page import ms, page
+from recserve.experiments.statistics.criteria import Criteria
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=y>'

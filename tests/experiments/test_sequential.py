@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from recserve.experiments.blocks import time_blocks
-from recserve.experiments.scores import Observations
-from recserve.experiments.sequential import (
+from recserve.experiments.statistics.blocks import time_blocks
+from recserve.experiments.statistics.scores import Observations
+from recserve.experiments.statistics.sequential import (
     FIRST_LOOK,
     MAX_LOOKS,
     boundary,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from recserve.experiments.blocks import (
+from recserve.experiments.statistics.blocks import (
     MAX_BLOCKS,
     MIN_BLOCKS,
     autocorrelation_time,
@@ -13,8 +13,9 @@ from recserve.experiments.blocks import (
     effective_size,
     time_blocks,
 )
-from recserve.experiments.criteria import percent
-from recserve.experiments.scores import (
+from recserve.experiments.statistics.criteria import percent
+from recserve.experiments.statistics.intervals import compare, sample_ratio_p
+from recserve.experiments.statistics.scores import (
     STATISTICS,
     UNBOUNDED,
     BlockScores,
@@ -23,7 +24,6 @@ from recserve.experiments.scores import (
     sign_test,
     unit_inflation,
 )
-from recserve.experiments.statistics import compare, sample_ratio_p
 
 
 def waves(size, keep, drawn):

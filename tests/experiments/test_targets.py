@@ -5,8 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from recserve.experiments.datasets import Sample
-from recserve.experiments.targets import MalformedReply, StreamJoiner, find_target, merged
+from recserve.experiments.load.datasets import Sample
+from recserve.experiments.load.targets import (
+    MalformedReply,
+    StreamJoiner,
+    find_target,
+    merged,
+)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # (fixture, target, text, output tokens, steps, drafted, accepted, pieces of text)

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from recserve.experiments.datasets import Sample
-from recserve.experiments.load import Exchange, Run
-from recserve.experiments.measurements import Columns
-from recserve.experiments.plan import Mode
-from recserve.experiments.targets import Reply
+from recserve.experiments.load.datasets import Sample
+from recserve.experiments.load.generator import Exchange, Run
+from recserve.experiments.load.plan import Mode
+from recserve.experiments.load.targets import Reply
+from recserve.experiments.report.measurements import Columns
 
 SLATE = tuple(f"item{n}" for n in range(10))
 NEXT = (*SLATE, "elsewhere", "nowhere")

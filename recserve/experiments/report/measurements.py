@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recserve.experiments.blocks import Floats, Ints, autocorrelation_time
-from recserve.experiments.datasets import Sample
-from recserve.experiments.load import HttpExchange, Run
+from recserve.experiments.load.datasets import Sample
+from recserve.experiments.load.generator import HttpExchange, Run
+from recserve.experiments.statistics.blocks import Floats, Ints, autocorrelation_time
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 TIMEOUT = "timeout"

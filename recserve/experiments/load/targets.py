@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from recserve.experiments.datasets import Sample
+from recserve.experiments.load.datasets import Sample
 
 Json = dict[str, Any]
 

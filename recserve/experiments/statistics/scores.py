@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
 
-from recserve.experiments.blocks import Floats, Ints
+from recserve.experiments.statistics.blocks import Floats, Ints
 
 SIGNS = 4000
 TOLERANCE = 1e-3  # of the ends of an interval, in its half-width

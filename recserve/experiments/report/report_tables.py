@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from recserve.experiments.criteria import percent
-from recserve.experiments.document import ReportDocument
-from recserve.experiments.markup import Markup, tag
-from recserve.experiments.measurements import ArmSummary, Spread
+from recserve.experiments.report.document import ReportDocument
+from recserve.experiments.report.markup import Markup, tag
+from recserve.experiments.report.measurements import ArmSummary, Spread
+from recserve.experiments.statistics.criteria import percent
 
 PERCENTILES = ("p50", "p90", "p95", "p99", "p99.9")
 

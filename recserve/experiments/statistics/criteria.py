@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from recserve.experiments.quality import Guardrail
-from recserve.experiments.scores import UNBOUNDED, Statistic
-from recserve.experiments.sequential import Look, stopping_block
-from recserve.experiments.statistics import Effect
+from recserve.experiments.statistics.intervals import Effect
+from recserve.experiments.statistics.quality import Guardrail
+from recserve.experiments.statistics.scores import UNBOUNDED, Statistic
+from recserve.experiments.statistics.sequential import Look, stopping_block
 
 Metric = Literal["latency", "ttft", "tpot"]
 VerdictKind = Literal["better", "worse", "unclear", "invalid"]

@@ -9,7 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from recserve.experiments.blocks import (
+from recserve.experiments.load.datasets import Sample
+from recserve.experiments.load.generator import HttpExchange
+from recserve.experiments.load.plan import Mode
+from recserve.experiments.report.measurements import SampleColumns
+from recserve.experiments.statistics.blocks import (
     MIN_BLOCKS,
     Floats,
     Ints,
@@ -18,7 +22,7 @@ from recserve.experiments.blocks import (
     effective_size,
     time_blocks,
 )
-from recserve.experiments.criteria import (
+from recserve.experiments.statistics.criteria import (
     Criteria,
     Metric,
     SampleRatio,
@@ -26,15 +30,22 @@ from recserve.experiments.criteria import (
     decide,
     percent,
 )
-from recserve.experiments.datasets import Sample
-from recserve.experiments.guardrails import find_guardrails, paired_overlaps
-from recserve.experiments.load import HttpExchange
-from recserve.experiments.measurements import SampleColumns
-from recserve.experiments.plan import Mode
-from recserve.experiments.quality import Guardrail
-from recserve.experiments.scores import STATISTICS, Observations, Statistic, quantile_level
-from recserve.experiments.sequential import Look, confidence_sequence
-from recserve.experiments.statistics import SRM_ALARM, Effect, Interval, compare, sample_ratio_p
+from recserve.experiments.statistics.guardrails import find_guardrails, paired_overlaps
+from recserve.experiments.statistics.intervals import (
+    SRM_ALARM,
+    Effect,
+    Interval,
+    compare,
+    sample_ratio_p,
+)
+from recserve.experiments.statistics.quality import Guardrail
+from recserve.experiments.statistics.scores import (
+    STATISTICS,
+    Observations,
+    Statistic,
+    quantile_level,
+)
+from recserve.experiments.statistics.sequential import Look, confidence_sequence
 
 CONFIDENCE = 0.95
 POWER = 0.9

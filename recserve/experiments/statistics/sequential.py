@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from recserve.experiments.scores import UNBOUNDED, Observations, Statistic
-from recserve.experiments.statistics import Interval, robust_estimate
+from recserve.experiments.statistics.intervals import Interval, robust_estimate
+from recserve.experiments.statistics.scores import UNBOUNDED, Observations, Statistic
 
 # Looks before this block are not reported: the sequence is asymptotic.
 FIRST_LOOK = 10

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from recserve.experiments.calibration import Lateness, Overhead
-from recserve.experiments.comparison import Comparison
-from recserve.experiments.criteria import SampleRatio
-from recserve.experiments.machine import MachineInfo
-from recserve.experiments.measurements import ArmSummary
-from recserve.experiments.plan import Arm, Design
-from recserve.experiments.session import Session, Workload
-from recserve.experiments.slates import Exactness
+from recserve.experiments.load.calibration import Lateness, Overhead
+from recserve.experiments.load.plan import Arm, Design
+from recserve.experiments.load.session import Session, Workload
+from recserve.experiments.load.slates import Exactness
+from recserve.experiments.report.machine import MachineInfo
+from recserve.experiments.report.measurements import ArmSummary
+from recserve.experiments.statistics.comparison import Comparison
+from recserve.experiments.statistics.criteria import SampleRatio
 
 FORMAT = "recserve-experiment/1"
 CURVE_POINTS = 200

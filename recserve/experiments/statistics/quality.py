@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from recserve.experiments.scores import BlockScores, Observations
-from recserve.experiments.statistics import Interval
+from recserve.experiments.statistics.intervals import Interval
+from recserve.experiments.statistics.scores import BlockScores, Observations
 
 Outcome = Literal["pass", "fail", "unclear"]
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import resources
 
-from recserve.experiments.charts import (
+from recserve.experiments.report.charts import (
     Axis,
     interval,
 )
-from recserve.experiments.comparison import Comparison
-from recserve.experiments.criteria import METRIC_WORDS, percent
-from recserve.experiments.document import ReportDocument
-from recserve.experiments.markup import Markup, tag
-from recserve.experiments.quality import Guardrail
-from recserve.experiments.report_charts import course, distribution, looks
-from recserve.experiments.report_tables import arms_table, checks, drafting_table, facts
-from recserve.experiments.statistics import Effect, Interval
+from recserve.experiments.report.document import ReportDocument
+from recserve.experiments.report.markup import Markup, tag
+from recserve.experiments.report.report_charts import course, distribution, looks
+from recserve.experiments.report.report_tables import arms_table, checks, drafting_table, facts
+from recserve.experiments.statistics.comparison import Comparison
+from recserve.experiments.statistics.criteria import METRIC_WORDS, percent
+from recserve.experiments.statistics.intervals import Effect, Interval
+from recserve.experiments.statistics.quality import Guardrail
 
 STYLE = "report.css"
 WORDS = {"better": "better", "worse": "worse", "unclear": "undecided", "invalid": "not valid"}

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from recserve.experiments.blocks import Floats
-from recserve.experiments.scores import (
+from recserve.experiments.statistics.blocks import Floats
+from recserve.experiments.statistics.scores import (
     ROBUST_REACH,
     UNBOUNDED,
     BlockScores,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recserve.experiments.criteria import Criteria
-from recserve.experiments.datasets import Sample
-from recserve.experiments.measurements import SampleColumns
-from recserve.experiments.quality import (
+from recserve.experiments.load.datasets import Sample
+from recserve.experiments.report.measurements import SampleColumns
+from recserve.experiments.statistics.criteria import Criteria
+from recserve.experiments.statistics.quality import (
     Guardrail,
     guard_mean,
     guard_overlap,
@@ -18,7 +18,7 @@ from recserve.experiments.quality import (
     ndcg,
     overlap,
 )
-from recserve.experiments.scores import Observations
+from recserve.experiments.statistics.scores import Observations
 
 
 def find_guardrails(

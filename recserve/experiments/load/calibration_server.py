@@ -1,6 +1,6 @@
 """A server that answers at once, for measuring the load generator itself.
 
-    python -m recserve.experiments.calibration_server
+    python -m recserve.experiments.load.calibration_server
 
 It prints its port, answers every request with an empty slate, and ends when its input closes.
 """

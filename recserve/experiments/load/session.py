@@ -9,16 +9,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from recserve.experiments.arrivals import Times, poisson_arrivals, trace_arrivals
-from recserve.experiments.calibration import Lateness, Overhead, lateness, measure_overhead
-from recserve.experiments.comparison import Comparison, check_ratio, compare_arms
-from recserve.experiments.criteria import Criteria, SampleRatio
-from recserve.experiments.datasets import Sample, UserOptions, read_item_ids, read_samples
-from recserve.experiments.load import LoadOptions, LoadProgress, Run, drive
-from recserve.experiments.machine import MachineInfo, server_facts, this_machine, wait_ready
-from recserve.experiments.measurements import ArmSummary, SampleColumns, summarise
-from recserve.experiments.plan import Arm, Design, make_plan
-from recserve.experiments.slates import (
+from recserve.experiments.load.arrivals import Times, poisson_arrivals, trace_arrivals
+from recserve.experiments.load.calibration import (
+    Lateness,
+    Overhead,
+    lateness,
+    measure_overhead,
+)
+from recserve.experiments.load.datasets import (
+    Sample,
+    UserOptions,
+    read_item_ids,
+    read_samples,
+)
+from recserve.experiments.load.generator import LoadOptions, LoadProgress, Run, drive
+from recserve.experiments.load.plan import Arm, Design, make_plan
+from recserve.experiments.load.slates import (
     ExactCheck,
     Exactness,
     SlateChecks,
@@ -26,7 +32,20 @@ from recserve.experiments.slates import (
     exact_overlap,
     known_items,
 )
-from recserve.experiments.targets import Json, Target
+from recserve.experiments.load.targets import Json, Target
+from recserve.experiments.report.machine import (
+    MachineInfo,
+    server_facts,
+    this_machine,
+    wait_ready,
+)
+from recserve.experiments.report.measurements import ArmSummary, SampleColumns, summarise
+from recserve.experiments.statistics.comparison import (
+    Comparison,
+    check_ratio,
+    compare_arms,
+)
+from recserve.experiments.statistics.criteria import Criteria, SampleRatio
 
 Arrivals = Literal["poisson", "trace", "closed"]
 MAX_CLOSED = 100_000

@@ -10,12 +10,12 @@ from urllib.parse import quote
 import aiohttp
 import numpy as np
 
-from recserve.experiments.datasets import Sample
-from recserve.experiments.load import Call, LoadOptions, Run, Shot, drive
-from recserve.experiments.measurements import SampleColumns
-from recserve.experiments.plan import Arm
-from recserve.experiments.quality import overlap
-from recserve.experiments.targets import Json, Target
+from recserve.experiments.load.datasets import Sample
+from recserve.experiments.load.generator import Call, LoadOptions, Run, Shot, drive
+from recserve.experiments.load.plan import Arm
+from recserve.experiments.load.targets import Json, Target
+from recserve.experiments.report.measurements import SampleColumns
+from recserve.experiments.statistics.quality import overlap
 
 MAX_CHECKED_ITEMS = 2000
 CHECKERS = 8

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recserve.experiments.arrivals import poisson_arrivals
-from recserve.experiments.load import Call, HttpExchange, LoadOptions, Shot, drive
-from recserve.experiments.targets import Items
+from recserve.experiments.load.arrivals import poisson_arrivals
+from recserve.experiments.load.generator import Call, HttpExchange, LoadOptions, Shot, drive
+from recserve.experiments.load.targets import Items
 
 BODY = b'{"user":{"id":"u00001"},"k":10}'
 WORKERS = 16
@@ -74,7 +74,7 @@ async def measure_overhead(rate: float, seed: int = 0) -> Overhead:
     Raises:
         RuntimeError: If the server does not start.
     """
-    command = [sys.executable, "-m", "recserve.experiments.calibration_server"]
+    command = [sys.executable, "-m", "recserve.experiments.load.calibration_server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             port = (process.stdout.readline() if process.stdout else b"").strip()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from recserve.experiments.charts import (
+from recserve.experiments.report.charts import (
     COLOURS,
     Axis,
     Line,
@@ -16,11 +16,11 @@ from recserve.experiments.charts import (
     percentile_axis,
     tail,
 )
-from recserve.experiments.comparison import Comparison
-from recserve.experiments.criteria import METRIC_WORDS
-from recserve.experiments.document import ReportDocument
-from recserve.experiments.markup import Markup, tag
-from recserve.experiments.measurements import Spread
+from recserve.experiments.report.document import ReportDocument
+from recserve.experiments.report.markup import Markup, tag
+from recserve.experiments.report.measurements import Spread
+from recserve.experiments.statistics.comparison import Comparison
+from recserve.experiments.statistics.criteria import METRIC_WORDS
 
 
 def legend(names: Sequence[str], dashed: tuple[str, str] | None = None) -> Markup:

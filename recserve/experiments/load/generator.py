@@ -18,7 +18,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from recserve.experiments.targets import Json, MalformedReply, Reply, StreamJoiner, Target
+from recserve.experiments.load.targets import (
+    Json,
+    MalformedReply,
+    Reply,
+    StreamJoiner,
+    Target,
+)
 
 DETAIL = 200
 PROGRESS_S = 0.5

@@ -10,11 +10,11 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from recserve.experiments.arrivals import Times
 from recserve.experiments.assignment import ArmSplit
-from recserve.experiments.datasets import Sample
-from recserve.experiments.load import Call, Shot
-from recserve.experiments.targets import Json, Target
+from recserve.experiments.load.arrivals import Times
+from recserve.experiments.load.datasets import Sample
+from recserve.experiments.load.generator import Call, Shot
+from recserve.experiments.load.targets import Json, Target
 
 Mode = Literal["blocks", "split", "paired"]
 MODES: tuple[Mode, ...] = get_args(Mode)

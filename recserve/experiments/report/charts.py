@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from recserve.experiments.markup import Markup, join, tag
+from recserve.experiments.report.markup import Markup, join, tag
 
 COLOURS = 6
 LOG_STEPS = (1, 2, 5)

@@ -1,0 +1,1 @@
+"""Load over HTTP: data sets, plans, the generator and its calibration."""

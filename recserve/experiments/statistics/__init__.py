@@ -1,0 +1,1 @@
+"""Statistics of latencies and quality: blocks, intervals, guardrails, verdicts."""
