@@ -1,27 +1,29 @@
-/* Softmax tree attention over root and tree as one list of keys, block after block.
+/* Softmax tree attention over root and tree as one list of keys, block by block.
  *
  * Per tree and KV head: R rows (nodes times query heads of the group), m keys, D dimensions. A
- * block of keys is read once for all rows, turned so that a vector holds sixteen keys of one
- * dimension, and four rows at a time multiply it from the nearest cache: 2 R m D multiply-adds, 2 m
- * D elements read. Softmax is taken as in FlashAttention (arXiv 2205.14135).
+ * block of keys is read once for all rows. It is transposed, so that a vector holds sixteen keys of
+ * one dimension, and four rows at a time multiply it from the nearest cache. Cost: 2 R m D
+ * multiply-adds and 2 m D elements read. The softmax is computed as in FlashAttention (arXiv
+ * 2205.14135).
  */
 #include "functions.h"
 
-#define BLOCK 32 /* keys whose scores are held at a time */
+#define BLOCK 32 /* keys whose scores are computed at a time */
 #define MOST_ROWS 128
 
-/* A block of a tree's keys. Key j is seen by node i where index[j] <= i < end[j]. Of TILE rows and
- * more: columns [dim][BLOCK] of the keys, rows [BLOCK][dim] of the values, in float32. */
+/* A block of a tree's keys. Node i sees key j if index[j] <= i < end[j]. With TILE rows or more,
+ * the block also has float32 copies: columns [dim][BLOCK] of the keys and rows [BLOCK][dim] of the
+ * values. */
 typedef struct {
     const char *keys, *values;
-    int64_t places[BLOCK], count; /* first element of each in the pool; behind the last, of the first */
+    int64_t places[BLOCK], count; /* element of each key in the pool; padding repeats the first */
     int32_t index[BLOCK], end[BLOCK];
-    int seen; /* all of it by all rows */
+    int seen; /* whether all rows see all of the block */
     float *columns, *rows;
 } Block;
 
-/* Keys start, start + 1, ... of the `total` of root and tree, as every row sees or does not see
- * them. */
+/* Selects the keys start, start + 1, ... of the `total` keys of root and tree, with their
+ * visibility. */
 INLINE void find(const Tree *tree, int64_t start, int64_t total, int64_t head, int64_t kv_heads,
                  int64_t dim, Block *block) {
     int64_t left = total - start;
@@ -36,7 +38,7 @@ INLINE void find(const Tree *tree, int64_t start, int64_t total, int64_t head, i
     }
 }
 
-/* Keys that a row sees, all of them. slots [left] */
+/* Selects keys of which a row sees all. slots: [left]. */
 INLINE void take(const int64_t *slots, int64_t left, int64_t head, int64_t kv_heads, int64_t dim,
                  Block *block) {
     block->count = left < BLOCK ? left : BLOCK;
@@ -48,16 +50,16 @@ INLINE void take(const int64_t *slots, int64_t left, int64_t head, int64_t kv_he
     }
 }
 
-/* Nodes of a tree whose rows attend together: what is kept of them stays in the nearer caches. */
+/* Nodes of a tree whose rows attend together, so that their state fits in the nearer caches. */
 INLINE int64_t rows_at_once(int64_t group) { return group < MOST_ROWS ? MOST_ROWS / group : 1; }
 
-/* The first element of a node's queries of a KV head. */
+/* Returns the first element of a node's queries of a KV head. */
 INLINE int64_t row_at(const Tree *tree, int64_t n, int64_t head, int64_t group, int64_t heads,
                       int64_t dim) {
     return ((tree->row + n) * heads + head * group) * dim;
 }
 
-/* Each node's parent, -1 at the top, and depth, as places in the tree, of its first `count`. */
+/* Finds parent (-1 at the top) and depth of a tree's first `count` nodes, as tree indices. */
 INLINE void find_parents(const Tree *tree, int64_t count, int32_t *parents, int32_t *depths) {
     for (int32_t j = 0; j < count; j++) {
         int32_t parent = j - 1;
@@ -67,8 +69,7 @@ INLINE void find_parents(const Tree *tree, int64_t count, int32_t *parents, int3
     }
 }
 
-/* Asks the memory for a slot's key and value: they lie too far apart for the processor to foresee
- * them. */
+/* Prefetches a slot's key and value, because slots are too far apart for hardware prefetch. */
 INLINE void ask_for(int type, const Block *block, int64_t slot, int64_t head, int64_t kv_heads,
                     int64_t dim) {
     int64_t size = (type == FLOAT32 ? 4 : 2) * dim, place = (slot * kv_heads + head) * size;
@@ -93,17 +94,17 @@ INLINE void gather(int type, int64_t dim, Block *block) {
             store(FLOAT32, block->rows, j * dim + d, load(type, block->values, block->places[j] + d));
 }
 
-/* One row of a softmax that is taken block by block. */
+/* State of one row of a blockwise softmax. */
 typedef struct {
     float *query, *mixed; /* [dim] */
     float top;            /* largest score so far */
-    floats weight;        /* sums of e^(score - top), a lane's */
+    floats weight;        /* sums of e^(score - top) per lane */
     int64_t node;
 } Row;
 
 enum { TILE = 4, PAIR = 2, PARTS = BLOCK / LANES, WIDE = 4 };
 
-/* Scores of `count` rows over a block, key by key from the pool. */
+/* Computes the scores of `count` rows over a block, reading key by key from the pool. */
 INLINE void scores_by_key(int type, int count, const Row *row, const Block *block, int64_t dim,
                           floats scores[TILE][PARTS]) {
     for (int part = 0; part * LANES < block->count; part++) {
@@ -123,12 +124,12 @@ INLINE void scores_by_key(int type, int count, const Row *row, const Block *bloc
     }
 }
 
-/* The same of `count` rows from its columns, where there are rows enough to make them: in the same
- * order, sixteen sums over every sixteenth dimension and then their sums by halves, so that a row's
- * bits do not depend on how many rows there are. */
+/* Computes the same scores from the block's columns, where there are enough rows to build them. The
+ * order of additions is the same: sixteen sums over every sixteenth dimension, then their sums by
+ * halves. So a row's bits do not depend on the number of rows. */
 INLINE void scores_by_column(int count, const Row *row, const Block *block, int64_t dim,
                              floats scores[TILE][PARTS]) {
-    floats open[4][TILE][PARTS]; /* sums of 2, 4, 8 and 16 that wait for their other half */
+    floats open[4][TILE][PARTS]; /* sums of 2, 4, 8 and 16 lanes that wait for their other half */
     int top = 0;
 #pragma GCC unroll 8
     for (int i = 0; i < LANES / 2; i++, top++) {
@@ -159,7 +160,7 @@ INLINE void scores_by_column(int count, const Row *row, const Block *block, int6
     memcpy(scores, open[0], count * sizeof *scores);
 }
 
-/* weights @ rows, added to what `count` rows mixed so far, `vectors` of them from dimension d on. */
+/* Adds weights @ rows to the mixed values of `count` rows, `vectors` vectors from dimension d. */
 INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const Block *block,
                 float weights[TILE][BLOCK], const float *kept, int64_t d, int64_t dim) {
     floats x[TILE][WIDE] = {};
@@ -178,12 +179,12 @@ INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const 
         }
 }
 
-/* Scores of `count` rows become weights, where a row does not see the key zeros. kept: what the
- * row's sums so far are to be multiplied with. */
+/* Turns the scores of `count` rows into weights, 0 where a row does not see the key. kept: factor
+ * that rescales a row's earlier sums. */
 INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][PARTS],
                   float weights[TILE][BLOCK], float *kept) {
     int parts = count == TILE ? PARTS : (block->count + LANES - 1) / LANES;
-    floats tops = all(-INFINITY), peaks = tops; /* lane r of row r */
+    floats tops = all(-INFINITY), peaks = tops; /* lane r belongs to row r */
     for (int r = 0; r < count; r++) {
         floats best = all(-INFINITY);
         for (int i = 0; i < parts; i++) {
@@ -200,7 +201,7 @@ INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][P
         peaks[r] = largest(best);
     }
     peaks = larger(peaks, tops);
-    floats base = choose(peaks == -INFINITY, all(0), peaks); /* nothing seen yet: zeros */
+    floats base = choose(peaks == -INFINITY, all(0), peaks); /* no key seen yet: weights are 0 */
     floats fading = exponential(tops - base);
     for (int r = 0; r < count; r++) {
         floats added = {};
@@ -232,7 +233,8 @@ INLINE void attend_block(int type, int gathered, int count, Row *row, const Bloc
     if (d < dim) mix(type, gathered, count, 1, row, block, weights, kept, d, dim);
 }
 
-/* Each a function of its own: as parts of one the compiler keeps fewer sums in registers. */
+/* These are separate functions, because the compiler keeps fewer sums in registers if it inlines
+ * them. */
 static __attribute__((noinline)) void attend_gathered(int64_t count, Row *rows, const Block *block,
                                                       int64_t dim) {
     int64_t r = 0;
@@ -254,11 +256,11 @@ static __attribute__((noinline)) void attend_scattered(int type, int64_t count, 
     }
 }
 
-/* Rows from, from + 1, ... of one tree and one KV head, MOST_ROWS at most with every query head of
- * its group. What a row sees is one list, the root and its own path, in blocks that begin at
- * multiples of BLOCK: where nodes lie in a tree, and what else is in it, changes no bit. Whole
- * blocks of the root are shared by all rows, and those of a chain, whose nodes lie behind each
- * other. */
+/* Attends from rows from, from + 1, ... of one tree and one KV head: at most MOST_ROWS rows, with
+ * every query head of the group. A row sees one list of keys, the root and its own path, in blocks
+ * that begin at multiples of BLOCK. So positions of nodes in a tree, and other nodes in it, change
+ * no bit. All rows share the whole blocks of the root, and the blocks of a chain, whose nodes are
+ * consecutive. */
 INLINE void attend(int type, const char *query, const char *keys, const char *values, char *out,
                    const Tree *tree, int64_t from, int64_t head, int64_t heads, int64_t kv_heads,
                    int64_t dim, float scale) {
@@ -286,7 +288,7 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
     int64_t shared = is_chain ? total : tree->root_length / BLOCK * BLOCK;
     for (int64_t start = 0, first = 0; start < shared; start += BLOCK) {
         find(tree, start, total, head, kv_heads, dim, &block);
-        while (states[first].node < block.index[0]) first++; /* what sees none of it */
+        while (states[first].node < block.index[0]) first++; /* these see none of it */
         if (num_rows < TILE) {
             attend_scattered(type, num_rows - first, states + first, &block, dim);
         } else {
@@ -318,7 +320,8 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
     }
 }
 
-/* query, out [rows, heads, dim]; keys, values [slots, kv_heads, dim]. together: threads share it. */
+/* query, out: [rows, heads, dim]. keys, values: [slots, kv_heads, dim]. together: whether threads
+ * share the call. */
 void tree_attention(int type, const char *query, const char *keys, const char *values, char *out,
                     const Tree *trees, int64_t num_trees, int64_t heads, int64_t kv_heads,
                     int64_t dim, float scale, int together) {

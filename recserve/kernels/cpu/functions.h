@@ -1,26 +1,27 @@
-/* The functions that Python calls, and what they are given. */
+/* The functions that Python calls, and their argument structs. */
 #pragma once
 #include "vectors.h"
 
-/* One tree: `count` rows of queries over its root and itself. */
+/* One tree: `count` query rows that attend to the root and the tree. */
 typedef struct {
     const int64_t *root;    /* [root_length] slots */
     int64_t root_length;
     const int64_t *slots;   /* [nodes] slots of its nodes */
-    const int64_t *ends;    /* [nodes] one past the last node below, as packed */
-    int64_t first, nodes;   /* packed index of its first node, and how many there are */
-    const int64_t *queries; /* [count] packed nodes of its rows, or NULL: all */
-    int64_t row, count;     /* its first row among all computed nodes, and how many there are */
+    const int64_t *ends;    /* [nodes] packed index one past the subtree of each node */
+    int64_t first, nodes;   /* packed index of its first node, and the number of nodes */
+    const int64_t *queries; /* [count] packed nodes of its rows; NULL means all nodes */
+    int64_t row, count;     /* its first row among all computed nodes, and the number of rows */
 } Tree;
 
-/* x W^T + b. panels [ceil(size / PANEL), steps, PANEL (x 2)], bias [.. x PANEL] float32. */
+/* x W^T + b. panels: [ceil(size / PANEL), steps, PANEL (x 2)]. bias: [ceil(size / PANEL) * PANEL]
+ * float32. */
 typedef struct {
     const char *panels;
     const float *bias;
     int64_t steps, size;
 } Product;
 
-/* query_norm, key_norm [dim], or NULL: queries and keys are not normalised. */
+/* Weights of a layer. query_norm, key_norm: [dim], or NULL without these norms. */
 typedef struct {
     const char *attention_norm, *query_norm, *key_norm, *mlp_norm;
     Product qkv, output, gate_up, down;

@@ -1,4 +1,4 @@
-/* The best of many candidates, in a heap whose worst is on top. Ties go to the lower node. */
+/* The best of many candidates, in a heap with the worst on top. Ties go to the lower node. */
 #pragma once
 #include "vectors.h"
 
@@ -11,7 +11,7 @@ INLINE int better(Candidate one, Candidate other) {
     return one.score > other.score || (one.score == other.score && one.node < other.node);
 }
 
-/* A heap's worst is on top; `at` may be better than what is below it. */
+/* Restores a heap in which the element `at` may be better than the elements below it. */
 INLINE void sink(Candidate *heap, int64_t size, int64_t at) {
     Candidate moved = heap[at];
     for (int64_t below; (below = 2 * at + 1) < size; at = below) {
@@ -22,7 +22,7 @@ INLINE void sink(Candidate *heap, int64_t size, int64_t at) {
     heap[at] = moved;
 }
 
-/* Keep the best `most`; returns how many there are. */
+/* Adds a candidate to the best `most`; returns the new size. A full heap replaces its worst. */
 INLINE int64_t offer(Candidate *heap, int64_t size, int64_t most, Candidate one) {
     if (size == most) {
         heap[0] = one;

@@ -1,6 +1,5 @@
-/* Decoder layers one after another in one call: for few rows, where what lies between two products
- * takes longer to call than to compute. Every step is a function of its own file and gives its bits.
- */
+/* Decoder layers in one call, for few rows, where operator calls take longer than the work between
+ * two products. Every step is a function of its own file and gives the same bits. */
 #include "functions.h"
 
 INLINE void add(int type, char *x, const char *other, int64_t size) {
@@ -14,7 +13,7 @@ static void product(int type, const Product *weights, const char *x, char *out, 
     linear(type, x, weights->panels, weights->bias, out, rows, weights->steps, weights->size);
 }
 
-/* Queries or keys of every row of qkv, head by head. */
+/* Normalises queries or keys of every row of qkv, head by head. */
 static void norm_heads(int type, char *x, const char *weight, int64_t rows, int64_t stride,
                        int64_t heads, int64_t dim, float eps) {
     int64_t bytes = type == FLOAT32 ? 4 : 2;
@@ -22,9 +21,9 @@ static void norm_heads(int type, char *x, const char *weight, int64_t rows, int6
         rms_norm(type, x + r * stride * bytes, weight, x + r * stride * bytes, heads, dim, eps);
 }
 
-/* x [rows, size] in place through `count` layers, and through `norm` if it is not NULL; cos, sin, slots as for rope_write; keys, values of
- * the first layer, `pool` elements apart from layer to layer; trees as for tree_attention. scratch:
- * LayerShape.scratch elements for each row. */
+/* Runs x [rows, size] in place through `count` layers, and through `norm` if it is not NULL. cos,
+ * sin, slots: as for rope_write. keys, values: of the first layer; layers are `pool` elements
+ * apart. trees: as for tree_attention. scratch: LayerShape.scratch elements per row. */
 void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *shape, char *x,
                     int64_t rows, const float *cos, const float *sin, const int64_t *slots,
                     char *keys, char *values, int64_t pool, const Tree *trees, int64_t num_trees,

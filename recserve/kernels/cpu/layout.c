@@ -1,7 +1,7 @@
-/* Sets of trie nodes as token trees, one for each request (kernels/trie/trie_tree.py).
+/* Token trees from sets of trie nodes, one tree per request (kernels/trie/trie_tree.py).
  *
- * The items below a node are a range of leaf ranks, so nodes ordered by where their range begins,
- * wider ones first, are in preorder; what a stack of open ranges holds at a node is its path.
+ * The items below a node are a range of leaf ranks. So nodes sorted by the start of their range,
+ * wider ranges first, are in preorder. A stack of open ranges holds the path to the current node.
  */
 #include "trie.h"
 
@@ -10,16 +10,16 @@
 typedef struct {
     const Trie *trie;
     int64_t num_trees, num_keys;
-    const int64_t *keys;   /* [num_keys] tree number * all_nodes + node, in any order, some twice */
+    const int64_t *keys;   /* [num_keys] tree number * all_nodes + node; unsorted, some twice */
     const int64_t *tokens; /* [levels] first token of each level */
-    /* nodes that were scored before: keys, ascending, and their slots */
+    /* nodes that were scored before: ascending keys, and their slots */
     const int64_t *scored_keys, *scored_slots;
     int64_t num_scored;
-    /* found, [nodes] each, with room for num_keys; offsets [num_trees + 1] */
+    /* results, [nodes] each, with capacity for num_keys; offsets [num_trees + 1] */
     int64_t *node_tokens, *parents, *depths, *ends, *offsets;
-    int64_t *query_keys; /* [queries] of the nodes that were not scored before */
+    int64_t *query_keys; /* [queries] keys of the nodes that were not scored before */
     int64_t num_queries;
-    /* where some were: their slots, -1 of others, and what the queries are */
+    /* if some were: slots [nodes], -1 for the others; tokens and indices of the queries */
     int64_t *slots, *query_tokens, *queries;
 } Layout;
 
@@ -35,7 +35,7 @@ static int in_preorder(const void *one, const void *other) {
     return (a->node > b->node) - (a->node < b->node);
 }
 
-/* Returns how many nodes there are. */
+/* Builds the trees and returns the number of nodes. */
 int64_t trie_layout(Layout *l) {
     const Trie *trie = l->trie;
     Range *ranges = malloc((l->num_keys + 1) * sizeof *ranges);
@@ -77,18 +77,18 @@ int64_t trie_layout(Layout *l) {
     return count;
 }
 
-enum { ALIVE, FORKED, OPEN }; /* which beams are wanted: with any child, several, several items */
+enum { ALIVE, FORKED, OPEN }; /* beams to score: with a child, several children, several items */
 
 typedef struct {
     const Trie *trie;
     int64_t batch, columns, level, which;
     const float *log_probs; /* [batch, columns], -inf where there is no beam */
-    const int64_t *paths;   /* of each the nodes of its prefixes, so far apart */
+    const int64_t *paths;   /* nodes of each beam's prefixes; strides follow */
     int64_t path_request, path_beam;
     const int64_t *scored_keys;   /* ascending */
     int64_t num_scored;
-    const int64_t *below; /* [batch] how many prefixes below the beams are wanted too */
-    int64_t *keys;        /* found: room for every path and all below */
+    const int64_t *below; /* [batch] number of prefixes below the beams to score as well */
+    int64_t *keys;        /* result: capacity for every path and all of `below` */
 } Wanted;
 
 INLINE int64_t items(const Trie *trie, int64_t node) {
@@ -103,7 +103,7 @@ static int is_wanted(const Wanted *w, int64_t b, int64_t node) {
     return find(w->scored_keys, w->num_scored, b * w->trie->all_nodes + node) < 0;
 }
 
-/* Up to `most` prefixes below a node that have several items, the shorter ones first. */
+/* Finds up to `most` prefixes below a node that have several items, shorter ones first. */
 static int64_t prefixes_below(const Wanted *w, int64_t b, int64_t node, int64_t most,
                               int64_t *keys) {
     int64_t count = 0, first = b * w->trie->all_nodes;
@@ -117,8 +117,8 @@ static int64_t prefixes_below(const Wanted *w, int64_t b, int64_t node, int64_t 
     return count;
 }
 
-/* Keys of the wanted beams that are not scored, each with all above it, and of prefixes below them,
- * those of better beams first. Returns how many. */
+/* Writes the keys of the selected beams that are not scored, each with all nodes above it, and of
+ * prefixes below them, those of better beams first. Returns their number. */
 int64_t wanted_prefixes(const Wanted *w) {
     int64_t count = 0;
     for (int64_t b = 0; b < w->batch; b++) {
@@ -137,18 +137,18 @@ int64_t wanted_prefixes(const Wanted *w) {
     return count;
 }
 
-/* What a search passed (search.c), from level `first` to before `last`. */
+/* Beams that a search passed (search.c), from level `first` to before `last`. */
 typedef struct {
     int64_t all_nodes, batch, columns, levels, first, last;
     const float *log_probs;
     const int64_t *paths;
     const char *scored;
-    int64_t which;       /* of `scored`; -1: any */
-    const float *floors; /* [batch] those below are not meant */
-    int64_t *keys;       /* found */
+    int64_t which;       /* value of `scored` to select; -1: any */
+    const float *floors; /* [batch] beams with lower scores are left out */
+    int64_t *keys;       /* result */
 } Passed;
 
-/* Keys of the beams that are meant, each with all above it. Returns how many. */
+/* Writes the keys of the selected beams, each with all nodes above it. Returns their number. */
 int64_t passed_prefixes(const Passed *p) {
     int64_t count = 0, each = p->batch * p->columns;
     for (int64_t level = p->first; level < p->last; level++)

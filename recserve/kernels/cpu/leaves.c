@@ -1,8 +1,8 @@
-/* Bits of a trie's leaves from bits of item rows: what a filter over the catalogue becomes. */
+/* Converts a filter over the catalogue to bits of a trie's leaves. */
 #include "functions.h"
 
-/* rows: a bit for every item row. leaf_rows [leaves]: the row at each leaf rank. words, counts
- * [leaves / 32 + 1]: bits by leaf rank, and how many are set before each word. */
+/* rows: a bit for every item row. leaf_rows: [leaves] row at each leaf rank. words, counts: [leaves
+ * / 32 + 1] bits by leaf rank, and the set bits before each word. */
 void leaf_bits(const uint8_t *rows, const int32_t *leaf_rows, int64_t leaves, uint32_t *words,
                int32_t *counts) {
     int32_t before = 0;

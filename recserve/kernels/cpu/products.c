@@ -1,10 +1,10 @@
-/* x W^T + b for weights in panels, of any number of rows.
+/* x W^T + b for weights in panels, for any number of rows.
  *
- * A panel is PANEL rows of W, stored as it is read: for each step along the sum four vectors that
- * hold one element (float32) or two (bfloat16) of every row of the panel. A tile of up to six rows
- * of x keeps its sums in registers while a panel streams by. Bytes moved: W once for one row to
- * six, and again for every six more, then from the nearest caches; 2 n m operations a row. A sum is
- * taken in the same order however many rows there are.
+ * A panel is PANEL rows of W in the order in which they are read. Each step along the sum has four
+ * vectors with one element (float32) or two (bfloat16) of every row of the panel. A tile of up to
+ * six rows of x keeps its sums in registers while a panel streams by. Bytes moved: W once for up to
+ * six rows, and once more from the nearest caches for every further six. Operations: 2 n m per row.
+ * The order of a sum does not depend on the number of rows.
  */
 #include "functions.h"
 
@@ -16,9 +16,9 @@
 #define PANEL (VECTORS * LANES)
 #define ROWS 6
 #define SPAN 256 /* steps that are summed before they are added to the total */
-#define MANY (1 << 18) /* multiply-adds from which threads share a product */
+#define MANY (1 << 18) /* threads share products with at least so many multiply-adds */
 
-/* sum + the products of a step: x is one float, or two bfloat16, for all lanes. */
+/* Adds the products of a step to a sum. x is one float, or two bfloat16, for all lanes. */
 INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
     words w;
     memcpy(&w, weights, sizeof w);
@@ -32,7 +32,7 @@ INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
 #endif
 }
 
-/* `count` rows of x times one panel; `left` of its columns are wanted. */
+/* Multiplies `count` rows of x by one panel and stores `left` of its columns. */
 INLINE void tile(int type, int count, const char *x, const char *panel, const float *bias,
                  char *out, int64_t steps, int64_t size, int64_t left) {
     floats totals[ROWS][VECTORS];
@@ -72,8 +72,8 @@ INLINE void rows_by_panel(int type, const char *x, const char *panel, const floa
     }
 }
 
-/* x [rows, steps (x 2)], panels [ceil(size / PANEL), steps, PANEL (x 2)], bias [.. x PANEL] float32,
- * out [rows, size]. */
+/* x: [rows, steps (x 2)]. panels: [ceil(size / PANEL), steps, PANEL (x 2)]. bias: [ceil(size /
+ * PANEL) * PANEL] float32. out: [rows, size]. */
 void linear(int type, const char *x, const char *panels, const float *bias, char *out, int64_t rows,
             int64_t steps, int64_t size) {
     int64_t count = (size + PANEL - 1) / PANEL;

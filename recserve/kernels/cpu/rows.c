@@ -1,12 +1,12 @@
-/* What happens to each row between a layer's products: norm, RoPE with the write to the pool, gate.
+/* Operations on each row between a layer's products: norm, RoPE with the write to the pool, gate.
  *
- * What is left after whole vectors goes through the same instructions as the rest: a row's bits
- * depend on the row alone, not on where it stands or how many there are. Bytes moved: what comes in
- * once (a norm's row twice, from the nearest cache), what goes out once.
+ * Elements after the last whole vector use the same instructions as the rest. So a row's bits
+ * depend on the row alone, not on its position or the number of rows. Bytes moved: inputs once (a
+ * norm's row twice, from the nearest cache), outputs once.
  */
 #include "functions.h"
 
-#define MANY 65536 /* elements from which threads share the rows */
+#define MANY 65536 /* threads share the rows of at least so many elements */
 
 /* x / rms(x) * weight */
 INLINE void normalize(int type, const char *x, const char *weight, char *out, int64_t size,
@@ -23,7 +23,7 @@ INLINE void normalize(int type, const char *x, const char *weight, char *out, in
     }
 }
 
-/* silu(gate) * up of a row [gate | up]; silu is rounded to the type first, as torch's is. */
+/* silu(gate) * up of a row [gate | up]. SiLU is rounded to the type first, as in torch. */
 INLINE void gate(int type, const char *x, char *out, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) {
         floats g = load_some(type, x, i, size - i), up = load_some(type, x, size + i, size - i);
@@ -34,7 +34,7 @@ INLINE void gate(int type, const char *x, char *out, int64_t size) {
     }
 }
 
-/* One head's pairs (i, half + i) turned. */
+/* Rotates one head's pairs (i, half + i). */
 INLINE void turn(int type, const char *from, char *to, const float *cos, const float *sin,
                  int64_t half) {
     for (int64_t i = 0; i < half; i += LANES) {
@@ -45,7 +45,8 @@ INLINE void turn(int type, const char *from, char *to, const float *cos, const f
     }
 }
 
-/* A row [queries | keys | values]: queries turned, keys turned and written, values written. */
+/* Rotates a row's queries, rotates and writes its keys, and writes its values. qkv: [queries | keys
+ * | values]. */
 INLINE void rotate(int type, const char *qkv, const float *cos, const float *sin, char *key,
                    char *value, char *query, int64_t heads, int64_t kv_heads, int64_t dim) {
     int64_t size = dim * (type == FLOAT32 ? 4 : 2);
@@ -56,7 +57,7 @@ INLINE void rotate(int type, const char *qkv, const float *cos, const float *sin
     memcpy(value, qkv, kv_heads * size);
 }
 
-/* x, out [rows, size], weight [size] */
+/* x, out: [rows, size]. weight: [size]. */
 void rms_norm(int type, const char *x, const char *weight, char *out, int64_t rows, int64_t size,
               float eps) {
 #pragma omp parallel for schedule(static) if (rows * size >= MANY)
@@ -67,7 +68,7 @@ void rms_norm(int type, const char *x, const char *weight, char *out, int64_t ro
             normalize(BFLOAT16, x + r * size * 2, weight, out + r * size * 2, size, eps);
 }
 
-/* x [rows, 2 * size], out [rows, size] */
+/* x: [rows, 2 * size]. out: [rows, size]. */
 void silu_mul(int type, const char *x, char *out, int64_t rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (rows * size >= MANY)
     for (int64_t r = 0; r < rows; r++)
@@ -77,8 +78,8 @@ void silu_mul(int type, const char *x, char *out, int64_t rows, int64_t size) {
             gate(BFLOAT16, x + r * size * 4, out + r * size * 2, size);
 }
 
-/* qkv [rows, heads + 2 kv_heads, dim], cos and sin [rows, dim / 2], slots [rows], keys and values
- * [.., kv_heads, dim], query [rows, heads, dim]; dim / 2 a multiple of LANES. */
+/* qkv: [rows, heads + 2 kv_heads, dim]. cos, sin: [rows, dim / 2]. slots: [rows]. keys, values:
+ * [.., kv_heads, dim]. query: [rows, heads, dim]. dim / 2 is a multiple of LANES. */
 void rope_write(int type, const char *qkv, const float *cos, const float *sin, const int64_t *slots,
                 char *keys, char *values, char *query, int64_t rows, int64_t heads,
                 int64_t kv_heads, int64_t dim) {

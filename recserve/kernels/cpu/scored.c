@@ -1,4 +1,4 @@
-/* Prefixes that were scored, as one table in ascending order of keys (search/scores.py). */
+/* Scored prefixes as one table in ascending order of keys (search/scores.py). */
 #include "functions.h"
 
 #include <stdlib.h>
@@ -12,8 +12,8 @@ static int by_key(const void *one, const void *other) {
     return (a->key > b->key) - (a->key < b->key);
 }
 
-/* What was scored before and `added`, in any order, as one table: keys, slots, and states of so many
- * bytes. No key is in both. */
+/* Merges the table of prefixes scored before with `added` ones in any order: keys, slots, and
+ * states of `bytes` bytes each. No key occurs in both. */
 void scored_table(int64_t count, const int64_t *keys, const int64_t *slots, const char *hidden,
                   int64_t added, const int64_t *added_keys, const int64_t *added_slots,
                   const char *added_hidden, int64_t *all_keys, int64_t *all_slots,

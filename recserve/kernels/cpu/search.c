@@ -2,39 +2,41 @@
  *
  *     score[child] = score[beam] + logit[child] - log sum exp(logits of the beam's children)
  *
- * Of every request the best children over all beams are kept, ties to the lower node, but for those
- * that cannot enter its answer any more (search/expansion.py). The logits come from states that a
- * model computed for some prefixes, from a recurrent head that is stepped on the way (NEZHA, arXiv
- * 2511.18793, section 4), or from what each level reads of the root alone (level heads). Beams with
- * one child need none. Beams of few children are multiplied by the codes of these alone, the others
- * by all of the level's at once: at most m C E operations, and a few reads for each child.
+ * For every request, the best children over all beams survive, ties to the lower node. Children
+ * that cannot enter the answer any more are dropped (search/expansion.py). The logits have one of
+ * three sources: states that a model computed for some prefixes, a recurrent head that is stepped
+ * during the search (NEZHA, arXiv 2511.18793, section 4), or one context of the root per level
+ * (level heads). Beams with one child need no logits. Beams with few children multiply only the
+ * codes of these children, others all codes of the level at once. Cost: at most m C E operations,
+ * and a few reads per child.
  */
 #include "heap.h"
 #include "trie.h"
 
 #include <stdlib.h>
 
-#define ROUNDING 1e-4f /* a rival's score and a beam's are sums in different orders */
-#define SHARE 8 /* of a level's codes: fewer children than one in so many are multiplied alone */
+#define ROUNDING 1e-4f /* scores of dense candidates and beams are added in different orders */
+#define SHARE 8 /* beams with at most 1 / SHARE of a level's codes as children multiply these */
 
 typedef struct {
     const int64_t *ranks;
     int64_t count;
 } Ranks;
 
-/* What one request keeps and allows. */
+/* Beam width, bound and filter of one request. */
 typedef struct {
-    int64_t width;         /* beams that are kept */
-    int64_t place;         /* of the score that bounds it, from 0; -1: nothing does */
-    const Ranks *excluded; /* ascending leaf ranks in lists that have none in common */
+    int64_t width;         /* beam width */
+    int64_t place;         /* rank (from 0) of the score that bounds it; -1: no bound */
+    const Ranks *excluded; /* disjoint lists of ascending leaf ranks */
     int64_t num_excluded;
-    int64_t all;           /* whether all leaves are allowed but the excluded; else those below */
-    const uint32_t *words; /* bits of the base's leaves, or NULL: none */
+    int64_t all;           /* whether all leaves but the excluded are allowed; else those below */
+    const uint32_t *words; /* bits of the base's leaves; NULL: none */
     const int32_t *counts; /* set bits before each word */
-    Ranks added;           /* leaves that are allowed beside those of the bits */
+    Ranks added;           /* leaves that are allowed in addition to the bits */
 } Request;
 
-/* Items that compete with the finished beams, [batch, count] each; count 0: there are none. */
+/* Items of the dense head that compete with the finished beams, [batch, count] each; count 0 means
+ * none. */
 typedef struct {
     int64_t count;
     const int64_t *rows;
@@ -42,7 +44,7 @@ typedef struct {
     const float *scores, *share, *weights; /* share, weights [batch] */
     const float *dense;                    /* [batch, num_rows] */
     int64_t num_rows;
-    const int32_t *leaf_rows; /* [items], one of the two */
+    const int32_t *leaf_rows; /* [items]; one of the two is set */
     const int64_t *wide_leaf_rows;
 } Rivals;
 
@@ -51,40 +53,40 @@ typedef struct {
     const Request *requests;
     const Rivals *rivals;
     const Product *heads;     /* [levels] codes of each level */
-    const char *const *codes; /* [levels] the same as rows, [codes, size] */
+    const char *const *codes; /* [levels] the same codes as rows, [codes, size] */
     int64_t type, size, levels, batch;
-    int64_t level, until; /* where it begins, and where it ends at the latest */
-    int64_t stops;        /* at the first level of which a needed state is not there */
-    /* the beams it begins with: scores [batch, width], -inf where there is none; the nodes of each
-     * one's prefixes, so far apart from request to request and from beam to beam */
+    int64_t level, until; /* first level, and the last level at most */
+    int64_t stops;        /* whether to stop at the first level with a missing state */
+    /* first beams: scores [batch, width], -inf where there is none; the nodes of each beam's
+     * prefixes, with strides per request and per beam */
     int64_t width;
     const float *scores;
     const int64_t *first_paths;
     int64_t path_request, path_beam;
-    /* states that are known: [batch, size] of the empty prefixes, [num_keys, size] of others */
+    /* known states: [batch, size] of the empty prefixes, [num_keys, size] of others */
     const char *last_hidden, *hidden;
     const int64_t *keys;
     int64_t num_keys;
-    /* or contexts by request and level, so far apart, to which a recurrent head, [levels - 1] of
-     * each, adds its own states; without cells there are none */
+    /* or contexts, with strides per request and per level. A recurrent head ([levels - 1] cells and
+     * inputs) adds its own states to them. Level heads have no cells. */
     const Product *cells;
     const char *const *inputs;
     const char *contexts;
     int64_t next_request, next_level;
-    /* found, [levels + 1, batch, columns (, levels)] of the levels it passes: scores, -inf where there
-     * is no beam; the nodes of each one's prefixes; KNOWN or MISSING where a state is needed. used
-     * [levels + 1]: columns with a beam in them, at least 1. */
+    /* results of the levels that the search passes, [levels + 1, batch, columns (, levels)]:
+     * scores, -inf where there is no beam; the nodes of each beam's prefixes; KNOWN or MISSING
+     * where a state is needed. used [levels + 1]: columns that hold a beam, at least 1. */
     int64_t columns;
     float *log_probs;
     int64_t *paths;
     char *scored;
     int64_t *used;
-    float *lost; /* [batch] the best score whose state was missing, -inf: none */
+    float *lost; /* [batch] best score with a missing state; -inf: none */
 } Search;
 
 enum { UNNEEDED, KNOWN, MISSING };
 
-/* Set bits before a rank. */
+/* Returns the number of set bits before a rank. */
 INLINE int64_t before(const Request *request, int64_t rank) {
     uint32_t word = request->words[rank >> 5] & ((1u << (rank & 31)) - 1);
     return request->counts[rank >> 5] + __builtin_popcount(word);
@@ -105,7 +107,7 @@ static int allowed(const Trie *trie, const Request *request, int64_t node) {
     return left > 0;
 }
 
-/* The log-probabilities of a beam's children, in their order, in place of their logits. */
+/* Replaces the logits of a beam's children by their log-probabilities. */
 static void normalise(float *logits, int64_t count) {
     int64_t whole = (count + LANES - 1) / LANES * LANES;
     for (int64_t i = count; i < whole; i++) logits[i] = -INFINITY;
@@ -130,13 +132,13 @@ INLINE float number(int type, const char *data, int64_t at) {
     return x;
 }
 
-/* Whether a beam's children are few among the codes of their level; a state of less than a vector
- * is multiplied by all as fast. */
+/* Returns whether a beam's children are few among the codes of their level. A state shorter than a
+ * vector is multiplied by all codes just as fast. */
 INLINE int are_few(const Search *s, int64_t level, Children below) {
     return s->size >= LANES && (below.count + below.more) * SHARE <= s->heads[level].size;
 }
 
-/* Of sixteen codes the products with elements j .. j + count of a state, added up. */
+/* Adds the products of elements j .. j + count of a state with sixteen codes. */
 INLINE void add_products(int type, const char *state, const char *const *codes, int64_t j,
                          int64_t count, floats *products) {
     floats x = load_some(type, state, j, count);
@@ -144,7 +146,7 @@ INLINE void add_products(int type, const char *state, const char *const *codes, 
     for (int i = 0; i < LANES; i++) products[i] += x * load_some(type, codes[i], j, count);
 }
 
-/* The logits of few children, in their order, from their beam's state. */
+/* Computes the logits of few children, in order, from their beam's state. */
 INLINE void multiply(int type, const Search *s, const char *table, Children of, const char *state,
                      float *gains) {
     int64_t each = (type == FLOAT32 ? 4 : 2) * s->size, count = of.count + of.more;
@@ -163,7 +165,7 @@ INLINE void multiply(int type, const Search *s, const char *table, Children of, 
     }
 }
 
-/* The logits of many children, in their order, from those of all codes. */
+/* Gathers the logits of many children, in order, from those of all codes. */
 static void gather(const Search *s, Children of, const char *logits, float *gains) {
     const int32_t *codes = s->trie->codes + of.first;
     if (s->type == FLOAT32)
@@ -174,15 +176,15 @@ static void gather(const Search *s, Children of, const char *logits, float *gain
         gains[i] = number(s->type, logits, last_code(s->trie, child(of, i)));
 }
 
-/* What a request's search has in hand. Beams of the level it is at; `states` of the recurrent head,
- * of the beams below which the trie forks. `rows` are multiplied by the codes: the first by all of
- * a level's, which gives `logits`, those from the end by few. */
+/* Working memory of a request's search. beams: of the current level. states: of the recurrent head,
+ * for the beams with several items. rows: vectors to multiply with the codes. The first rows are
+ * multiplied by all codes of a level, which gives `logits`; rows from the end on by few codes. */
 typedef struct {
     int64_t count;
     Candidate *beams;
-    int64_t *own, *above;    /* row of `states` of each beam, -1: none; and of its parent before */
-    int64_t *codes, *turned; /* its last code; where a row of `states` went */
-    int64_t *row;            /* of `rows`, -1: none */
+    int64_t *own, *above;    /* row of `states` of each beam, -1: none; the same of its parent */
+    int64_t *codes, *turned; /* last code of each beam; new place of a row of `states` */
+    int64_t *row;            /* row of `rows` of each beam, -1: none */
     char *states, *rows, *next, *logits;
     float *gains;
     Candidate *heap, *known;
@@ -190,7 +192,8 @@ typedef struct {
 
 INLINE int64_t bytes_of(const Search *s) { return (s->type == FLOAT32 ? 4 : 2) * s->size; }
 
-/* Log-probabilities of a beam's children, in their order. slot -1: it has one, which costs nothing. */
+/* Computes the log-probabilities of a beam's children. slot -1: a single child, which has
+ * probability 1. */
 static void score_children(const Search *s, int64_t level, Children below, int64_t slot,
                            const Work *work) {
     const char *row = work->rows + slot * bytes_of(s), *codes = s->codes[level];
@@ -206,7 +209,7 @@ static void score_children(const Search *s, int64_t level, Children below, int64
     normalise(work->gains, below.count + below.more);
 }
 
-/* Candidates below one beam. */
+/* Offers the children of one beam to the heap of candidates. */
 static int64_t offer_children(const Search *s, const Request *request, Candidate beam,
                               Children below, const float *gains, Candidate *heap, int64_t size) {
     int64_t count = below.count + below.more;
@@ -227,7 +230,8 @@ static int among(const Rivals *rivals, int64_t b, int64_t row) {
     return found;
 }
 
-/* The score below which nothing enters the answer of request b. best [size], best first. */
+/* Returns the score below which nothing enters the answer of request b. best: [size], best first.
+ */
 static float bound(const Search *s, int64_t b, const Candidate *best, int64_t size,
                    Candidate *known) {
     const Rivals *rivals = s->rivals;
@@ -252,7 +256,7 @@ static float bound(const Search *s, int64_t b, const Candidate *best, int64_t si
     return count < most ? -INFINITY : known[0].score;
 }
 
-/* Of the best, best first, those that can still enter the answer. */
+/* Returns how many of the best (best first) can still enter the answer. */
 static int64_t of_use(const Search *s, int64_t b, const Candidate *best, int64_t size,
                       Candidate *known) {
     if (s->requests[b].place < 0) return size;
@@ -265,7 +269,7 @@ static int64_t of_use(const Search *s, int64_t b, const Candidate *best, int64_t
     return size;
 }
 
-/* tanh(state of the code + U state before). */
+/* tanh(input of the code + U times the previous state). */
 static void activate(int type, const char *turned, const char *input, char *out, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) {
         floats x = load_some(type, turned, i, size - i) + load_some(type, input, i, size - i);
@@ -283,8 +287,8 @@ INLINE int64_t place_of(const Search *s, int64_t level, int64_t b) {
     return (level * s->batch + b) * s->columns;
 }
 
-/* States of the recurrent head after one more code of each beam that is to have one of its `own`.
- * Beams with the same state `above` multiply it once. */
+/* Steps the recurrent head by one code for each beam with a row in `own`. Beams with the same state
+ * `above` share its product. */
 static void step_states(const Search *s, int64_t level, Work *work) {
     int64_t each = bytes_of(s), count = 0;
     for (int64_t i = 0; i < s->columns; i++) work->turned[i] = -1;
@@ -305,7 +309,7 @@ static void step_states(const Search *s, int64_t level, Work *work) {
     work->next = before;
 }
 
-/* A level of request b with `count` beams: none in the other columns. */
+/* Clears the columns of a level of request b after its `count` beams. */
 static void limit(const Search *s, int64_t level, int64_t b, int64_t count) {
     int64_t first = place_of(s, level, b), end = first + s->columns;
     memset(s->scored + first, UNNEEDED, s->columns);
@@ -315,7 +319,7 @@ static void limit(const Search *s, int64_t level, int64_t b, int64_t count) {
     }
 }
 
-/* The beams that a request begins with, and the head's states at them. */
+/* Sets the first beams of a request, and the head's states at them. */
 static void begin(const Search *s, int64_t b, Work *work) {
     int64_t each = bytes_of(s), first = place_of(s, s->level, b);
     limit(s, s->level, b, s->width);
@@ -342,8 +346,8 @@ static void begin(const Search *s, int64_t b, Work *work) {
     }
 }
 
-/* The rows of the beams that fork, and logits where children are many. Returns how many states are
- * missing. */
+/* Collects the rows of beams with several children, and computes logits where children are many.
+ * Returns the number of missing states. */
 static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
     int64_t each = bytes_of(s), count = 0, few = s->columns, missing = 0;
     char *scored = s->scored + place_of(s, level, b);
@@ -384,14 +388,14 @@ static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
     return missing;
 }
 
-/* Level `level + 1` of request b, from the beams in hand. */
+/* Computes the beams of level `level + 1` of request b. */
 static void deepen(const Search *s, int64_t b, int64_t level, Work *work) {
     const Request *request = s->requests + b;
     int64_t size = 0;
     for (int64_t i = 0; i < work->count; i++) {
         Candidate beam = work->beams[i];
         if (!(beam.score > -INFINITY)) continue;
-        if (size == request->width && beam.score < work->heap[0].score) break; /* nor any behind */
+        if (size == request->width && beam.score < work->heap[0].score) break; /* nor later */
         beam.parent = i;
         Children below = children(s->trie, beam.node);
         score_children(s, level, below, work->row[i], work);
@@ -417,7 +421,7 @@ static void deepen(const Search *s, int64_t b, int64_t level, Work *work) {
     work->count = size;
 }
 
-/* States of the recurrent head at the level that was just reached, of beams with several items. */
+/* Steps the recurrent head to the current level, for beams with several items. */
 static void follow(const Search *s, int64_t level, Work *work) {
     int64_t count = 0;
     for (int64_t i = 0; i < work->count; i++) {
@@ -428,7 +432,7 @@ static void follow(const Search *s, int64_t level, Work *work) {
     step_states(s, level, work);
 }
 
-/* The level that request b reached. */
+/* Searches for request b and returns the level that it reached. */
 static int64_t search_one(const Search *s, int64_t b) {
     int64_t most = s->columns, each = bytes_of(s), codes = 0;
     for (int64_t l = 0; l < s->levels; l++)
@@ -467,8 +471,9 @@ static int64_t search_one(const Search *s, int64_t b) {
     return level;
 }
 
-/* Returns the level that all requests reached. Threads share requests, or the products of one: a
- * region for one request, were it only of one thread, would have each product make threads anew. */
+/* Returns the level that all requests reached. Threads share the requests, or the products of a
+ * single one. A parallel region for one request, even with one thread, would make each product
+ * start new threads. */
 int64_t trie_search(const Search *s) {
     for (int64_t level = 0; level <= s->levels; level++) s->used[level] = 1;
     if (s->batch == 1) return search_one(s, 0);

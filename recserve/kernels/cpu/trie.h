@@ -1,5 +1,5 @@
-/* The catalogue's trie as kernels/trie/trie.py lays it out, and what came after it was built
- * (kernels/trie/trie_overlay.py). */
+/* The catalogue's trie as kernels/trie/trie.py lays it out, with the later changes of
+ * kernels/trie/trie_overlay.py. */
 #pragma once
 #include "functions.h"
 
@@ -7,7 +7,7 @@ typedef struct {
     const int32_t *first_child, *codes, *first_leaf, *last_leaf; /* [nodes (+ 1)] of the base */
     int64_t nodes;                                               /* of the base */
     int64_t all_nodes, any_leaf;
-    /* [num_grown] nodes with inserted ids at or below them, ascending; none: there is no overlay */
+    /* [num_grown] nodes with inserted ids at or below them, ascending; empty without an overlay */
     const int64_t *grown, *grown_first, *grown_last, *later_first, *later_count;
     int64_t num_grown;
     const int64_t *own_codes; /* of the overlay's own nodes */
@@ -15,7 +15,7 @@ typedef struct {
     int64_t num_inserted;
 } Trie;
 
-/* The children of a node: `count` from `first`, then `more` from `later`. */
+/* The children of a node: `count` nodes from `first` on, then `more` nodes from `later` on. */
 typedef struct {
     int64_t first, count, later, more;
 } Children;
@@ -24,7 +24,7 @@ typedef struct {
     int64_t first, last;
 } Leaves;
 
-/* How many of the ascending numbers are lower. */
+/* Returns how many of the ascending numbers are lower than `than`. */
 INLINE int64_t lower(const int64_t *numbers, int64_t count, int64_t than) {
     int64_t at = 0;
     while (count > 0) {
@@ -36,7 +36,7 @@ INLINE int64_t lower(const int64_t *numbers, int64_t count, int64_t than) {
     return at;
 }
 
-/* Place of a number among ascending ones, -1 where it is not. */
+/* Returns the index of a number among ascending ones, or -1. */
 INLINE int64_t find(const int64_t *numbers, int64_t count, int64_t number) {
     int64_t at = lower(numbers, count, number);
     return at < count && numbers[at] == number ? at : -1;

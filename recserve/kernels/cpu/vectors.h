@@ -1,6 +1,6 @@
-/* Vectors of sixteen floats, and how they come from and go to numbers of either type.
+/* Vectors of sixteen floats, loaded from and stored to either number type.
  *
- * They are the compiler's own (GCC's vector extensions), so that the sources name no instruction set.
+ * They use GCC's vector extensions, so the sources name no instruction set.
  */
 #pragma once
 #include <math.h>
@@ -30,7 +30,7 @@ INLINE floats load(int type, const void *data, int64_t at) {
     return (floats)(__builtin_convertvector(x, words) << 16);
 }
 
-/* Rounded to the nearest, ties to even; a NaN stays one. */
+/* Rounds to nearest, ties to even; a NaN stays NaN. */
 INLINE void store(int type, void *data, int64_t at, floats x) {
     if (type == FLOAT32) {
         memcpy((float *)data + at, &x, sizeof x);
@@ -43,14 +43,14 @@ INLINE void store(int type, void *data, int64_t at, floats x) {
     memcpy((uint16_t *)data + at, &half, sizeof half);
 }
 
-/* What is left of floats that are stored and loaded again. */
+/* Returns the floats after rounding to the type. */
 INLINE floats rounded(int type, floats x) {
     char stored[sizeof x];
     store(type, stored, 0, x);
     return load(type, stored, 0);
 }
 
-/* The first `count` elements of a vector, zeros behind. */
+/* Loads the first `count` elements of a vector; the rest is 0. */
 INLINE floats load_some(int type, const void *data, int64_t at, int64_t count) {
     if (count >= LANES) return load(type, data, at);
     char some[4 * LANES] = {0};
@@ -71,7 +71,7 @@ INLINE floats choose(ints mask, floats x, floats other) {
     return (floats)(((ints)x & mask) | ((ints)other & ~mask));
 }
 
-/* A vector of what is said of each lane; the compiler's constant where `half` is one. */
+/* A vector of a macro's value for each lane, a compile-time constant if `half` is one. */
 #define OF_LANES(what, half)                                                                       \
     ((ints){what(0, half), what(1, half), what(2, half), what(3, half), what(4, half),            \
             what(5, half), what(6, half), what(7, half), what(8, half), what(9, half),            \
@@ -98,7 +98,7 @@ INLINE float largest(floats x) {
 #define LOW(lane, half) ((lane) & (half) ? LANES + (lane) - (half) : (lane))
 #define HIGH(lane, half) ((lane) & (half) ? LANES + (lane) : (lane) + (half))
 
-/* The sum of each of sixteen vectors, by halves as `sum` takes it. */
+/* Returns the sum of each of sixteen vectors, added by halves as in `sum`. */
 INLINE floats sums(floats *x) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2)
@@ -109,7 +109,7 @@ INLINE floats sums(floats *x) {
     return x[0];
 }
 
-/* Sixteen vectors as the columns of what were their rows. */
+/* Transposes a matrix of sixteen vectors. */
 INLINE void transpose(floats *x) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2)
@@ -122,9 +122,10 @@ INLINE void transpose(floats *x) {
         }
 }
 
-/* e^x to two units in the last place; 0 below -87, x at most 88. Cody and Waite's reduction. */
+/* e^x with an error of two units in the last place; 0 below -87. x is at most 88. Cody and Waite's
+ * reduction. */
 INLINE floats exponential(floats x) {
-    const float far = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
+    const float far = 12582912.0f; /* 1.5 * 2^23: adding it rounds a float to an integer */
     words small = (words)(x < -87.0f);
     floats turns = x * 1.44269504f + far, n = turns - far;
     floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -135,6 +136,6 @@ INLINE floats exponential(floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    words power = (words)p + ((words)turns << 23); /* n is in the lowest bits of turns */
+    words power = (words)p + ((words)turns << 23); /* the lowest bits of turns hold n */
     return (floats)(power & ~small);
 }
