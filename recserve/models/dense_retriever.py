@@ -57,7 +57,9 @@ class RetrieverConfig:
             ("offset", self.offset_bounds, self.offset_shares),
         ):
             if not values or len(values) != len(shares):
-                raise ValueError(f"{name}_shares are {shares}; one for each of {values} is needed")
+                raise ValueError(
+                    f"{name}_shares are {shares}; expected one share for each of {values}"
+                )
             if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
                 raise ValueError(f"{name}_shares are {shares}; expected shares >= 0 of sum 1")
         if self.offset_unit not in ("events", "seconds"):

@@ -72,7 +72,7 @@ def load_language_model(
             weight = _assemble(name, read)
             if weight.shape != empty.shape:
                 raise UnsupportedModel(
-                    f"{name} is {tuple(weight.shape)} in {folder.name}; config.json makes it "
+                    f"{name} is {tuple(weight.shape)} in {folder.name}; config.json requires "
                     f"{tuple(empty.shape)}"
                 )
             weights[name] = weight

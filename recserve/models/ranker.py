@@ -177,7 +177,8 @@ class Ranker(nn.Module):
             )
         if vectors.shape[0] < c.num_items:
             raise ValueError(
-                f"{vectors.shape[0]} item vectors, but {c.num_items} items were trained"
+                f"got {vectors.shape[0]} item vectors; the model was trained with "
+                f"{c.num_items} items"
             )
         self.item_vectors = vectors.to(self.vector_projection.weight)
         self.num_bound_items = vectors.shape[0]
@@ -196,7 +197,7 @@ class Ranker(nn.Module):
             ValueError: If `freeze_items` was not called before.
         """
         if self.item_table is None:
-            raise ValueError("items are appended to frozen item embeddings; call freeze_items")
+            raise ValueError("append_items needs frozen item embeddings; call freeze_items first")
         vectors = vectors.to(self.vector_projection.weight)
         learned = learned.to(vectors.device)
         known = (learned >= 0) & (learned < self.config.num_items)

@@ -173,7 +173,9 @@ def load_sasrec(
         values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         model = SasRec(SasRecConfig(**values))
     except (json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"{directory / 'config.json'} is not a SASRec's: {error}") from error
+        raise ValueError(
+            f"{directory / 'config.json'} is not the config of a SASRec: {error}"
+        ) from error
     path = directory / "model.safetensors"
     try:
         weights = load_file(path)

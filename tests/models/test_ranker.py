@@ -271,7 +271,9 @@ def test_damaged_or_misfit_files_are_refused(tmp_path) -> None:
     save_ranker(model, tmp_path)
     with pytest.raises(ValueError, match=r"shape \(55, 3\); expected \[I, 12\]"):
         load_ranker(tmp_path, np.zeros((55, 3), np.float32))
-    with pytest.raises(ValueError, match="10 item vectors, but 50 items were trained"):
+    with pytest.raises(
+        ValueError, match="got 10 item vectors; the model was trained with 50 items"
+    ):
         load_ranker(tmp_path, np.zeros((10, VECTOR), np.float32))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))

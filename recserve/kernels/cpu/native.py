@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL | None:
     """Returns the compiled functions, or None (with a log line) if no library is usable."""
     compiler = find_compiler()
     if compiler is None:
-        log.info("no C compiler; torch does what the C sources do")
+        log.info("no C compiler found; using the torch kernels instead")
         return None
     try:
         loaded = load_library(compiler)
@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL | None:
             function.argtypes, function.restype = arguments, RETURNS.get(name)
     except (subprocess.CalledProcessError, OSError, AttributeError) as error:
         reason = getattr(error, "stderr", None) or error
-        log.warning("the C sources cannot be used; torch does the same: %s", reason)
+        log.warning("the C sources cannot be used; using the torch kernels instead: %s", reason)
         return None
     return loaded
 
@@ -143,7 +143,9 @@ class Panels:
         steps = self.weight.shape[1]
         inner = steps * self.weight.shape[3]
         if x.dtype != self.weight.dtype or x.shape[-1] != inner:
-            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; {self.weight.dtype} of {inner} fit")
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)}; expected {self.weight.dtype} [..., {inner}]"
+            )
         out = x.new_empty(*x.shape[:-1], self.size)
         compiled().linear(
             TYPES[x.dtype],

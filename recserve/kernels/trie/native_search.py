@@ -280,7 +280,7 @@ class NativeSearch:
             hidden = hidden.contiguous()
             s.hidden, s.keys, s.num_keys = hidden.data_ptr(), keys.data_ptr(), keys.shape[0]
         if contexts is not None:
-            assert contexts.stride(2) == 1, "a context is no row"
+            assert contexts.stride(2) == 1, "the last dimension of contexts must be contiguous"
             if len(self._cells):
                 s.cells, s.inputs = ctypes.addressof(self._cells), ctypes.addressof(self._inputs)
             s.contexts = contexts.data_ptr()

@@ -42,7 +42,9 @@ class Prefixes:
     def distances(self) -> tuple[int, int]:
         """Elements between the paths of two requests, and between the paths of two beams."""
         request, beam, node = self.paths.stride()
-        assert node == 1 or self.paths.shape[2] < 2, "a path is no row"
+        assert node == 1 or self.paths.shape[2] < 2, (
+            "the last dimension of paths must be contiguous"
+        )
         return request, beam
 
 
@@ -94,7 +96,7 @@ class NativeTrie:
         """
         columns = [base.first_child, base.codes, base.first_leaf, base.last_leaf]
         if any(column.dtype != torch.int32 for column in columns):
-            raise ValueError("the C sources read tries of int32 node arrays")
+            raise ValueError("the node arrays of the base must be int32 for the C sources")
         columns = [column.contiguous() for column in columns]
         own = [] if overlay is None else list(vars(overlay).values())
         wide = [column.long().contiguous() for column in own]

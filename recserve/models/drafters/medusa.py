@@ -79,7 +79,9 @@ class MedusaHeads(nn.Module):
             ValueError: If the heads predict a part of the vocabulary, or the target is packed.
         """
         if self.config.head_vocab is not None:
-            raise ValueError(f"these heads know {self.config.head_vocab} tokens; train whole ones")
+            raise ValueError(
+                f"head_vocab is {self.config.head_vocab}; expected heads of the whole vocabulary"
+            )
         weight = (
             target.tokens.weight if target.head is None else target.head.get_parameter("weight")
         )

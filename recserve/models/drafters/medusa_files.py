@@ -98,7 +98,7 @@ def save_medusa(
     """
     config = heads.config
     if config.shared or config.head_vocab is not None or not config.bias:
-        raise ValueError(f"the original layout has no place for {config}")
+        raise ValueError(f"the original Medusa layout cannot express {config}")
     weights = {}
     for k in range(config.num_heads):
         for j in range(config.num_layers):

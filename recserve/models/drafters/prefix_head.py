@@ -75,4 +75,4 @@ def load_prefix_head(directory: Path, target: Recommender) -> SelfDraftHead | Le
         plans = values.get("calibration")
         return LevelDraftHead(target, None if plans is None else Calibration.from_dict(plans))
     except (OSError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{config} is no draft head's: {error}") from error
+        raise ValueError(f"{config} is not the config of a draft head: {error}") from error
