@@ -73,7 +73,7 @@ def test_older_rope_fields_mean_the_same(tmp_path):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type is 'yarn'"),
-        ({"intermediate_size": 96}, "gate_up.weight is .* config.json makes it"),
+        ({"intermediate_size": 96}, "gate_up.weight is .* config.json requires"),
         ({"num_hidden_layers": 4}, "no tensor 'model.layers.3"),
         ({"num_hidden_layers": 2}, "a tensor 'model.layers.2.* no place for"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
