@@ -3,10 +3,10 @@
 import numpy as np
 
 from recserve.experiments.load.datasets import Sample
-from recserve.experiments.load.generator import Exchange, Run
+from recserve.experiments.load.generator import HttpExchange, Run
 from recserve.experiments.load.plan import Mode
 from recserve.experiments.load.targets import Reply
-from recserve.experiments.report.measurements import Columns
+from recserve.experiments.report.measurements import SampleColumns
 
 SLATE = tuple(f"item{n}" for n in range(10))
 NEXT = (*SLATE, "elsewhere", "nowhere")
@@ -21,7 +21,7 @@ def made_run(
     failed: float = 0.0,
     text: bool = False,
     seed: int = 0,
-) -> Columns:
+) -> SampleColumns:
     """Two arms on the same waves.
 
     Args:
@@ -46,7 +46,7 @@ def made_run(
             seconds = 0.01 * np.exp(waves[shot] + drawn.normal(0, 0.2)) * (1 + effect * arm)
             bad = arm == 1 and drawn.random() < failed
             exchanges.append(
-                Exchange(
+                HttpExchange(
                     shot=shot,
                     place=place,
                     arm=int(arm),
@@ -63,7 +63,7 @@ def made_run(
             )
             start += float(seconds)
     run = Run(tuple(exchanges), seconds=shots / 100, cpu_seconds=0.1, peak_in_flight=3)
-    return Columns.of(run, SAMPLES)
+    return SampleColumns.of(run, SAMPLES)
 
 
 def made_reply(arm: int, changed: int, text: bool) -> Reply:

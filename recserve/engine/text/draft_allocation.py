@@ -66,14 +66,15 @@ class AcceptanceStats:
         accepted: By level, the share that is accepted, given that the level above is accepted.
         width: Nodes per level.
         call_ms: Milliseconds of one call, by the bit length of its number of texts, then by depth.
-        spare_ms: Milliseconds that the next trial may cost.
+        spare_ms: Milliseconds that the next trial may cost. The first trial is free, so that every
+            drafter becomes known.
     """
 
     reached: list[Average] = field(default_factory=lambda: _levels(1.0, PRIOR_WEIGHT))
     accepted: list[Average] = field(default_factory=lambda: _levels(0.0, 0))
     width: Average = field(default_factory=lambda: Average(1.0, 1))
     call_ms: dict[int, dict[int, Average]] = field(default_factory=dict)
-    spare_ms: float = 0.0
+    spare_ms: float = math.inf
 
     def gains(self) -> list[float]:
         """Returns the expected accepted tokens of drafts with 0 to MAX_DEPTH levels."""

@@ -29,7 +29,7 @@ OUTCOMES = {"pass": "holds", "fail": "fails", "unclear": "unclear"}
 
 def page(document: ReportDocument) -> str:
     """Returns the report as one HTML document."""
-    style = (resources.files("recserve.experiments") / STYLE).read_text(encoding="utf-8")
+    style = (resources.files("recserve.experiments.report") / STYLE).read_text(encoding="utf-8")
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
