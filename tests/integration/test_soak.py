@@ -119,8 +119,8 @@ def test_mixed_requests(count, load_aware):
     for name in MAKERS:
         assert_forgotten(drafters[name])
     if load_aware:
-        # Who drafts follows from measured costs; in the long run every drafter is tried.
-        few = 1 if count < 1000 else len(MAKERS) + 2
+        # Who drafts follows from measured costs, and the first draft of a drafter may be empty.
+        few = 1 if count < 1000 else len(MAKERS) // 2
         assert len({drafter for drafter, _ in drafted}) >= few
     else:
         # Which few requests end before they are cancelled differs between processors.

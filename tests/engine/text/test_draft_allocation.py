@@ -119,6 +119,16 @@ def test_prompt_tokens_in_the_same_forward_shorten_drafts():
     assert depths_of(allocation, {"d": 2}, {"d": 6}, prefill=200)["d"] < alone
 
 
+def test_every_drafter_is_tried_once_even_where_drafts_never_pay():
+    """The first step measures plain decoding, the next one lets both unknown drafters try."""
+    allocation = DraftAllocation(ARITHMETIC)
+    counts = {"left": 8, "right": 8}
+    assert allocation.depths(counts, 16, 0) == {"left": 0, "right": 0}
+    allocation.stepped(16, 16, ARITHMETIC(16))
+    assert min(allocation.depths(counts, 16, 0).values()) > 0
+    assert allocation.depths(counts, 16, 0) == {"left": 0, "right": 0}
+
+
 def test_it_learns_while_it_serves():
     """A drafter that turns bad drafts in trials alone, and drafts again when it is good again.
 
