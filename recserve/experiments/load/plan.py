@@ -99,7 +99,7 @@ def make_plan(
     """Returns the shots of a run, in order of time.
 
     Args:
-        samples: What is asked; their order is drawn.
+        samples: Requests to send; their order is drawn.
         arms: At least one.
         target: Makes the requests.
         times: Scheduled seconds, one per shot; a closed loop reads only their number.

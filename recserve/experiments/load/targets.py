@@ -1,4 +1,4 @@
-"""What is asked of a server, and how its answers are read.
+"""Requests to a server and the reading of its responses.
 
 A target makes the body of a request from a sample and reads the answer into a `Reply`. Four exist:
 recserve's item routes, and the completion and chat routes of any OpenAI-compatible server, whose
