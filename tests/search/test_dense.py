@@ -237,7 +237,7 @@ def test_saved_and_loaded_are_the_same(world, tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("outcome_shares", (1.0,), "one for each"),
+        ("outcome_shares", (1.0,), "one share for each"),
         ("offset_shares", (0.5, 0.6, -0.1), "shares >= 0"),
         ("offset_unit", "days", "choose 'events' or 'seconds'"),
     ],

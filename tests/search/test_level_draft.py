@@ -116,7 +116,7 @@ def test_it_is_kept_with_its_calibration(tmp_path):
     with pytest.raises(ValueError):
         load_prefix_head(tmp_path, model)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="no draft head"):
+    with pytest.raises(ValueError, match="not the config of a draft head"):
         load_prefix_head(tmp_path, model)
 
 

@@ -67,7 +67,7 @@ def test_products_of_any_number_of_rows(inner, outer, dtype):
     torch.testing.assert_close(whole.double(), exact, rtol=eps, atol=64 * eps * inner**0.5)
     for count in (0, 1, 2, 3, 4, 5, 6, 7, 13, 64):
         assert torch.equal(packed(x[:count]), whole[:count]), count
-    with pytest.raises(ValueError, match=f"of {inner} fit"):
+    with pytest.raises(ValueError, match=f"expected .*\\[\\.\\.\\., {inner}\\]"):
         packed(rows(1, inner + 2, dtype))
 
 
