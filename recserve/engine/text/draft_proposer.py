@@ -10,7 +10,7 @@ from recserve.engine.text.sequence import NO_BUDGET, TextSequence
 from recserve.engine.text.step_cost import step_clock, text_step_cost
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter
+from recserve.speculation.drafter import Drafter, TargetStates
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.verifiers.registry import verifiers
 
@@ -66,6 +66,32 @@ class DraftProposer:
             drafted = sum(map(len, drafts.values())) if self.called else 0
             self._num_nodes = 0 if prefill else len(drafts) + drafted
         return drafts, refused
+
+    def read(self, texts: Seq[TextSequence], without_last: bool = False) -> list[Refused]:
+        """Passes states to the drafters that have not received them.
+
+        Args:
+            texts: Texts with slots for all their tokens.
+            without_last: Whether to hold back the state of the last computed token.
+
+        Returns:
+            Each text whose drafter raised an error, with the error.
+        """
+        calls: dict[int, tuple[Drafter, list[TextSequence], list[TargetStates]]] = {}
+        for sequence in texts:
+            part = sequence.unread(sequence.num_computed - without_last)
+            if part is not None:
+                drafter = sequence.drafter
+                own = calls.setdefault(id(drafter), (drafter, [], []))
+                own[1].append(sequence)
+                own[2].append(part)
+        refused: list[Refused] = []
+        for drafter, sequences, parts in calls.values():
+            try:
+                drafter.read(parts)
+            except Exception as error:
+                refused += [(sequence, error) for sequence in sequences]
+        return refused
 
     def stepped(self) -> None:
         """Records the time of the step that verified the last drafts."""

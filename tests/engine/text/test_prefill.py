@@ -24,7 +24,7 @@ def counting(engine) -> list[int]:
     runner, rows = engine.schedulers["text"].runner, []
     forward = runner.forward
 
-    def counted(pieces):
+    def counted(pieces, taps=None):
         rows.append(sum(piece.tree.num_nodes for piece in pieces))
         return forward(pieces)
 
