@@ -116,6 +116,8 @@ class Eagle(nn.Module):
             vocabularies are the same.
     """
 
+    token_map: Tensor | None
+
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
@@ -141,9 +143,9 @@ class Eagle(nn.Module):
             )
         if config.norm_before_fc:
             self.states_norm = RMSNorm(config.num_features, eps)
-        self.token_map: Tensor | None = None
-        if config.draft_vocab_size < config.vocab_size:
-            self.token_map = nn.Buffer(torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        mapped = config.draft_vocab_size < config.vocab_size
+        tokens = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if mapped else None
+        self.register_buffer("token_map", tokens)
         # Not a buffer: positions need these in float32 whatever the weights are cast to.
         self._frequencies = rope_frequencies(decoder)
 
@@ -156,9 +158,9 @@ class Eagle(nn.Module):
         if not config.fused:
             return states
         if config.fc_norm:
-            parts = states.unflatten(-1, (len(config.target_layers), -1)).unbind(-2)
-            parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-            states = torch.cat(parts, dim=-1)
+            parts = torch.split(states, config.target_size, dim=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            states = torch.cat(normed, dim=-1)
         if config.norm_before_fc:
             states = self.states_norm(states)
         projected: Tensor = self.fc(states)

@@ -26,7 +26,7 @@ def counting(engine) -> list[int]:
 
     def counted(pieces, taps=None):
         rows.append(sum(piece.tree.num_nodes for piece in pieces))
-        return forward(pieces)
+        return forward(pieces, taps)
 
     runner.forward = counted
     return rows
