@@ -15,6 +15,7 @@ Sources: SafeAILab/EAGLE (ea_model.py, cnets.py, cnets1.py), vLLM (llama_eagle3.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from recserve.models.drafters.eagle import Eagle, EagleConfig
@@ -226,3 +228,65 @@ def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
     layer, part, last = rest
     pieces = [read(f"layers.{layer}.{theirs}.{last}") for theirs in PARTS[part]]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def save_eagle(network: Eagle, folder: Path) -> None:
+    """Writes `config.json` and `model.safetensors` in the published layout.
+
+    EAGLE-3's layout is used where the network is fused, that of EAGLE-1 and 2 elsewhere.
+
+    Raises:
+        ValueError: If the network has more than one layer.
+    """
+    config, decoder = network.config, network.config.decoder
+    if decoder.num_layers != 1:
+        raise ValueError(f"the network has {decoder.num_layers} layers; the layout holds one")
+    layer = "midlayer." if config.fused else "layers.0."
+    heads = [decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads]
+    sizes = {"qkv": [count * decoder.head_dim for count in heads]}
+    sizes["gate_up"] = [decoder.intermediate_size] * 2
+    weights = {}
+    for name, tensor in network.state_dict().items():
+        first, *rest = name.split(".")
+        if name == "token_map":
+            weights["d2t"] = tensor - torch.arange(len(tensor), device=tensor.device)
+            weights["t2d"] = torch.isin(
+                torch.arange(config.vocab_size, device=tensor.device), tensor
+            )
+        elif first == "input_norms":
+            weights[f"{layer}input_layernorm.weight"] = tensor
+        elif first == "layers":
+            _, part, last = rest
+            names = [f"{layer}{own}.{last}" for own in PARTS[part]]
+            pieces = torch.split(tensor, sizes.get(part, [tensor.shape[0]]))
+            weights.update(zip(names, pieces, strict=True))
+        else:
+            weights[OUTSIDE.get(name, name).replace("layers.0.", layer)] = tensor
+    fields: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": decoder.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": decoder.num_heads,
+        "num_key_value_heads": decoder.num_kv_heads,
+        "head_dim": decoder.head_dim,
+        "intermediate_size": decoder.intermediate_size,
+        "rms_norm_eps": decoder.norm_eps,
+        "rope_theta": decoder.rope_theta,
+        "max_position_embeddings": decoder.max_positions,
+        "attention_bias": decoder.attention_bias,
+        "vocab_size": config.vocab_size,
+    }
+    if config.fused:
+        fields["draft_vocab_size"] = config.draft_vocab_size
+        fields["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": list(config.target_layers),
+            "use_aux_hidden_state": True,
+        }
+        flags = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+        fields |= {name: getattr(config, name) for name in flags if getattr(config, name)}
+    else:
+        fields["bias"] = config.fc_bias
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {n: w.detach().cpu().contiguous() for n, w in weights.items()}
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
