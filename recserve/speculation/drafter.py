@@ -100,7 +100,7 @@ class TextOutcome:
 
 
 @dataclass(frozen=True)
-class TargetStates:
+class StateSpan:
     """States of the target at consecutive positions of a sequence.
 
     Attributes:
@@ -229,7 +229,7 @@ class Drafter(Pluggable, ABC):
         The slots behind `pool.spare_slot` and its page are scratch memory of the drafter.
         """
 
-    def read(self, parts: Seq[TargetStates]) -> None:  # noqa: B027
+    def read(self, parts: Seq[StateSpan]) -> None:  # noqa: B027
         """Receives states that it has not received yet, of several sequences."""
 
     @abstractmethod

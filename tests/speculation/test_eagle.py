@@ -9,7 +9,13 @@ from recserve.models.drafters.eagle import Eagle
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafter import FINAL_LAYER
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.text_engines import eagle, engine_for, prompts
+from tests.support.text_engines import (
+    assert_forgotten,
+    assert_no_leak,
+    eagle,
+    engine_for,
+    prompts,
+)
 from tests.support.text_plain import drawn_model
 
 
@@ -220,3 +226,27 @@ def test_drafts_after_preemption(model):
     engine.run_many(queries(p.tolist() for p in prompts(6, low=8)))
     assert preempted
     assert_as_transcribed(notes, drafter, model, least=20)
+
+
+@torch.inference_mode()
+def test_a_drafter_that_fails_to_read_fails_only_its_texts(model):
+    drafter = eagle(model, True, seed=9)
+    read, calls = drafter.read, []
+
+    def failing(parts):
+        calls.append(len(parts))
+        if len(calls) == 4:
+            raise RuntimeError("no memory")
+        read(parts)
+
+    drafter.read = failing
+    engine = engine_for(model, 300, {"eagle": drafter})
+    plain = SamplingParams(temperature=0.0, max_tokens=14)
+    others = [TextQuery(p, plain) for p in prompts(3)]
+    futures = [engine.submit(q) for q in [*queries(p.tolist() for p in prompts(2)), *others]]
+    while engine.step():
+        pass
+    assert {type(f.exception()) for f in futures[:2]} == {RuntimeError}
+    assert all(f.exception() is None for f in futures[2:])
+    assert_no_leak(engine)
+    assert_forgotten(drafter)

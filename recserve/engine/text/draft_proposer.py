@@ -10,7 +10,7 @@ from recserve.engine.text.sequence import NO_BUDGET, TextSequence
 from recserve.engine.text.step_cost import step_clock, text_step_cost
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter, TargetStates
+from recserve.speculation.drafter import Drafter, StateSpan
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.verifiers.registry import verifiers
 
@@ -77,7 +77,7 @@ class DraftProposer:
         Returns:
             Each text whose drafter raised an error, with the error.
         """
-        calls: dict[int, tuple[Drafter, list[TextSequence], list[TargetStates]]] = {}
+        calls: dict[int, tuple[Drafter, list[TextSequence], list[StateSpan]]] = {}
         for sequence in texts:
             part = sequence.unread(sequence.num_computed - without_last)
             if part is not None:

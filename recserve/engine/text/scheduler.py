@@ -13,7 +13,7 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
 from recserve.engine.text.draft_proposer import DraftProposer, Refused
-from recserve.engine.text.groups import TextGroup, TextGroups
+from recserve.engine.text.groups import TextGroup, TextGroups, record_times
 from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.pages import TextPages
 from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
@@ -136,11 +136,8 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         now = time.monotonic()
         if now <= self._earliest_s:
             return []
-        deadlines = [
-            (s, s.request.deadline_s)
-            for s in self.running + self.preempted
-            if s.request.deadline_s is not None
-        ]
+        texts = self.running + self.preempted
+        deadlines = [(s, d) for s in texts if (d := s.request.deadline_s) is not None]
         late = [s for s, deadline_s in deadlines if now > deadline_s]
         self._earliest_s = min((d for _, d in deadlines if now <= d), default=math.inf)
         self._drop(late)
@@ -175,31 +172,20 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             done = self._commit(groups[0], outputs.paths(), states, outputs.logits, last_hidden)
         self._proposer.stepped()
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
-        first = {part.sequence for part in parts}
-        for sequence in first:
-            sequence.timing.prefill_ms += forward_ms
-        for group in groups:
-            for sequence, size in zip(group.sequences, group.sizes, strict=True):
-                timing = sequence.timing
-                timing.draft_ms += draft_ms
-                if sequence not in first:
-                    timing.verify_ms += forward_ms
-                timing.forwards += 1
-                timing.nodes += 1 + size
+        record_times(groups, [part.sequence for part in parts], draft_ms, forward_ms)
         return failed + done
 
     def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[FinishedText]:
         """Runs one forward pass over the trees of the groups and the chunks of prompts."""
         pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
-        texts = [*chain.from_iterable(g.sequences for g in groups), *(p.sequence for p in parts)]
-        taps = taps_for(text.drafter for text in texts)
+        taps = taps_for(text.drafter for text in self.running)
         hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)], taps)
         states = split_states(hidden, taps)
         for part, own in zip(parts, states[len(groups) :], strict=True):
             part.done(own)
         done: list[FinishedText] = []
         self._refuse(self._proposer.read([part.sequence for part in parts]), done)
-        for part in parts:
+        for part in [part for part in parts if part.sequence.pages]:
             self.pages.cache_prefix(part.sequence)
         for group, piece, own in zip(groups, pieces, states, strict=False):
             logits = self.model.logits(own.final)

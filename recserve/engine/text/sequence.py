@@ -22,7 +22,7 @@ from recserve.speculation.completion import (
     TokenLogprobs,
 )
 from recserve.speculation.draft import Budget, budget_of
-from recserve.speculation.drafter import Drafter, TargetStates, TextContext
+from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.logits_processor import TokenCounts
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
@@ -109,7 +109,7 @@ class TextSequence:
         ready = len(context.tokens) - 1 == length
         context.hidden, context.ranked = (last_hidden, ranked) if ready else (None, None)
 
-    def unread(self, end: int) -> TargetStates | None:
+    def unread(self, end: int) -> StateSpan | None:
         """Returns the states of positions before `end` that the drafter has not received.
 
         They count as received from now on.
@@ -118,7 +118,7 @@ class TextSequence:
             return None
         first, start = self.num_read, self.num_computed - self.states.shape[0]
         self.num_read = end
-        return TargetStates(self.context, first, self.states[first - start : end - start])
+        return StateSpan(self.context, first, self.states[first - start : end - start])
 
     def budget(self, most: int) -> Budget:
         """Returns the budget of a draft. `most` limits its nodes if the request does not."""

@@ -29,7 +29,7 @@ from recserve.models.drafters.eagle_files import load_eagle
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter, TargetStates, TextContext
+from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.drafters.noisy import NUM_NOISY_TOKENS
 from recserve.speculation.drafters.score_tree import ScoreTree
@@ -118,7 +118,7 @@ class EagleDrafter(Drafter):
         self._outputs.pop(context_id, None)
 
     @torch.inference_mode()
-    def read(self, parts: Seq[TargetStates]) -> None:
+    def read(self, parts: Seq[StateSpan]) -> None:
         """Computes the entries of committed tokens from the target's states before them."""
         tokens, slots, roots, trees, ends = [], [], [], [], []
         device, stop = self.pool.keys.device, 0

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from recserve.models.attention import DenseAttention
 from recserve.models.decoder import Taps
@@ -135,9 +135,10 @@ class EagleTrainee:
     @torch.no_grad()
     def _start_from(self, target: LanguageModel) -> None:
         """Copies the target's final norm and the rows of its head that the network has."""
-        head = target.tokens.weight if target.head is None else target.head.weight
+        head = target.tokens if target.head is None else target.head
+        assert isinstance(head, nn.Linear | nn.Embedding)
         tokens = self.model.token_map
-        self.model.head.weight.copy_(head if tokens is None else head[tokens])
+        self.model.head.weight.copy_(head.weight if tokens is None else head.weight[tokens])
         self.model.norm.weight.copy_(target.decoder.norm.weight)
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
