@@ -75,6 +75,7 @@ class ServerConfig(BaseSettings):
         shadow_share: Share of served slates that are compared.
         warm_drafts: Deprecated and without effect. A warm event computes only the user's prefix.
         access_log: True logs one line for each request.
+        metrics_compat: `vllm` also exports the text metrics under vLLM's names.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -113,6 +114,7 @@ class ServerConfig(BaseSettings):
     shadow_share: float = Field(0.01, ge=0, le=1)
     warm_drafts: bool = True
     access_log: bool = False
+    metrics_compat: Literal["vllm"] | None = None
 
     @field_validator("api_keys", "drafters", mode="before")
     @classmethod

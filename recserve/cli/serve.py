@@ -47,6 +47,9 @@ def serve(
         bool,
         typer.Option("--invariant", help="Answers are bit-identical in every batch; CPU only."),
     ] = False,
+    metrics_compat: Annotated[
+        str | None, typer.Option(help="`vllm` also exports metrics under vLLM's names.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
 ) -> None:
     """Serve a bundle, a language model or both over HTTP.
@@ -59,6 +62,7 @@ def serve(
         **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
         **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
         **{"drafters": drafter or None, "invariant": invariant or None},
+        "metrics_compat": metrics_compat,
     }
     settings = ServerConfig.load(flags, config)
     from recserve.server.run import serve as run_server

@@ -78,7 +78,8 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     )
     # All registered names, so that dashboards have the same series for every bundle.
     strategies = (*strategy_classes(), POPULAR)
-    metrics = Metrics((*strategies, *SCORERS), REASONS, lifecycle.gauges)
+    names = (*strategies, *SCORERS)
+    metrics = Metrics(names, REASONS, lifecycle.gauges, _vllm_model(config))
     exchange = Exchange(
         lifecycle,
         metrics,
@@ -97,6 +98,14 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
     return app
+
+
+def _vllm_model(config: ServerConfig) -> str | None:
+    """Returns the value of vLLM's label `model_name`; None without vLLM's metrics."""
+    if config.metrics_compat is None:
+        return None
+    folder = "" if config.llm is None else config.llm.resolve().name
+    return config.llm_name or folder
 
 
 async def _to_gate(request: Request, error: Exception) -> Response:
