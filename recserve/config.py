@@ -74,7 +74,8 @@ class ServerConfig(BaseSettings):
         shadow: Strategy whose slates are compared with served slates in idle time.
         shadow_share: Share of served slates that are compared.
         warm_drafts: Deprecated and without effect. A warm event computes only the user's prefix.
-        access_log: True logs one line for each request.
+        access_log: True logs one line for each request, without paths and user ids.
+        log_format: Format of the log: `text`, or `json` with one object per line.
         metrics_compat: `vllm` also exports the text metrics under vLLM's names.
     """
 
@@ -114,6 +115,7 @@ class ServerConfig(BaseSettings):
     shadow_share: float = Field(0.01, ge=0, le=1)
     warm_drafts: bool = True
     access_log: bool = False
+    log_format: Literal["text", "json"] = "text"
     metrics_compat: Literal["vllm"] | None = None
 
     @field_validator("api_keys", "drafters", mode="before")

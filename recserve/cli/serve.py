@@ -47,6 +47,7 @@ def serve(
         bool,
         typer.Option("--invariant", help="Answers are bit-identical in every batch; CPU only."),
     ] = False,
+    log_format: Annotated[str | None, typer.Option(help="`text` or `json`.")] = None,
     metrics_compat: Annotated[
         str | None, typer.Option(help="`vllm` also exports metrics under vLLM's names.")
     ] = None,
@@ -62,7 +63,7 @@ def serve(
         **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
         **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
         **{"drafters": drafter or None, "invariant": invariant or None},
-        "metrics_compat": metrics_compat,
+        **{"log_format": log_format, "metrics_compat": metrics_compat},
     }
     settings = ServerConfig.load(flags, config)
     from recserve.server.run import serve as run_server

@@ -34,6 +34,7 @@ from recserve.server.routes import (
     text_scores,
 )
 from recserve.server.routes.paths import allowed_methods
+from recserve.server.telemetry.logs import log_request
 from recserve.server.transport.gate import Gate
 from recserve.service import Service
 from recserve.service.model_loader import resolve_device
@@ -92,7 +93,10 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         routes.add_routes(app, exchange)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)
-    app.add_middleware(Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys)
+    recorders = [log_request] if config.access_log else []
+    app.add_middleware(
+        Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys, recorders=recorders
+    )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle

@@ -224,8 +224,7 @@ def finished(trace: Trace, answer: A | Exception) -> A:
     """Records an answer in the trace and returns it; raises it if it is an error."""
     if isinstance(answer, Exception):
         raise answer
-    trace.strategy = getattr(answer, "strategy", "none")
-    trace.timing_ms = getattr(answer, "timing_ms", None)
+    trace.answered(getattr(answer, "timing_ms", None), getattr(answer, "strategy", "none"))
     return answer
 
 

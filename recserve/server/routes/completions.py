@@ -60,10 +60,11 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
         usage = work.usage()
         exchange.metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
         exchange.metrics.drafted(work.speculation.drafter, work.drafted())
-        trace.timing_ms = work.timing_ms()
+        timing_ms = work.timing_ms()
+        trace.answered(timing_ms)
         reasons = [stream.finish_reason for stream in work.streams]
         seconds = time.monotonic() - trace.began_s
-        exchange.metrics.texts_ended(reasons, seconds, trace.timing_ms.queue / 1e3)
+        exchange.metrics.texts_ended(reasons, seconds, timing_ms.queue / 1e3)
         clock.close()
 
     if body.stream:
