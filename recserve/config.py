@@ -76,6 +76,11 @@ class ServerConfig(BaseSettings):
         warm_drafts: Deprecated and without effect. A warm event computes only the user's prefix.
         access_log: True logs one line for each request, without paths and user ids.
         log_format: Format of the log: `text`, or `json` with one object per line.
+        slate_log: Folder for a Parquet log of slates and of the events that they led to.
+        slate_log_users: What stands for a user in that log: a hash keyed by `signing_key`, the id,
+            or nothing.
+        slate_log_rotate_s: Time after which logged rows are written. A crash loses no older ones.
+        slate_log_max_bytes: Size of the slate log above which its oldest files are deleted.
         metrics_compat: `vllm` also exports the text metrics under vLLM's names.
     """
 
@@ -116,6 +121,10 @@ class ServerConfig(BaseSettings):
     warm_drafts: bool = True
     access_log: bool = False
     log_format: Literal["text", "json"] = "text"
+    slate_log: Path | None = None
+    slate_log_users: Literal["hash", "id", "none"] = "hash"
+    slate_log_rotate_s: float = Field(60.0, gt=0, le=86_400)
+    slate_log_max_bytes: int = Field(10 << 30, ge=1 << 20)
     metrics_compat: Literal["vllm"] | None = None
 
     @field_validator("api_keys", "drafters", mode="before")
@@ -143,6 +152,8 @@ class ServerConfig(BaseSettings):
             for name in ("llm_name", "llm_dtype", "chat_template", "drafters"):
                 if getattr(self, name):
                     raise ValueError(f"{name}: is for a language model; set llm too")
+        if self.bundle is None and self.slate_log is not None:
+            raise ValueError("slate_log: is for slates; set bundle too")
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.metadata import version as installed
 
 from fastapi import FastAPI
@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.config import ServerConfig
+from recserve.config import ConfigError, ServerConfig
 from recserve.engine.engine_config import EngineConfig
-from recserve.metrics import Metrics
+from recserve.metrics import Gauges, Metrics
 from recserve.search.strategies.registry import strategy_classes
 from recserve.server import playground
 from recserve.server.errors import REASONS
@@ -41,6 +41,7 @@ from recserve.service.model_loader import resolve_device
 from recserve.service.options import ServiceOptions
 from recserve.service.recommend.recommend import POPULAR
 from recserve.service.service import SCORERS
+from recserve.service.slate_log.slate_log import SlateLog, SlateLogSettings
 from recserve.service.text.loader import TextSettings, load_text
 
 # Names that EngineConfig and ServerConfig share; these settings pass through unchanged.
@@ -61,6 +62,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config: Settings of the server.
         service: An open service to use; None opens the one that `config` names.
     """
+    slate_log = open_slate_log(config)
     lifecycle = Lifecycle((lambda: load(config)) if service is None else (lambda: service))
 
     @asynccontextmanager
@@ -68,6 +70,8 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifecycle.start()
         yield
         await asyncio.to_thread(lifecycle.close)
+        if slate_log is not None:
+            await asyncio.to_thread(slate_log.close)
 
     app = FastAPI(
         title="recserve",
@@ -80,13 +84,21 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     # All registered names, so that dashboards have the same series for every bundle.
     strategies = (*strategy_classes(), POPULAR)
     names = (*strategies, *SCORERS)
-    metrics = Metrics(names, REASONS, lifecycle.gauges, _vllm_model(config))
+
+    def gauges() -> Gauges | None:
+        found = lifecycle.gauges()
+        if found is None or slate_log is None:
+            return found
+        return replace(found, slate_log=slate_log.counts)
+
+    metrics = Metrics(names, REASONS, gauges, _vllm_model(config))
     exchange = Exchange(
         lifecycle,
         metrics,
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
+        slate_log,
     )
     item_routes = (recommend, rank, events, items)
     for routes in (*item_routes, models, completions, text_scores, health, playground):
@@ -110,6 +122,24 @@ def _vllm_model(config: ServerConfig) -> str | None:
         return None
     folder = "" if config.llm is None else config.llm.resolve().name
     return config.llm_name or folder
+
+
+def open_slate_log(config: ServerConfig) -> SlateLog | None:
+    """Opens the log of slates that the settings name. Raises ConfigError."""
+    if config.slate_log is None:
+        return None
+    if config.signing_key is None:
+        log.warning("slate_log without signing_key: the next process cannot verify these tokens")
+    settings = SlateLogSettings(
+        config.slate_log,
+        config.slate_log_users,
+        config.slate_log_rotate_s,
+        config.slate_log_max_bytes,
+    )
+    try:
+        return SlateLog(settings)
+    except OSError as error:
+        raise ConfigError(f"slate_log: {config.slate_log} cannot be used: {error}") from None
 
 
 async def _to_gate(request: Request, error: Exception) -> Response:
