@@ -81,6 +81,9 @@ class ServerConfig(BaseSettings):
             or nothing.
         slate_log_rotate_s: Time after which logged rows are written. A crash loses no older ones.
         slate_log_max_bytes: Size of the slate log above which its oldest files are deleted.
+        otlp_endpoint: URL of an OpenTelemetry receiver (OTLP over HTTP) for traces. Needs the extra
+            `otel`.
+        otlp_sample_ratio: Share of the requests that are traced, unless the caller has decided.
         metrics_compat: `vllm` also exports the text metrics under vLLM's names.
     """
 
@@ -125,6 +128,8 @@ class ServerConfig(BaseSettings):
     slate_log_users: Literal["hash", "id", "none"] = "hash"
     slate_log_rotate_s: float = Field(60.0, gt=0, le=86_400)
     slate_log_max_bytes: int = Field(10 << 30, ge=1 << 20)
+    otlp_endpoint: str | None = Field(None, pattern="^https?://[^/]+")
+    otlp_sample_ratio: float = Field(1.0, ge=0, le=1)
     metrics_compat: Literal["vllm"] | None = None
 
     @field_validator("api_keys", "drafters", mode="before")

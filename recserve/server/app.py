@@ -35,6 +35,7 @@ from recserve.server.routes import (
 )
 from recserve.server.routes.paths import allowed_methods
 from recserve.server.telemetry.logs import log_request
+from recserve.server.telemetry.traces import Tracing, open_tracing
 from recserve.server.transport.gate import Gate
 from recserve.service import Service
 from recserve.service.model_loader import resolve_device
@@ -62,7 +63,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config: Settings of the server.
         service: An open service to use; None opens the one that `config` names.
     """
-    slate_log = open_slate_log(config)
+    slate_log, tracing = open_slate_log(config), _tracing(config)
     lifecycle = Lifecycle((lambda: load(config)) if service is None else (lambda: service))
 
     @asynccontextmanager
@@ -72,6 +73,8 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         await asyncio.to_thread(lifecycle.close)
         if slate_log is not None:
             await asyncio.to_thread(slate_log.close)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(
         title="recserve",
@@ -106,6 +109,8 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)
     recorders = [log_request] if config.access_log else []
+    if tracing is not None:
+        recorders.append(tracing.record)
     app.add_middleware(
         Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys, recorders=recorders
     )
@@ -140,6 +145,16 @@ def open_slate_log(config: ServerConfig) -> SlateLog | None:
         return SlateLog(settings)
     except OSError as error:
         raise ConfigError(f"slate_log: {config.slate_log} cannot be used: {error}") from None
+
+
+def _tracing(config: ServerConfig) -> Tracing | None:
+    """Starts the traces that the settings ask for. Raises ConfigError without the extra `otel`."""
+    if config.otlp_endpoint is None:
+        return None
+    try:
+        return open_tracing(config.otlp_endpoint, config.otlp_sample_ratio)
+    except ImportError as error:
+        raise ConfigError(f"otlp_endpoint: pip install 'recserve[otel]' first ({error})") from None
 
 
 async def _to_gate(request: Request, error: Exception) -> Response:

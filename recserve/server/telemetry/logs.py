@@ -17,7 +17,7 @@ from recserve.server.transport.trace import Trace, route_of
 
 access = logging.getLogger("recserve.access")
 LogFormat = Literal["text", "json"]
-LOGGERS = ("recserve", "uvicorn")
+LOGGERS = ("recserve", "uvicorn", "opentelemetry")
 FIELDS = "recserve_fields"  # attribute of a log record with its structured fields
 BURST, WINDOW_S = 5, 10.0  # so many equal warnings in so many seconds
 MAX_KINDS = 256  # kinds of warnings whose rate is known
