@@ -77,7 +77,7 @@ CASES = {
         failing("invalid", 9),
         {"instance": "a"},
     ),
-    "RecserveKvCacheFull": (pages(97), pages(30), {**JOB, "state": "used"}),
+    "RecserveKvCacheFull": (pages(97), pages(30), JOB),
     "RecserveDraftAcceptance": (
         one(DRAFTS, "1x60", drafter="ngram"),
         one(DRAFTS, "0x60", drafter="ngram"),
