@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recserve.core.acceptance_watch import DraftWatch
 from recserve.core.finite import NotFinite
-from recserve.core.prefix_metadata import CachedDraft
+from recserve.core.prefix_metadata import CachedDraft, is_plain
 from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft
@@ -144,13 +144,16 @@ class SpeculativeStrategy(BeamStrategy):
         return beam_verify.advance(scored, self.model)
 
     def _observe(self, state: Beams) -> None:
-        """Records for each request that the head drafted how many rounds the draft saved."""
+        """Records how many rounds each draft of the head saved.
+
+        Like the calibration, the watch covers requests without filter and caps.
+        """
         if self.only is not None:
             return
         for sequence, request, cached in zip(
             state.sequences, state.requests, self._cached(state.sequences), strict=True
         ):
-            if not sequence.timing.drafted or cached is not None or sequence.chosen is not None:
+            if not sequence.timing.drafted or cached is not None or not is_plain(request):
                 continue
             repairs = max(sequence.rounds - 1, 0)
             gain, calibrated = 1.0 - repairs, None
