@@ -34,6 +34,7 @@ from recserve.server.routes import (
     text_scores,
 )
 from recserve.server.routes.paths import allowed_methods
+from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.gate import Gate
 from recserve.service import Service
 from recserve.service.model_loader import resolve_device
@@ -60,6 +61,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config: Settings of the server.
         service: An open service to use; None opens the one that `config` names.
     """
+    telemetry = Telemetry.open(config)
     lifecycle = Lifecycle((lambda: load(config)) if service is None else (lambda: service))
 
     @asynccontextmanager
@@ -67,6 +69,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifecycle.start()
         yield
         await asyncio.to_thread(lifecycle.close)
+        await asyncio.to_thread(telemetry.close)
 
     app = FastAPI(
         title="recserve",
@@ -78,20 +81,28 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     )
     # All registered names, so that dashboards have the same series for every bundle.
     strategies = (*strategy_classes(), POPULAR)
-    metrics = Metrics((*strategies, *SCORERS), REASONS, lifecycle.gauges)
+    gauges = telemetry.gauges(lifecycle.gauges)
+    metrics = Metrics((*strategies, *SCORERS), REASONS, gauges, vllm_model(config))
     exchange = Exchange(
         lifecycle,
         metrics,
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
+        telemetry.slate_log,
     )
     item_routes = (recommend, rank, events, items)
     for routes in (*item_routes, models, completions, text_scores, health, playground):
         routes.add_routes(app, exchange)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)
-    app.add_middleware(Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys)
+    app.add_middleware(
+        Gate,
+        lifecycle=lifecycle,
+        metrics=metrics,
+        api_keys=keys,
+        recorders=telemetry.recorders,
+    )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from recserve.core.acceptance_watch import DraftHealth
 from recserve.core.finite import NotFinite
 from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
@@ -194,6 +195,10 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         flawed = [part.sequence for part in parts if part.sequence.flawed and part.sequence.pages]
         self._drop(flawed)
         return done + [(sequence, NotFinite()) for sequence in flawed]
+
+    def draft_health(self) -> dict[str, DraftHealth]:
+        """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
+        return self._proposer.health()
 
     def drop_all(self) -> list[TextSequence]:
         """Removes all texts, releases their pages, and returns them."""

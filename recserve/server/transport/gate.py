@@ -7,6 +7,7 @@ import binascii
 import hmac
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from recserve.metrics import Metrics
 from recserve.server.errors import ClientGone, CrossSite, Unauthorized, error_response, row_of
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.transport.trace import HEADER, SCOPE_KEY, Trace
+from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace
 
 log = logging.getLogger(__name__)
 # Orchestrators probe without a key. These paths reveal only whether the server is up.
@@ -32,15 +33,22 @@ class Gate:
         lifecycle: Counts requests in progress.
         metrics: Counts requests and failures.
         keys: Valid API keys; empty means that no key is required.
+        recorders: Take each ended request.
     """
 
     def __init__(
-        self, app: ASGIApp, lifecycle: Lifecycle, metrics: Metrics, api_keys: tuple[str, ...]
+        self,
+        app: ASGIApp,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        api_keys: tuple[str, ...],
+        recorders: Sequence[Recorder] = (),
     ) -> None:
         self.app = app
         self.lifecycle = lifecycle
         self.metrics = metrics
         self.keys = tuple(key.encode() for key in api_keys)
+        self.recorders = recorders
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request to the application, or answers it with an error."""
@@ -55,6 +63,7 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                trace.status = message["status"]
                 message["headers"] = [*message["headers"], *trace.headers()]
             await send(message)
 
@@ -68,6 +77,7 @@ class Gate:
             except Exception as error:
                 row = row_of(error)
                 trace.failure = row.reason
+                trace.status = trace.status or row.status
                 if row.status == 500:
                     log.error("request %s failed", trace.request_id, exc_info=error)
                 elif row.status == 503 and row.message is not None:
@@ -98,6 +108,8 @@ class Gate:
         if trace.timing_ms is not None:
             stages = {n: getattr(trace.timing_ms, n) for n in trace.timing_ms.__struct_fields__}
             self.metrics.stages(stages)
+        for record in self.recorders:
+            record(scope, trace)
 
 
 def _key(authorization: str) -> bytes:
