@@ -60,13 +60,13 @@ class ReplicaOptions(BaseModel):
 
     settings: dict[str, Any] = {}
     config: Path | None = None
-    min_replicas: int = Field(1, ge=1, le=10_000)
-    max_replicas: int | None = Field(None, ge=1, le=10_000)
-    target_requests: float = Field(16, gt=0, le=100_000)
-    max_requests: int = Field(64, ge=1, le=100_000)
-    max_waiting: int = Field(1024, ge=1, le=1_000_000)
-    cpus: float = Field(1, gt=0, le=1024)
-    gpus: float = Field(0, ge=0, le=64)
+    min_replicas: int = Field(default=1, ge=1, le=10_000)
+    max_replicas: int | None = Field(default=None, ge=1, le=10_000)
+    target_requests: float = Field(default=16.0, gt=0, le=100_000)
+    max_requests: int = Field(default=64, ge=1, le=100_000)
+    max_waiting: int = Field(default=1024, ge=1, le=1_000_000)
+    cpus: float = Field(default=1.0, gt=0, le=1024)
+    gpus: float = Field(default=0.0, ge=0, le=64)
 
     @model_validator(mode="after")
     def _ordered(self) -> ReplicaOptions:
@@ -142,7 +142,6 @@ def app(args: dict[str, Any]) -> serve.Application:
             }
         }
     deployment = serve.deployment(
-        Replica,
         name=NAME,
         max_ongoing_requests=options.max_requests,
         max_queued_requests=options.max_waiting,
@@ -157,7 +156,7 @@ def app(args: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         **scaled,
     )
-    return deployment.bind(options.model_dump(mode="json"))
+    return deployment(Replica).bind(options.model_dump(mode="json"))
 
 
 def deploy(options: ReplicaOptions) -> None:
@@ -200,7 +199,7 @@ def running(
     finally:
         # Replicas finish their requests before the proxy goes.
         serve.delete(NAME)
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
 
 
