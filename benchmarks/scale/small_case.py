@@ -218,9 +218,18 @@ async def open_loop(
     return np.array([latency for latency, _ in done]), np.array([hit for _, hit in done])
 
 
-def figures(latencies_s: np.ndarray, hits: float, times_s: np.ndarray) -> dict[str, float]:
-    """Returns the compared figures; throughput counts from the first to the last answer."""
+def cpu_seconds(process: int) -> float:
+    """Returns the processor time that a process has used."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def figures(
+    latencies_s: np.ndarray, hits: float, use: float, times_s: np.ndarray
+) -> dict[str, float]:
+    """Returns the compared figures; the rate counts from the first request to the last answer."""
     return {
+        "use": use,
         "rate": latencies_s.size / float((times_s + latencies_s).max() - times_s[0]),
         "p50_ms": float(np.percentile(latencies_s, 50)) * 1e3,
         "p99_ms": float(np.percentile(latencies_s, 99)) * 1e3,
@@ -228,7 +237,9 @@ def figures(latencies_s: np.ndarray, hits: float, times_s: np.ndarray) -> dict[s
     }
 
 
-async def compare(options: argparse.Namespace, world: World, url: str) -> dict[str, Any]:
+async def compare(
+    options: argparse.Namespace, world: World, url: str, process: int
+) -> dict[str, Any]:
     """Measures costs, then compares server and simulation at each load."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -241,14 +252,17 @@ async def compare(options: argparse.Namespace, world: World, url: str) -> dict[s
             # The first half fills both caches.
             arrivals = draw_arrivals(rate, 2 * options.seconds, number)
             half = arrivals.times_s >= options.seconds
+            before = cpu_seconds(process)
             latencies, hits = await open_loop(session, url, world, arrivals)
-            real = figures(latencies[half], float(hits[half].mean()), arrivals.times_s[half])
+            use = (cpu_seconds(process) - before) / (2 * options.seconds)
+            real = figures(latencies[half], float(hits[half].mean()), use, arrivals.times_s[half])
             shape = ReplicaShape(costs, world.cached_users, deadline_s=60.0)
             simulated = SimulatedReplica(shape)
-            simulated.serve(arrivals.where(~half))
+            first = simulated.serve(arrivals.where(~half))
             done = simulated.serve(arrivals.where(half))
             share = done.hits / max(1, done.latencies_s.size)
-            predicted = figures(done.latencies_s, share, arrivals.times_s[half])
+            use = (first.busy_s + done.busy_s) / (2 * options.seconds)
+            predicted = figures(done.latencies_s, share, use, arrivals.times_s[half])
             rows.append({"load": load, "rate": rate, "real": real, "simulated": predicted})
             words = [f"{n}: {real[n]:.3g} real, {predicted[n]:.3g} simulated" for n in real]
             print(f"load {load:.2f}, {rate:.0f} requests/s:", "; ".join(words), flush=True)
@@ -267,8 +281,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         world = make_world(Path(folder), options.cached_users)
-        with server(world, options.port) as (url, _):
-            found = asyncio.run(compare(options, world, url))
+        with server(world, options.port) as (url, process):
+            found = asyncio.run(compare(options, world, url, process))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     return 0
