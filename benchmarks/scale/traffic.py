@@ -115,7 +115,8 @@ class ReplicaTraffic:
         self._rng = rng
         self._share = 1 / fewest
         if affinity:
-            own = rng.integers(0, traffic.num_users, rng.poisson(traffic.num_users / fewest))
+            count = rng.binomial(traffic.num_users, 1 / fewest)
+            own = rng.choice(traffic.num_users, count, replace=False)
             weights = traffic.weight(own)
             self._own, self._cumulated = own, np.cumsum(weights)
             self._share = float(self._cumulated[-1]) if own.size else 0.0

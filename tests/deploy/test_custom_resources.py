@@ -10,7 +10,7 @@ import yaml
 
 from recserve.config import ServerConfig
 from recserve.server.transport.gate import OPEN_PATHS
-from tests.deploy.manifests import as_pod, check_drain, check_schema, check_security, probe_paths
+from tests.support.manifests import as_pod, check_drain, check_schema, check_security, probe_paths
 from tests.support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
