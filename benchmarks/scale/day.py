@@ -120,7 +120,7 @@ def simulate(
             start_s = hour * HOUR_S + minute * WINDOW_S
             first, last = np.searchsorted(drawn.times_s, [start_s, start_s + WINDOW_S])
             serving = fleet.serving(start_s)
-            window = drawn.where(slice(first, last))  # type: ignore[arg-type]
+            window = drawn.where(slice(first, last))
             done = replica.serve(window.where(window.claims < 1 / serving))
             fleet.observe(start_s, serving, done.busy_s / WINDOW_S)
             served.append(done)

@@ -84,8 +84,8 @@ class Arrivals:
     claims: np.ndarray
     fresh: np.ndarray
 
-    def where(self, mask: np.ndarray) -> Arrivals:
-        """Returns the requests of a mask."""
+    def where(self, mask: np.ndarray | slice) -> Arrivals:
+        """Returns the requests of a mask or of a range."""
         return Arrivals(self.times_s[mask], self.users[mask], self.claims[mask], self.fresh[mask])
 
 

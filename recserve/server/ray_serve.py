@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 # Replicas after the preferred one that a request may go to when that one is full.
 NUM_FALLBACKS = 2
 RETRY_AFTER_S = 1
+# Requests and responses do not pass through Ray's object store.
+OBJECT_STORE_BYTES = 128 * 2**20
 # Routes whose changes stay in one process.
 PER_PROCESS = ("/v1/items", "/admin")
 
@@ -185,22 +188,57 @@ def running(
 
     Raises:
         ConfigError: If a setting is invalid.
+        ValueError: If this machine has fewer cores or GPUs than the replicas need.
+        OSError: If the port is in use.
         RuntimeError: If the replicas do not become healthy.
     """
     options.server_config(host=host, port=port)
     if address is None:
-        ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+        ray.init(
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+        )
     else:
         ray.init(address=address)
     try:
+        if address is None:
+            _check_resources(options)
+            _check_port(host, port)
         serve.start(http_options={"host": host, "port": port})
-        deploy(options)
-        yield f"http://{host}:{port}"
+        try:
+            deploy(options)
+            yield f"http://{host}:{port}"
+        finally:
+            # Replicas finish their requests before the proxy goes. A cluster that was there before
+            # keeps its proxy and its other applications.
+            serve.delete(NAME)
     finally:
-        # Replicas finish their requests before the proxy goes.
-        serve.delete(NAME)
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        if address is None:
+            serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
+
+
+def _check_resources(options: ReplicaOptions) -> None:
+    """Raises ValueError if the fewest replicas do not fit; Ray would wait for ever."""
+    there = ray.cluster_resources()
+    for name, resource, each in (("cpus", "CPU", options.cpus), ("gpus", "GPU", options.gpus)):
+        needed, most = options.min_replicas * each, there.get(resource, 0.0)
+        if needed > most:
+            raise ValueError(
+                f"{name}: {options.min_replicas} replicas of {each:g} need {needed:g}, "
+                f"this machine has {most:g}"
+            )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raises OSError if nothing can listen there; Ray's own error has forty lines."""
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise OSError(f"port {port} of {host} cannot be used: {error.strerror}") from None
 
 
 def run(options: ReplicaOptions, host: str, port: int, address: str | None) -> None:

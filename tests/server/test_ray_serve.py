@@ -105,6 +105,14 @@ def test_an_open_address_needs_keys(tmp_path):
 
 
 @pytest.mark.slow
+def test_replicas_that_do_not_fit_this_machine_are_refused(tmp_path):
+    options = ReplicaOptions(settings={"bundle": str(tmp_path)}, min_replicas=3, cpus=1000)
+    message = "cpus: 3 replicas of 1000 need 3000, this machine has "
+    with pytest.raises(ValueError, match=message), running(options, port=free_port()):
+        pass
+
+
+@pytest.mark.slow
 def test_replicas_give_the_slates_of_one_process(cluster):
     got = [comparable(cluster.recommend(user).text) for user in USERS]
     assert got == cluster.expected
