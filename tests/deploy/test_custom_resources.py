@@ -41,9 +41,10 @@ def test_the_kserve_pod_is_restricted_and_drains(monkeypatch):
 
 
 def test_ray_pods_are_restricted():
-    for pod in ray_pods():
+    head, workers = ray_pods()
+    for pod, token in ((head, True), (workers, False)):
         check_schema(as_pod(pod))
-        check_security(pod, read_only=False)
+        check_security(pod, read_only=False, token=token)
 
 
 def applications():

@@ -24,9 +24,15 @@ def as_pod(spec: Manifest) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
 
 
-def check_security(spec: Manifest, read_only: bool = True) -> None:
-    """Asserts what Kubernetes calls the restricted profile."""
-    assert spec["automountServiceAccountToken"] is False
+def check_security(spec: Manifest, read_only: bool = True, token: bool = False) -> None:
+    """Asserts what Kubernetes calls the restricted profile.
+
+    Args:
+        spec: A pod specification.
+        read_only: Whether root file systems must be read-only.
+        token: Whether the pod may have the token of its service account.
+    """
+    assert spec["automountServiceAccountToken"] is token
     # A service called recserve would set RECSERVE_PORT and other variables that are settings.
     assert spec["enableServiceLinks"] is False
     pod = spec["securityContext"]
