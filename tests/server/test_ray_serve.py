@@ -78,7 +78,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         # Otherwise each process measures which kernels are faster, and the last bits may differ.
         patch.setenv("RECSERVE_KERNELS", "torch")
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 2)
         done = subprocess.run(
             [sys.executable, "-c", REFERENCE, bundle, f"lmdb:{folder}/reference"],
             input="\n".join(USERS), env=os.environ, capture_output=True, text=True, timeout=300,
