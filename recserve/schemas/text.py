@@ -71,10 +71,13 @@ class StreamOptions(StrictStruct, frozen=True, kw_only=True):
     Attributes:
         include_usage: Add a last chunk with the token counts of the whole response.
         continuous_usage_stats: Add to every chunk the token counts of its text so far.
+        include_token_sources: Add to every choice its text by token, and whether a draft proposed
+            the token.
         include_obfuscation: Ignored.
     """
 
     include_usage: bool = False
+    include_token_sources: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool | None = None
 
@@ -264,13 +267,29 @@ class ChatLogprobs(Struct, frozen=True):
 FinishReason = Literal["stop", "length"]
 
 
+class TokenSource(Struct, frozen=True):
+    """The characters of one output token, and where the token came from.
+
+    Attributes:
+        text: New characters; empty while a character or a stop string is incomplete.
+        source: `draft` if a drafter proposed the token and the target accepted it.
+    """
+
+    text: str
+    source: Literal["draft", "target"]
+
+
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """One text, or a piece of it in a stream."""
+    """One text, or a piece of it in a stream.
+
+    `token_sources` is present with `stream_options.include_token_sources`.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    token_sources: list[TokenSource] | UnsetType = UNSET
 
 
 class AssistantMessage(Struct, frozen=True, kw_only=True):
@@ -298,12 +317,13 @@ class ChatDelta(Struct, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):
-    """A piece of one chat response, with its index."""
+    """A piece of one chat response. `token_sources` as in CompletionChoice."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    token_sources: list[TokenSource] | UnsetType = UNSET
 
 
 class TextResponse(Struct, frozen=True, kw_only=True):

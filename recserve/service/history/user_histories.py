@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from recserve.schemas.browse import UserPage, UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
+from recserve.schemas.items import InvalidRequest
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.history.histories import Rewritten
 from recserve.service.recommend.prewarm import Prewarm
@@ -42,6 +44,21 @@ class UserHistories:
             CorruptHistory: If the stored events are damaged.
         """
         return self.runtime.histories.listed(user_id, self.runtime.snapshot)
+
+    def listed(self, query: UsersQuery) -> UserPage:
+        """Returns a page of users with stored events.
+
+        Raises:
+            InvalidRequest: If the cursor is not one of the history store.
+            ListingUnsupported: If the history store cannot list its users.
+            StoreUnavailable: If the history store does not answer.
+        """
+        store = self.runtime.histories.store
+        try:
+            found = store.users(query.prefix, query.limit, query.after)
+        except ValueError as error:
+            raise InvalidRequest("after", str(error)) from None
+        return UserPage(users=found.ids, next=found.next)
 
     def delete(self, user_id: str) -> None:
         """Removes a user from the history store and from the prefix caches.

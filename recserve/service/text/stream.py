@@ -45,6 +45,9 @@ class Piece:
         first: True for the first piece.
         tokens: New tokens, if log-probabilities are requested.
         finish_reason: Why the text ended; None before the last piece.
+        token_texts: The characters of `text` by token; the first `num_accepted` are of tokens that
+            a draft proposed. Empty for an echoed prompt.
+        num_accepted: Number of first entries of `token_texts` that a draft proposed.
         error: Error that ended the text.
     """
 
@@ -54,6 +57,8 @@ class Piece:
     first: bool = False
     tokens: tuple[WrittenToken, ...] = ()
     finish_reason: FinishReason | None = None
+    token_texts: tuple[str, ...] = ()
+    num_accepted: int = 0
     error: BaseException | None = None
 
     @property
@@ -94,6 +99,7 @@ class TextStream:
         self._pieces: list[str] = []
         self._emitted = False
         self._ended = threading.Event()
+        self._last_accepted = False
         self.tokens: list[WrittenToken] = []
         self.finish_reason: FinishReason | None = None
         self.counts = SpeculationCounts()
@@ -123,9 +129,11 @@ class TextStream:
             shown.append(detokenizer.push(token))
             if commit.logprobs:
                 written.append(WrittenToken(token, offset, commit.logprobs[place]))
-        text = "".join(shown)
+        text, accepted = "".join(shown), min(commit.num_accepted, len(shown))
+        if shown:
+            self._last_accepted = accepted == len(shown)
         if text or written:
-            self._emit(text, tuple(written))
+            self._emit(text, tuple(written), texts=tuple(shown), num_accepted=accepted)
         return detokenizer.stopped
 
     def end(self, future: Future[Any]) -> None:
@@ -153,18 +161,32 @@ class TextStream:
         self.finish_reason = "stop" if self._detokenizer.stopped else result.finish_reason
         self.counts = result.counts
         self.timing = result.timing
-        self._emit(rest, finish_reason=self.finish_reason)
+        # Characters that were held back belong to the last token.
+        texts = (rest,) if rest else ()
+        accepted = len(texts) if self._last_accepted else 0
+        self._emit(rest, (), self.finish_reason, texts, accepted)
 
     def _emit(
         self,
         text: str,
         tokens: tuple[WrittenToken, ...] = (),
         finish_reason: FinishReason | None = None,
+        texts: tuple[str, ...] = (),
+        num_accepted: int = 0,
     ) -> None:
         first = not self._emitted
         self._emitted = True
         self._pieces.append(text)
         self.tokens += tokens
         if self._listener is not None:
-            piece = Piece(self.index, text, self.num_tokens, first, tokens, finish_reason)
+            piece = Piece(
+                index=self.index,
+                text=text,
+                num_tokens=self.num_tokens,
+                first=first,
+                tokens=tokens,
+                finish_reason=finish_reason,
+                token_texts=texts,
+                num_accepted=num_accepted,
+            )
             self._listener(piece)
