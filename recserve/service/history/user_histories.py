@@ -6,7 +6,7 @@ from msgspec import structs
 
 from recserve.schemas.browse import UserPage, UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
-from recserve.schemas.items import InvalidRequest
+from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.history.histories import Rewritten
 from recserve.service.recommend.prewarm import Prewarm
@@ -58,7 +58,9 @@ class UserHistories:
             found = store.users(query.prefix, query.limit, query.after)
         except ValueError as error:
             raise InvalidRequest("after", str(error)) from None
-        return UserPage(users=found.ids, next=found.next)
+        # Longer ids are the service's own marks, which no request can name.
+        ids = [user_id for user_id in found.ids if len(user_id) <= MAX_ID_LENGTH]
+        return UserPage(users=ids, next=found.next)
 
     def delete(self, user_id: str) -> None:
         """Removes a user from the history store and from the prefix caches.
