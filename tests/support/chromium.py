@@ -51,6 +51,8 @@ class Tab:
 
     Attributes:
         problems: Console errors, exceptions and failed loads since the last `clear`.
+        clicked: Selectors of all elements that were clicked.
+        expected: Parts of messages that are not problems.
         answer: Answers requests in place of the server: URL to (status, JSON body) or None.
     """
 
@@ -60,6 +62,7 @@ class Tab:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self.problems: list[str] = []
+        self.clicked: set[str] = set()
         self.expected: tuple[str, ...] = ()
         self.answer: Callable[[str], tuple[int, Any] | None] = lambda url: None
 
@@ -134,9 +137,7 @@ class Tab:
     def run(self, script: str) -> Any:
         """Returns the value of an expression in the page; awaits promises."""
         found = self.wait(
-            self.send(
-                "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
-            )
+            self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         )
         if "exceptionDetails" in found:
             details = found["exceptionDetails"]
@@ -146,9 +147,10 @@ class Tab:
     def until(self, condition: str) -> Any:
         """Waits until an expression is true, and returns its value."""
         script = f"""new Promise((resolve, reject) => {{
-            const end = Date.now() + 20000;
+            const end = Date.now() + 10000;
             const look = () => {{
-                const value = (() => {{ try {{ return {condition}; }} catch {{ return false; }} }})();
+                let value = false;
+                try {{ value = {condition}; }} catch {{ value = false; }}
                 if (value) resolve(value);
                 else if (Date.now() > end) reject(new Error({json.dumps(condition)}
                     + " did not become true; error bar: "
@@ -180,12 +182,19 @@ class Tab:
         self.wait(self.send("Emulation.setEmulatedMedia", features=[scheme]))
 
     def click(self, selector: str) -> None:
-        """Clicks the middle of an element with the mouse."""
+        """Clicks the middle of an element with the mouse, which must be what is seen there."""
+        self.clicked.add(selector)
         self.run(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
         x, y = self.run(
             f"(() => {{ const b = document.querySelector({selector!r}).getBoundingClientRect();"
             " return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
+        hit = self.run(
+            f"(() => {{ const wanted = document.querySelector({selector!r}); const seen = "
+            f"document.elementFromPoint({x}, {y}); return wanted.contains(seen) || "
+            "[...wanted.labels || []].some((label) => label.contains(seen)); })()"
+        )
+        assert hit, f"{selector} is covered or not on the screen"
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             event = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}
             self.wait(self.send("Input.dispatchMouseEvent", **event))
@@ -203,9 +212,8 @@ class Tab:
 
     def type(self, selector: str, text: str) -> None:
         """Replaces the text of a field."""
-        self.run(
-            f"(() => {{ const f = document.querySelector({selector!r}); f.focus(); f.select(); }})()"
-        )
+        field = f"document.querySelector({selector!r})"
+        self.run(f"{field}.focus(), {field}.select()")
         self.wait(self.send("Input.insertText", text=text))
 
     def picture(self, path: Path, whole: bool = True) -> None:
@@ -217,6 +225,7 @@ class Tab:
 
     def check(self) -> None:
         """Fails if the page has had a problem or has broken its policy since the last check."""
+        self.run("new Promise((done) => setTimeout(done, 40))")  # for messages on their way
         violations = self.run("window.violations")
         problems, self.problems = self.problems, []
         assert not problems and not violations, (problems, violations)
@@ -227,7 +236,9 @@ def browser(profile: Path) -> Iterator[Tab]:
     """Yields a page of a new browser, which ends with the block."""
     command = [find_chromium(), *FLAGS.split()]
     command.insert(1, f"--user-data-dir={profile}")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

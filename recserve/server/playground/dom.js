@@ -123,7 +123,7 @@ export function calm(work, wait = 180) {
   };
 }
 
-/** Copies a text; shows it selected where the browser allows no copying. */
+/** Copies a text, and says what to press where the browser allows no copying. */
 export async function copy(text, button) {
   const before = button.textContent;
   let done = false;
@@ -133,6 +133,6 @@ export async function copy(text, button) {
   } catch {
     done = false;
   }
-  button.textContent = done ? "Copied" : "Select and copy below";
+  button.textContent = done ? "Copied" : "Press Ctrl+C";
   setTimeout(() => { button.textContent = before; }, 1600);
 }

@@ -95,7 +95,7 @@ export const rank = {
     const missing = answer.missing_item_ids.length > 0 && element("p", { class: "notes" }, `Not in the catalogue: ${answer.missing_item_ids.join(", ")}`);
     const card = element("div", { class: "card" }, element("h2", {}, "Ranking ", element("span", { class: "count", text: ms(answer.timing_ms.total) }), element("span", { class: "spacer" }), facts),
       timing(answer.timing_ms), missing, notes(answer.degraded), answer.items.length ? table(answer) : empty("None of the candidates is in the catalogue."));
-    const request = element("details", { class: "card", id: "rank-request" }, element("summary", { text: "Request" }));
+    const request = element("details", { class: "card", id: "rank-request" }, element("summary", { id: "rank-request-open", text: "Request" }));
     showCurl(request, "POST", "/v1/rank", [body]);
     results.replaceChildren(card, request);
   },

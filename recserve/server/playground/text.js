@@ -9,6 +9,7 @@ const EVERYDAY = "Once upon a time";
 let model = null;
 let running = null;
 let messages = [];
+let wasChat = false;
 
 const modeOf = () => byId("text-form").elements.mode.value;
 
@@ -26,6 +27,8 @@ function setMode() {
   byId("system-box").hidden = !chat;
   byId("text-go").textContent = chat ? "Send" : "Write";
   byId("text-hint").textContent = chat ? "Enter sends, Shift+Enter starts a line, Esc stops" : "Ctrl+Enter writes, Esc stops";
+  if (chat !== wasChat) byId("prompt").value = chat ? "" : byId("prompt-state").value;
+  wasChat = chat;
   byId("prompt").placeholder = chat ? "Your message" : "The beginning of a text";
   sheet();
 }
@@ -58,6 +61,14 @@ function tellFacts(usage, metrics, seconds) {
   if (drafted) byId("acceptance").replaceChildren(barChart(drafted.per_position.map((value, at) => [String(at + 1), value]), "accepted tokens", "position in the draft"));
 }
 
+/** Removes a message that got no answer from the conversation, and puts it back into the input. */
+function takeBack(box) {
+  const { content } = messages.pop();
+  byId("prompt").value ||= content;
+  box.previousElementSibling?.remove();
+  box.remove();
+}
+
 async function write(values) {
   const chat = values.mode === "chat";
   const prompt = byId("prompt").value;
@@ -87,7 +98,8 @@ async function write(values) {
     running = null;
     byId("text-go").disabled = false;
     byId("text-stop").disabled = true;
-    if (chat) messages.push({ role: "assistant", content: into.textContent });
+    if (chat && into.textContent) messages.push({ role: "assistant", content: into.textContent });
+    else if (chat) takeBack(box);
   }
 }
 
@@ -111,10 +123,11 @@ export const text = {
       field.addEventListener("change", setMode);
       field.addEventListener("restore", setMode);
     }
-    byId("prompt-state").addEventListener("restore", () => { byId("prompt").value = byId("prompt-state").value; });
+    // The address holds the prompt of a completion. A chat starts empty and is not in the address.
+    byId("prompt-state").addEventListener("restore", () => { if (modeOf() !== "chat") byId("prompt").value = byId("prompt-state").value; });
+    byId("prompt").addEventListener("input", () => { if (modeOf() !== "chat") byId("prompt-state").value = byId("prompt").value; });
     const go = () => {
       if (running) return;
-      if (modeOf() !== "chat") byId("prompt-state").value = byId("prompt").value;
       this.wanted = true;
       app.go("text");
     };

@@ -56,10 +56,12 @@ class UserHistories:
         store = self.runtime.histories.store
         try:
             found = store.users(query.prefix, query.limit, query.after)
+            ids = _askable(found.ids)
+            if len(ids) < len(found.ids) and found.next is not None:
+                found = store.users(query.prefix, query.limit - len(ids), found.next)
+                ids += _askable(found.ids)
         except ValueError as error:
             raise InvalidRequest("after", str(error)) from None
-        # Longer ids are the service's own marks, which no request can name.
-        ids = [user_id for user_id in found.ids if len(user_id) <= MAX_ID_LENGTH]
         return UserPage(users=ids, next=found.next)
 
     def delete(self, user_id: str) -> None:
@@ -73,3 +75,8 @@ class UserHistories:
         if self.items.has_changed_rows(history):
             runtime.engine.forget_all()
         self.prewarm.forget({user_id: Rewritten(history, None)})
+
+
+def _askable(user_ids: list[str]) -> list[str]:
+    """Returns the ids that a request can name; longer ones are the service's own marks."""
+    return [user_id for user_id in user_ids if len(user_id) <= MAX_ID_LENGTH]
