@@ -181,8 +181,8 @@ class ChatShape:
 def token_sources(piece: Piece) -> list[TokenSource]:
     """Returns the characters of a piece by token, with the source of each token."""
     return [
-        TokenSource(text, "draft" if place < piece.num_accepted else "target")
-        for place, text in enumerate(piece.token_texts)
+        TokenSource(text, "draft" if accepted else "target")
+        for text, accepted in zip(piece.token_texts, piece.token_accepted, strict=True)
     ]
 
 

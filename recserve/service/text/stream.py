@@ -45,9 +45,8 @@ class Piece:
         first: True for the first piece.
         tokens: New tokens, if log-probabilities are requested.
         finish_reason: Why the text ended; None before the last piece.
-        token_texts: The characters of `text` by token; the first `num_accepted` are of tokens that
-            a draft proposed. Empty for an echoed prompt.
-        num_accepted: Number of first entries of `token_texts` that a draft proposed.
+        token_texts: The characters of `text` by token; empty for an echoed prompt.
+        token_accepted: Whether a draft proposed each of these tokens.
         error: Error that ended the text.
     """
 
@@ -58,7 +57,7 @@ class Piece:
     tokens: tuple[WrittenToken, ...] = ()
     finish_reason: FinishReason | None = None
     token_texts: tuple[str, ...] = ()
-    num_accepted: int = 0
+    token_accepted: tuple[bool, ...] = ()
     error: BaseException | None = None
 
     @property
@@ -100,6 +99,9 @@ class TextStream:
         self._emitted = False
         self._ended = threading.Event()
         self._last_accepted = False
+        # Characters of the tokens since the last piece, and whether a draft proposed the tokens.
+        self._token_texts: list[str] = []
+        self._token_accepted: list[bool] = []
         self.tokens: list[WrittenToken] = []
         self.finish_reason: FinishReason | None = None
         self.counts = SpeculationCounts()
@@ -129,11 +131,13 @@ class TextStream:
             shown.append(detokenizer.push(token))
             if commit.logprobs:
                 written.append(WrittenToken(token, offset, commit.logprobs[place]))
-        text, accepted = "".join(shown), min(commit.num_accepted, len(shown))
+        self._token_texts += shown
+        self._token_accepted += [place < commit.num_accepted for place in range(len(shown))]
         if shown:
-            self._last_accepted = accepted == len(shown)
+            self._last_accepted = self._token_accepted[-1]
+        text = "".join(shown)
         if text or written:
-            self._emit(text, tuple(written), texts=tuple(shown), num_accepted=accepted)
+            self._emit(text, tuple(written))
         return detokenizer.stopped
 
     def end(self, future: Future[Any]) -> None:
@@ -162,17 +166,16 @@ class TextStream:
         self.counts = result.counts
         self.timing = result.timing
         # Characters that were held back belong to the last token.
-        texts = (rest,) if rest else ()
-        accepted = len(texts) if self._last_accepted else 0
-        self._emit(rest, (), self.finish_reason, texts, accepted)
+        if rest:
+            self._token_texts.append(rest)
+            self._token_accepted.append(self._last_accepted)
+        self._emit(rest, finish_reason=self.finish_reason)
 
     def _emit(
         self,
         text: str,
         tokens: tuple[WrittenToken, ...] = (),
         finish_reason: FinishReason | None = None,
-        texts: tuple[str, ...] = (),
-        num_accepted: int = 0,
     ) -> None:
         first = not self._emitted
         self._emitted = True
@@ -186,7 +189,8 @@ class TextStream:
                 first=first,
                 tokens=tokens,
                 finish_reason=finish_reason,
-                token_texts=texts,
-                num_accepted=num_accepted,
+                token_texts=tuple(self._token_texts),
+                token_accepted=tuple(self._token_accepted),
             )
             self._listener(piece)
+        self._token_texts, self._token_accepted = [], []

@@ -269,9 +269,8 @@ def test_tabs_move_with_the_arrow_keys_and_the_address_restores_them(page):
         ("Home", "recommend"),
     ):
         page.press(key)
-        page.until(
-            f"document.activeElement.id === 'tab-{name}' && !document.getElementById('{name}').hidden"
-        )
+        page.until(f"document.activeElement.id === 'tab-{name}'")
+        assert shown(page) == name
         assert page.run("document.querySelectorAll('[role=tab][tabindex=\"0\"]').length") == 1
     assert page.run("document.getElementById('tab-text').hidden")
     for name in ("browse", "experiments", "health"):
