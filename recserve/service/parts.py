@@ -92,7 +92,7 @@ class ItemParts:
         """Returns the field `scorer` of a model that can rank."""
         scorer = SCORER_OF.get(model)
         known = () if self.rankings is None else self.rankings.scorers
-        return {"scorer": scorer} if scorer in known else {}
+        return {} if scorer is None or scorer not in known else {"scorer": scorer}
 
     def samples(self, num_users: int, num_items: int) -> dict[str, list[str]]:
         """Returns the ids of some users and of the most popular items."""

@@ -7,6 +7,7 @@ import { whiskerChart } from "./charts.js";
 const STATES = { running: "good", stopped: "", fallen_back: "warn" };
 const EVERY_MS = 5000;
 let timer = null;
+let shown = null;
 
 function armRow(arm) {
   const cells = [count(arm.weight), count(arm.requests), count(arm.errors), count(arm.empty), ms(arm.p50_ms ?? NaN), ms(arm.p99_ms ?? NaN),
@@ -34,6 +35,10 @@ async function read() {
   } catch (error) {
     if (error.status !== 404) throw error;
   }
+  // Parts that did not change stay, and with them the focus.
+  const said = JSON.stringify(found);
+  if (said === shown) return found.length;
+  shown = said;
   const none = "No experiment runs on this server. The guide “Load and A/B experiments” shows how to start one.";
   list.replaceChildren(...(found.length ? found.map(card) : [element("div", { class: "card" }, empty(none))]));
   return found.length;

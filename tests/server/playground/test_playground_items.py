@@ -242,6 +242,7 @@ def test_experiments(page):
 
 
 def test_health(page, client, users):
+    page.expected = ("favicon.ico",)  # the browser asks for it beside a page that is no HTML
     page.open(f"{page.home}#health")
     page.until(TABS["health"])
     client.post("/v1/recommend", json={"user": {"id": users[0]}})
@@ -277,10 +278,11 @@ def test_tabs_move_with_the_arrow_keys_and_the_address_restores_them(page):
         page.click(f"#tab-{name}")
         page.until(f"location.hash === '#{name}'")
     page.run("history.back()")
-    page.until("!document.getElementById('experiments').hidden")
+    page.until(f"!document.getElementById('experiments').hidden && {TABS['experiments']}")
+    page.run("document.getElementById('tab-experiments').focus()")
     page.press("Tab")
-    ring = page.run("getComputedStyle(document.activeElement).outlineStyle")
-    assert ring == "solid"
+    assert page.run("document.activeElement.closest('#experiments') !== null")
+    assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
 def test_theme_and_key(page):
