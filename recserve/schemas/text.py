@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from recserve.schemas.items import Id, InvalidRequest, Name, RequestId, StrictStruct
+from recserve.schemas.token_source import TokenSource
 
 MAX_N = 16
 MAX_CHOICES = 128
@@ -267,23 +268,8 @@ class ChatLogprobs(Struct, frozen=True):
 FinishReason = Literal["stop", "length"]
 
 
-class TokenSource(Struct, frozen=True):
-    """The characters of one output token, and where the token came from.
-
-    Attributes:
-        text: New characters; empty while a character or a stop string is incomplete.
-        source: `draft` if a drafter proposed the token and the target accepted it.
-    """
-
-    text: str
-    source: Literal["draft", "target"]
-
-
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """One text, or a piece of it in a stream.
-
-    `token_sources` is present with `stream_options.include_token_sources`.
-    """
+    """One text, or a piece of it in a stream, where `token_sources` may be requested."""
 
     index: int
     text: str

@@ -20,9 +20,9 @@ from recserve.schemas.text import (
     CompletionResponse,
     TextResponse,
     TokenLogprob,
-    TokenSource,
     TopLogprob,
 )
+from recserve.schemas.token_source import TokenSource
 from recserve.service.text.stream import Piece, TextStream, WrittenToken
 from recserve.speculation.completion import FinishReason
 from recserve.tokenizer.token_bytes import shown
