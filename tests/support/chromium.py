@@ -51,7 +51,6 @@ class Tab:
 
     Attributes:
         problems: Console errors, exceptions and failed loads since the last `clear`.
-        clicked: Selectors of all elements that were clicked.
         expected: Parts of messages that are not problems.
         answer: Answers requests in place of the server: URL to (status, JSON body) or None.
     """
@@ -62,7 +61,6 @@ class Tab:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self.problems: list[str] = []
-        self.clicked: set[str] = set()
         self.expected: tuple[str, ...] = ()
         self.answer: Callable[[str], tuple[int, Any] | None] = lambda url: None
 
@@ -147,7 +145,7 @@ class Tab:
     def until(self, condition: str) -> Any:
         """Waits until an expression is true, and returns its value."""
         script = f"""new Promise((resolve, reject) => {{
-            const end = Date.now() + 10000;
+            const end = Date.now() + 20000;
             const look = () => {{
                 let value = false;
                 try {{ value = {condition}; }} catch {{ value = false; }}
@@ -183,7 +181,6 @@ class Tab:
 
     def click(self, selector: str) -> None:
         """Clicks the middle of an element with the mouse, which must be what is seen there."""
-        self.clicked.add(selector)
         self.run(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
         x, y = self.run(
             f"(() => {{ const b = document.querySelector({selector!r}).getBoundingClientRect();"

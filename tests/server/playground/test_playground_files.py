@@ -2,6 +2,7 @@
 
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +94,18 @@ def test_all_files_of_the_page_are_packaged():
     assert kinds == {"html", "css", "js", "svg"}
     there = {file.name for file in files(playground.__package__).iterdir() if file.is_file()}
     assert there == {*SOURCES, "__init__.py"}
+
+
+def test_every_button_and_link_is_clicked_in_a_browser_test():
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    clicked = re.findall(r'\.click\(f?"#([\w-]+)(\{?)', tests)
+    controls = re.findall(r"<(?:button|a|summary)\b([^>]*)>", PAGE)
+    ids = {re.search(r'\bid="([\w-]+)"', one)[1] for one in controls}
+    ids -= {"browse-go"}  # makes Enter submit the form; it is never seen
+    # `#tab-{name}` stands for all ids that begin with `tab-`.
+    missing = [
+        one
+        for one in ids
+        if not any(one == name or brace and one.startswith(name) for name, brace in clicked)
+    ]
+    assert ids and not missing
