@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from recserve.cli import answers, bundles, experiments, serve, train
+from recserve.cli.batch import batch
 
 FAILED = 1
 TRAIN_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn": "scikit-learn"}
@@ -31,7 +32,7 @@ for command in (
     serve.serve,
     answers.recommend,
     answers.rank,
-    answers.batch,
+    batch,
     serve.doctor,
     experiments.bench,
     experiments.ab,
