@@ -16,7 +16,13 @@ from recserve.cli import answers, bundles, experiments, serve, train
 from recserve.cli.batch import batch
 
 FAILED = 1
-TRAIN_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn": "scikit-learn"}
+# Library and extra of each module that a plain install lacks.
+EXTRAS = {
+    "matplotlib": ("matplotlib", "train"),
+    "scipy": ("scipy", "train"),
+    "sklearn": ("scikit-learn", "train"),
+    "ray": ("ray", "ray"),
+}
 
 app = typer.Typer(
     help="Generative recommendation server: build, train, serve, recommend and rank.",
@@ -91,10 +97,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILED) from None
     except ModuleNotFoundError as error:
-        library = TRAIN_EXTRA.get((error.name or "").split(".")[0])
-        if library is None or "--debug" in sys.argv:
+        library, extra = EXTRAS.get((error.name or "").split(".")[0], ("", ""))
+        if not library or "--debug" in sys.argv:
             raise
-        message = f"this command needs {library}: pip install 'recserve[train]'"
+        message = f"this command needs {library}: pip install 'recserve[{extra}]'"
         typer.echo(f"error: {message}", err=True)
         raise SystemExit(FAILED) from None
     except (ValueError, LookupError, OSError, RuntimeError) as error:

@@ -70,7 +70,12 @@ def batch(
     max_error_rate: Annotated[
         float, typer.Option(min=0, max=1, help="Stop when more than this share is rejected.")
     ] = 0.1,
-    engine: Annotated[Literal["local"], typer.Option(help="Where the work runs.")] = "local",
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Processes here, or actors of Ray.")
+    ] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(help="Cluster for --engine ray; default: one on this machine.")
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete an earlier job's output and start anew.")
     ] = False,
@@ -87,11 +92,14 @@ def batch(
     """
     from recserve.batch.generate import Defaults
     from recserve.batch.job import Job, check, run
+    from recserve.batch.processes import LocalWorkers
     from recserve.batch.prompt_columns import check_prompts
     from recserve.batch.recipe import SlateRecipe, TextRecipe, WrongOption
     from recserve.batch.source import check_lines, input_paths, is_lines
     from recserve.cli.terminal import counted, job_progress
 
+    if ray_address is not None and engine != "ray":
+        raise _called_wrongly("--ray-address needs --engine ray")
     if (bundle is None) == (llm is None):
         raise _called_wrongly("give either --bundle or --llm")
     job = Job(input, output, rows_per_part, overwrite, max_error_rate)
@@ -101,7 +109,7 @@ def batch(
             recipe = SlateRecipe(
                 bundle=str(bundle.resolve()),
                 defaults=Defaults(k, strategy, beam_width=beam_width),
-                store=store,
+                store=_absolute(store),
                 device=device,
                 in_flight=in_flight or 64,
                 threads=threads,
@@ -127,9 +135,14 @@ def batch(
         raise _called_wrongly(str(error)) from None
     if plan.unused_columns:
         typer.echo(f"{input}: columns not used: {', '.join(plan.unused_columns)}", err=True)
+    runner: PartRunner = LocalWorkers(recipe, workers)
+    if engine == "ray":
+        from recserve.batch.ray_workers import RayWorkers
+
+        runner = RayWorkers(recipe, workers, ray_address)
     try:
         with _until_signal(), job_progress(progress) as tell:
-            report = run(plan, _runner(recipe, engine, workers), tell)
+            report = run(plan, runner, tell)
     except WrongOption as error:
         raise _called_wrongly(str(error)) from None
     except Stopped as error:
@@ -148,12 +161,6 @@ def batch(
     )
 
 
-def _runner(recipe: Recipe, engine: str, workers: int) -> PartRunner:
-    from recserve.batch.processes import LocalWorkers
-
-    return LocalWorkers(recipe, workers)
-
-
 @contextmanager
 def _until_signal() -> Iterator[None]:
     """Raises Stopped in the block when SIGINT or SIGTERM arrives."""
@@ -167,6 +174,13 @@ def _until_signal() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _absolute(store: str | None) -> str | None:
+    """Returns the URL of a store with an absolute path, for processes in other folders."""
+    if store is None or not store.startswith("lmdb:"):
+        return store
+    return f"lmdb:{Path(store.removeprefix('lmdb:')).resolve()}"
 
 
 def _called_wrongly(message: str) -> typer.Exit:

@@ -1,0 +1,142 @@
+"""Computes parts in Ray actors, on this machine or on a cluster.
+
+This is the only file of the package that imports Ray. Each actor opens the models and writes parts,
+so the output folder and the input must lie on a file system that all machines share.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from recserve.batch.part import Advance, JobPart, Step, write_part
+from recserve.batch.processes import WorkerFailed
+from recserve.batch.recipe import Recipe, WrongOption, environment, from_json, to_json
+from recserve.batch.source import Partition
+
+NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class PartActor:
+    """Opens the models and writes parts; one runs in each actor process."""
+
+    def __init__(self, recipe: str) -> None:
+        """Opens the recipe, given as JSON."""
+        self._open = ExitStack()
+        self._task = self._open.enter_context(from_json(recipe).open())
+
+    def facts(self) -> dict[str, object]:
+        """Returns what determines the output besides the input."""
+        return self._task.facts
+
+    def write(self, partition: dict[str, Any], folder: str) -> dict[str, Any]:
+        """Writes one part and returns its line of the manifest."""
+        steps = write_part(self._task, Partition(**partition), Path(folder))
+        return [asdict(step) for step in steps if isinstance(step, JobPart)][0]
+
+
+class RayWorkers:
+    """Computes parts in Ray actors.
+
+    Attributes:
+        recipe: What each actor opens.
+        num_workers: Number of actors, at least 1.
+        address: Address of a running cluster; None starts one on this machine.
+    """
+
+    def __init__(self, recipe: Recipe, num_workers: int = 1, address: str | None = None) -> None:
+        self.recipe, self.num_workers, self.address = recipe, num_workers, address
+        self._actors: list[Any] = []
+        self._facts: Mapping[str, object] = {}
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the output files."""
+        return self.recipe.suffix
+
+    def begin(self, lock: int) -> Mapping[str, object]:
+        """Connects to the cluster, starts the first actor and returns what its models are.
+
+        Raises:
+            WrongOption: If an option does not fit the models.
+            WorkerFailed: If the models cannot be opened.
+        """
+        os.environ.update(NO_STATISTICS)
+        package = str(Path(__file__).resolve().parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {**environment(self.recipe), "PYTHONPATH": os.pathsep.join(paths)}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        own = {"num_cpus": self.num_workers, "include_dashboard": False}
+        ray.init(
+            address=self.address or "local",
+            runtime_env={"env_vars": variables},
+            log_to_driver=False,
+            logging_level="ERROR",
+            **({} if self.address else own),
+        )
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # Ray has its own
+        self._start()
+        self._facts = self._get(self._actors[0].facts.remote())
+        return self._facts
+
+    def run(self, partitions: Sequence[Partition], folder: Path) -> Iterator[Step]:
+        """Computes partitions; each actor receives the next one when it is ready.
+
+        Raises:
+            WorkerFailed: If an actor ends or fails.
+        """
+        todo = deque(partitions)
+        while len(self._actors) < min(self.num_workers, len(todo)):
+            self._start()
+        running: dict[Any, Any] = {}
+        for actor in self._actors:
+            running[actor.facts.remote()] = actor
+        while running:
+            (ready,), _ = ray.wait(list(running), num_returns=1)
+            actor = running.pop(ready)
+            result = self._get(ready)
+            if "part" in result:
+                part = JobPart(**result)
+                yield Advance(part.users, part.errors)
+                yield part
+            elif result != self._facts:
+                raise WorkerFailed("the bundle or its catalogue has changed while the job ran")
+            if todo:
+                order = asdict(todo.popleft())
+                running[actor.write.remote(order, str(folder.resolve()))] = actor
+
+    def close(self) -> None:
+        """Ends the actors, and the cluster if this object has started it."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors.clear()
+        if ray.is_initialized():
+            ray.shutdown()
+
+    def _start(self) -> None:
+        gpus = 0.0
+        if self.recipe.device != "cpu":  # Ray hides all GPUs from an actor that asks for none
+            gpus = min(ray.cluster_resources().get("GPU", 0.0) / self.num_workers, 1.0)
+        remote: Any = ray.remote(num_cpus=1, num_gpus=gpus)(PartActor)
+        self._actors.append(remote.remote(to_json(self.recipe)))
+
+    def _get(self, reference: Any) -> dict[str, Any]:
+        """Waits for a result. Raises what the actor raised."""
+        try:
+            result: dict[str, Any] = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            kind = WrongOption if isinstance(cause, WrongOption) else WorkerFailed
+            raise kind(str(cause)) from None
+        except ray.exceptions.RayActorError as error:
+            raise WorkerFailed(f"a Ray actor ended: {error}") from None
+        return result
