@@ -64,6 +64,11 @@ class PartRunner(Protocol):
         """Suffix of the output files."""
         ...
 
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What determines the output besides the input, as far as it is known before `begin`."""
+        ...
+
     def begin(self, lock: int) -> Mapping[str, object]:
         """Starts the runner.
 
@@ -99,8 +104,13 @@ class InProcess:
         """Suffix of the output files."""
         return self.task.suffix
 
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What determines the output besides the input."""
+        return self.task.facts
+
     def begin(self, lock: int) -> Mapping[str, object]:
-        """Returns what determines the output besides the input."""
+        """Returns the same as `facts`: the models are open already."""
         return self.task.facts
 
     def run(self, partitions: Sequence[Partition], folder: Path) -> Iterator[Step]:
@@ -177,7 +187,7 @@ class Plan:
     Attributes:
         job: The job.
         partitions: All partitions in input order.
-        facts: What is known about the job before a model is loaded.
+        facts: Identity of the input and its division into parts.
         unused_columns: Input columns that are ignored.
     """
 
@@ -197,15 +207,12 @@ def check_users(file: InputFile) -> tuple[str, ...]:
     return check_schema(file.schema, file.path)
 
 
-def check(
-    job: Job, check_file: Check = check_users, facts: Mapping[str, object] | None = None
-) -> Plan:
+def check(job: Job, check_file: Check = check_users) -> Plan:
     """Checks input and output of a job. Call it before a model is loaded.
 
     Args:
         job: The job.
         check_file: Checks one input file and returns the names of its ignored columns.
-        facts: What determines the output besides the input, as far as it is known.
 
     Raises:
         SchemaError: If the input is unreadable or empty, or has a missing or mistyped column.
@@ -215,15 +222,14 @@ def check(
     files = scan(job.input, job.rows_per_part)
     unused = [name for file in files for name in check_file(file)]
     content = "\n".join(f"{file.sha256} {file.name}" for file in files)
-    known = {
+    facts = {
         "format": 1,
         "input_files": len(files),
         "input_sha256": hashlib.sha256(content.encode()).hexdigest(),
         "rows_per_part": job.rows_per_part,
-        **(facts or {}),
     }
     parts = tuple(partitions(files, job.rows_per_part))
-    return Plan(job, parts, known, tuple(dict.fromkeys(unused)))
+    return Plan(job, parts, facts, tuple(dict.fromkeys(unused)))
 
 
 def run(
@@ -244,7 +250,7 @@ def run(
     plan = check(job) if isinstance(job, Job) else job
     started = time.monotonic()
     with OutputFolder(plan.job.output, plan.job.overwrite) as folder:
-        folder.claim(plan.facts)
+        folder.claim({**plan.facts, **runner.facts})
         names = [partition.name + runner.suffix for partition in plan.partitions]
         resumed = sum(name in folder.done for name in names)
         count = _Count(plan, [folder.done[n] for n in names if n in folder.done])

@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from recserve.batch.part import Generated
 from recserve.batch.source import LINE, LINES, MAX_LINE_BYTES
 from recserve.batch.texts import TextAnswer, TextCall, answer_together, call_name, text_call
-from recserve.batch.together import NoAnswer
+from recserve.batch.together import NoAnswer, reset
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
 from recserve.schemas.validation import converted
@@ -84,7 +84,7 @@ class LineTask:
 
     def begin_part(self) -> None:
         """Empties the caches of the engine."""
-        self.service.engine.reset()
+        reset(self.service.engine)
 
     def __call__(self, users: pa.Table, first_row: int) -> Generated:
         """Returns output lines and lines of rejected requests; blank lines are left out."""

@@ -55,13 +55,18 @@ class LocalWorkers:
         self.recipe, self.num_workers = recipe, num_workers
         self._workers: list[_Worker] = []
         self._messages: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
-        self._facts: Mapping[str, object] = {}
+        self._ready: Mapping[str, object] = {}
         self._lock = -1
 
     @property
     def suffix(self) -> str:
         """Suffix of the output files."""
         return self.recipe.suffix
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What determines the output besides the input, known before the models are open."""
+        return self.recipe.facts()
 
     def begin(self, lock: int) -> Mapping[str, object]:
         """Starts the first process and returns what its models are.
@@ -74,9 +79,9 @@ class LocalWorkers:
         """
         self._lock = lock
         worker = self._start()
-        self._facts = self._next()[1]["ready"]
+        self._ready = self._next()[1]["ready"]
         assert worker in self._workers
-        return self._facts
+        return self._ready
 
     def run(self, partitions: Sequence[Partition], folder: Path) -> Iterator[Step]:
         """Computes partitions; each process receives the next one when it is ready.
@@ -98,7 +103,7 @@ class LocalWorkers:
             if "part" in message:
                 left -= 1
                 yield JobPart(**message["part"])
-            elif message["ready"] != self._facts:
+            elif message["ready"] != self._ready:
                 raise WorkerFailed("the bundle or its catalogue has changed while the job ran")
             if todo:
                 self._order(worker, todo.popleft(), folder)

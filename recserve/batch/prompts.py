@@ -17,6 +17,7 @@ from recserve.batch.prompt_columns import (
     SOURCES,
 )
 from recserve.batch.texts import TextCall, answer_together, call_name, text_call
+from recserve.batch.together import reset
 from recserve.schemas.text import ChatResponse, CompletionChoice, CompletionResponse, Usage
 from recserve.service import Service
 
@@ -51,7 +52,7 @@ class PromptTask:
 
     def begin_part(self) -> None:
         """Empties the caches of the engine."""
-        self.service.engine.reset()
+        reset(self.service.engine)
 
     def __call__(self, users: pa.Table, first_row: int) -> Generated:
         """Returns completions with schema COMPLETIONS, and errors with schema PROMPT_ERRORS."""

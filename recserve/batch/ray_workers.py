@@ -29,12 +29,12 @@ class PartActor:
     """Opens the models and writes parts; one runs in each actor process."""
 
     def __init__(self, recipe: str) -> None:
-        """Opens the recipe, given as JSON."""
-        self._open = ExitStack()
-        self._task = self._open.enter_context(from_json(recipe).open())
+        """Stores the recipe, given as JSON."""
+        self._recipe, self._open = recipe, ExitStack()
 
     def facts(self) -> dict[str, object]:
-        """Returns what determines the output besides the input."""
+        """Opens the models and returns what determines the output besides the input."""
+        self._task = self._open.enter_context(from_json(self._recipe).open())
         return self._task.facts
 
     def write(self, partition: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -55,12 +55,17 @@ class RayWorkers:
     def __init__(self, recipe: Recipe, num_workers: int = 1, address: str | None = None) -> None:
         self.recipe, self.num_workers, self.address = recipe, num_workers, address
         self._actors: list[Any] = []
-        self._facts: Mapping[str, object] = {}
+        self._ready: Mapping[str, object] = {}
 
     @property
     def suffix(self) -> str:
         """Suffix of the output files."""
         return self.recipe.suffix
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What determines the output besides the input, known before the models are open."""
+        return self.recipe.facts()
 
     def begin(self, lock: int) -> Mapping[str, object]:
         """Connects to the cluster, starts the first actor and returns what its models are.
@@ -85,8 +90,8 @@ class RayWorkers:
         for number, handler in handlers.items():
             signal.signal(number, handler)  # Ray has its own
         self._start()
-        self._facts = self._get(self._actors[0].facts.remote())
-        return self._facts
+        self._ready = self._get(self._actors[0].facts.remote())
+        return self._ready
 
     def run(self, partitions: Sequence[Partition], folder: Path) -> Iterator[Step]:
         """Computes partitions; each actor receives the next one when it is ready.
@@ -98,7 +103,9 @@ class RayWorkers:
         while len(self._actors) < min(self.num_workers, len(todo)):
             self._start()
         running: dict[Any, Any] = {}
-        for actor in self._actors:
+        if todo:
+            running[self._order(self._actors[0], todo.popleft(), folder)] = self._actors[0]
+        for actor in self._actors[1:]:
             running[actor.facts.remote()] = actor
         while running:
             (ready,), _ = ray.wait(list(running), num_returns=1)
@@ -108,11 +115,10 @@ class RayWorkers:
                 part = JobPart(**result)
                 yield Advance(part.users, part.errors)
                 yield part
-            elif result != self._facts:
+            elif result != self._ready:
                 raise WorkerFailed("the bundle or its catalogue has changed while the job ran")
             if todo:
-                order = asdict(todo.popleft())
-                running[actor.write.remote(order, str(folder.resolve()))] = actor
+                running[self._order(actor, todo.popleft(), folder)] = actor
 
     def close(self) -> None:
         """Ends the actors, and the cluster if this object has started it."""
@@ -121,6 +127,9 @@ class RayWorkers:
         self._actors.clear()
         if ray.is_initialized():
             ray.shutdown()
+
+    def _order(self, actor: Any, partition: Partition, folder: Path) -> Any:
+        return actor.write.remote(asdict(partition), str(folder.resolve()))
 
     def _start(self) -> None:
         gpus = 0.0

@@ -68,7 +68,7 @@ class SlateRecipe:
         """
         import torch
 
-        from recserve.batch.together import together
+        from recserve.batch.together import reset, together
         from recserve.kernels import dispatch
         from recserve.search.strategies.registry import canonical_name
         from recserve.service import Service
@@ -84,7 +84,7 @@ class SlateRecipe:
                 recommend=together(service),
                 defaults=self.defaults,
                 in_flight=self.in_flight,
-                reset=engine.reset,
+                reset=lambda: reset(engine),
                 versions={
                     **service.versions(),
                     "device": service.runtime.device.type,

@@ -52,6 +52,17 @@ def together(service: Service) -> Recommend:
     return recommend
 
 
+def reset(engine: Engine) -> None:
+    """Empties the prefix caches and orders the free pages as at the start.
+
+    The bits of later results then do not depend on earlier requests.
+    """
+    with engine.held():
+        for scheduler in engine.schedulers.values():
+            scheduler.cache.clear()
+            scheduler.allocator.sort_free()
+
+
 def submit_together(
     engine: Engine, begin: Callable[[B], Callable[[], A]], bodies: Sequence[B]
 ) -> list[A | Exception]:

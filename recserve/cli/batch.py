@@ -114,7 +114,7 @@ def batch(
                 in_flight=in_flight or 64,
                 threads=threads,
             )
-            plan = check(job, facts=recipe.facts())
+            plan = check(job)
         else:
             assert llm is not None
             lines = is_lines(input_paths(input)[0])
@@ -130,7 +130,7 @@ def batch(
                 threads=threads,
                 seed=seed,
             )
-            plan = check(job, check_lines if lines else check_prompts, recipe.facts())
+            plan = check(job, check_lines if lines else check_prompts)
     except ValueError as error:
         raise _called_wrongly(str(error)) from None
     if plan.unused_columns:
@@ -156,7 +156,7 @@ def batch(
     refused = f", {report.errors} refused (see _errors)" if report.errors else ""
     resumed = f" ({report.resumed} by earlier runs)" if report.resumed else ""
     typer.echo(
-        f"{counted(report.users, 'user')}, {counted(report.rows, 'row')} in "
+        f"{counted(report.users, 'prompt' if bundle is None else 'user')}, {counted(report.rows, 'row')} in "
         f"{counted(len(report.parts), 'part')}{resumed}{refused}, {report.seconds:.1f} s"
     )
 

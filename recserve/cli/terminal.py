@@ -131,7 +131,7 @@ def job_progress(form: str) -> Iterator[Callable[[Progress], None]]:
     with Bar(
         *columns, TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=console
     ) as bar:
-        task = bar.add_task("users", total=None, rate="")
+        task = bar.add_task("rows", total=None, rate="")
 
         def tell(progress: Progress) -> None:
             rate = f"{progress.rows_per_s:.0f} rows/s"

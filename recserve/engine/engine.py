@@ -189,16 +189,6 @@ class Engine:
             for scheduler in self.schedulers.values():
                 scheduler.cache.clear()
 
-    def reset(self) -> None:
-        """Removes all roots from every prefix cache and orders the free pages as at the start.
-
-        The bits of later results then do not depend on earlier requests.
-        """
-        with self._stepping:
-            for scheduler in self.schedulers.values():
-                scheduler.cache.clear()
-                scheduler.allocator.sort_free()
-
     @contextmanager
     def held(self) -> Iterator[None]:
         """Stops the engine between two steps. Requests submitted inside share the next step."""

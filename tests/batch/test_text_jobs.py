@@ -145,7 +145,7 @@ def test_workers_write_the_bytes_of_one_process(tmp_path):
     )
     recipe = TextRecipe(str(reference("stories260k")), name="s", device="cpu", in_flight=4)
     for count in (1, 2):
-        plan = check(Job(source, tmp_path / str(count), 8), check_lines, recipe.facts())
+        plan = check(Job(source, tmp_path / str(count), 8), check_lines)
         assert run(plan, LocalWorkers(recipe, count)).errors == 0
     for path in (tmp_path / "1").iterdir():
         assert path.read_bytes() == (tmp_path / "2" / path.name).read_bytes(), path.name

@@ -141,10 +141,10 @@ def test_a_strategy_that_the_bundle_lacks_is_a_wrong_option(recipe, calm, tmp_pa
         run(Job(calm[0], tmp_path / "out"), LocalWorkers(wrong))
 
 
-def test_another_bundle_does_not_continue_the_job(recipe, calm, tmp_path):
-    source, output = calm
-    facts = json.loads((output / "_job.json").read_text())
-    assert {"model_version", "catalog_version", "kernels", "device"} <= set(facts)
+def test_the_job_records_what_determines_its_bytes(recipe, calm):
+    facts = json.loads((calm[1] / "_job.json").read_text())
+    assert {"input_sha256", "bundle_sha256", "catalog_version", "kernels", "device"} <= set(facts)
+    assert (facts["k"], facts["in_flight"], facts["threads"]) == (5, 8, 1)
     assert from_json(to_json(recipe)) == recipe
 
 

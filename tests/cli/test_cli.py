@@ -91,7 +91,7 @@ def test_version_is_printed():
         (["train", "ranker", "--bundle", "b", "--epochs", "0"], "--epochs"),
         (["evaluate", "--bundle", "b", "--k", "5,x"], "5,x"),
         (["recommend", "--bundle", "b", "--filter", "{"], "JSON"),
-        (["batch", "--bundle", "b", "--input", "i", "--output", "o", "--engine", "ray"], "ray"),
+        (["batch", "--bundle", "b", "--input", "i", "--output", "o", "--engine", "dask"], "dask"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_names_it(arguments, words):
