@@ -6,8 +6,10 @@ so the output folder and the input must lie on a file system that all machines s
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -79,16 +81,17 @@ class RayWorkers:
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {**environment(self.recipe), "PYTHONPATH": os.pathsep.join(paths)}
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        own = {"num_cpus": self.num_workers, "include_dashboard": False}
+        options: dict[str, Any] = {"num_cpus": self.num_workers, "include_dashboard": False}
         ray.init(
             address=self.address or "local",
             runtime_env={"env_vars": variables},
             log_to_driver=False,
-            logging_level="ERROR",
-            **({} if self.address else own),
+            logging_level=logging.ERROR,
+            **({} if self.address else options),
         )
-        for number, handler in handlers.items():
-            signal.signal(number, handler)  # Ray has its own
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)  # Ray has replaced them
         self._start()
         self._ready = self._get(self._actors[0].facts.remote())
         return self._ready
@@ -134,7 +137,8 @@ class RayWorkers:
     def _start(self) -> None:
         gpus = 0.0
         if self.recipe.device != "cpu":  # Ray hides all GPUs from an actor that asks for none
-            gpus = min(ray.cluster_resources().get("GPU", 0.0) / self.num_workers, 1.0)
+            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            gpus = min(resources.get("GPU", 0.0) / self.num_workers, 1.0)
         remote: Any = ray.remote(num_cpus=1, num_gpus=gpus)(PartActor)
         self._actors.append(remote.remote(to_json(self.recipe)))
 

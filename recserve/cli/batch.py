@@ -155,8 +155,9 @@ def batch(
         raise typer.Exit(128 + error.number) from None
     refused = f", {report.errors} refused (see _errors)" if report.errors else ""
     resumed = f" ({report.resumed} by earlier runs)" if report.resumed else ""
+    noun = "prompt" if bundle is None else "user"
     typer.echo(
-        f"{counted(report.users, 'prompt' if bundle is None else 'user')}, {counted(report.rows, 'row')} in "
+        f"{counted(report.users, noun)}, {counted(report.rows, 'row')} in "
         f"{counted(len(report.parts), 'part')}{resumed}{refused}, {report.seconds:.1f} s"
     )
 
