@@ -217,7 +217,10 @@ def check(job: Job, check_file: Check = check_users) -> Plan:
     Raises:
         SchemaError: If the input is unreadable or empty, or has a missing or mistyped column.
         OutputExists: If the output exists, is not empty, and may not be replaced.
+        ValueError: If the output lies in the input folder, whose files it would join.
     """
+    if job.output.resolve().is_relative_to(job.input.resolve()):
+        raise ValueError(f"output is {job.output}, inside the input {job.input}; choose another")
     check_output(job.output, job.overwrite)
     files = scan(job.input, job.rows_per_part)
     unused = [name for file in files for name in check_file(file)]

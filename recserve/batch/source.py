@@ -22,7 +22,7 @@ from recserve.features.tables.parquet import SchemaError
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 LINE = "line"
 LINES = pa.schema([pa.field(LINE, pa.large_binary(), nullable=False)])
-MAX_LINE_BYTES = 4 << 20  # a longer line is cut, and its row is rejected
+MAX_LINE_BYTES = 1 << 20  # a longer line is cut, and its row is rejected
 READ_BYTES = 1 << 20
 
 

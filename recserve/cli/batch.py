@@ -102,6 +102,17 @@ def batch(
         raise _called_wrongly("--ray-address needs --engine ray")
     if (bundle is None) == (llm is None):
         raise _called_wrongly("give either --bundle or --llm")
+    for flag, value in {
+        "--store": bundle is None and store,
+        "--beam-width": bundle is None and beam_width,
+        "--llm-name": llm is None and llm_name,
+        "--llm-dtype": llm is None and llm_dtype,
+        "--drafter": llm is None and drafter,
+        "--chat-template": llm is None and chat_template,
+        "--seed": llm is None and seed,
+    }.items():
+        if value:
+            raise _called_wrongly(f"{flag} has no effect with {'--llm' if llm else '--bundle'}")
     job = Job(input, output, rows_per_part, overwrite, max_error_rate)
     recipe: Recipe
     try:

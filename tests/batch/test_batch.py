@@ -152,6 +152,31 @@ def test_row_values_override_the_defaults():
     assert first.beam_width == second.beam_width == 20
 
 
+def test_filters_are_json_and_a_bad_one_rejects_its_row():
+    asked = []
+
+    def remember(bodies):
+        asked.extend(bodies)
+        return recommend(bodies)
+
+    filters = ['{"eq": ["category", "x"]}', None, "{", "[1]", "[" * 70_000, "[" * 60_000]
+    users = pa.table({"user_id": list("abcdef"), "filter": filters})
+    errors = Generator(remember, Defaults(k=1))(users).errors.to_pylist()
+    assert [body.filter for body in asked] == [{"eq": ["category", "x"]}, None]
+    assert [error["row"] for error in errors] == [2, 3, 4, 5]
+    assert "filter: expected JSON, got '{'" in errors[0]["reason"]
+    assert errors[1]["reason"].startswith("filter: expected ")
+    assert "at most 65536 characters, got a string of length 70000" in errors[2]["reason"]
+    assert errors[3]["reason"].startswith("filter: ")
+
+
+def test_the_output_may_not_lie_in_the_input(tmp_path):
+    write(tmp_path / "in.parquet", user_id=["a"])
+    for output in (tmp_path, tmp_path / "out"):
+        with pytest.raises(ValueError, match="inside the input"):
+            check(Job(tmp_path, output))
+
+
 def test_same_input_gives_the_same_bytes(tmp_path):
     source = write(tmp_path / "in.parquet", user_id=[f"u{i}" for i in range(50)])
     for name in ("one", "two"):
@@ -253,6 +278,7 @@ def test_a_folder_that_no_job_wrote_is_never_replaced(tmp_path):
         ({"user_id": ["a"], "history": [[1]]}, ["history", "list<string>"]),
         ({"user_id": ["a"], "k": [1.5]}, ["k", "double", "an integer"]),
         ({"user_id": ["a"], "exclude_seen": ["yes"]}, ["exclude_seen", "bool"]),
+        ({"user_id": ["a"], "filter": [1]}, ["filter", "string"]),
         ({"user_id": pa.array([], pa.string())}, ["no rows"]),
     ],
 )

@@ -240,6 +240,10 @@ def test_batch_called_wrongly_ends_with_2(bundle, store, tmp_path):
     wrong = run(*arguments, "--input", source, "--strategy", "bean")
     assert wrong.exit_code == 2 and "strategy is 'bean'; expected one of auto, beam" in wrong.stderr
     assert run(*arguments, "--input", tmp_path / "none.parquet").exit_code == 2
+    ignored = run(*arguments, "--input", source, "--llm-name", "x")
+    assert ignored.exit_code == 2 and "--llm-name has no effect with --bundle" in ignored.stderr
+    both = run(*arguments, "--input", source, "--llm", tmp_path)
+    assert both.exit_code == 2 and "give either --bundle or --llm" in both.stderr
 
 
 def test_build_train_and_evaluate(tmp_path):
