@@ -92,6 +92,7 @@ def batch(
     """
     from recserve.batch.generate import Defaults
     from recserve.batch.job import Job, check, run
+    from recserve.batch.manifest import OutputExists
     from recserve.batch.processes import LocalWorkers
     from recserve.batch.prompt_columns import check_prompts
     from recserve.batch.recipe import SlateRecipe, TextRecipe, WrongOption
@@ -154,7 +155,7 @@ def batch(
     try:
         with _until_signal(), job_progress(progress) as tell:
             report = run(plan, runner, tell)
-    except WrongOption as error:
+    except (WrongOption, OutputExists) as error:
         raise _called_wrongly(str(error)) from None
     except Stopped as error:
         without = " without --overwrite" if overwrite else ""

@@ -225,6 +225,11 @@ def test_batch_writes_the_answers_of_recommend(bundle, store, tmp_path):
     assert files == sorted(p.relative_to(outputs[1]) for p in outputs[1].rglob("*") if p.is_file())
     for name in files:
         assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes(), name
+    again = ("batch", "--bundle", bundle, "--store", store, "--input", source, "--output", output)
+    other = run(*again, "-k", 5, "--rows-per-part", 3)
+    assert other.exit_code == 2 and "k was 6 and is 5" in other.stderr
+    done = run(*again, "-k", 6, "--rows-per-part", 3)
+    assert done.exit_code == 0 and "in 2 parts (2 by earlier runs)" in done.stdout
 
 
 def test_batch_called_wrongly_ends_with_2(bundle, store, tmp_path):
