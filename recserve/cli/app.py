@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from recserve.cli import answers, bundles, experiments, serve, train
+from recserve.cli.batch import batch
 
 FAILED = 1
 # Package and extra by the name of the module that is missing.
@@ -38,7 +39,7 @@ for command in (
     serve.scale,
     answers.recommend,
     answers.rank,
-    answers.batch,
+    batch,
     serve.doctor,
     experiments.bench,
     experiments.ab,
