@@ -12,10 +12,16 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundles, experiments, serve, train
+from recserve.cli import answers, bundle_swap, bundles, experiments, serve, train
 
 FAILED = 1
-TRAIN_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn": "scikit-learn"}
+# Module -> name of the package and the extra that installs it.
+EXTRAS = {
+    "matplotlib": ("matplotlib", "train"),
+    "scipy": ("scipy", "train"),
+    "sklearn": ("scikit-learn", "train"),
+    "httpx": ("httpx", "client"),
+}
 
 app = typer.Typer(
     help="Generative recommendation server: build, train, serve, recommend and rank.",
@@ -40,10 +46,16 @@ for command in (
 
 app.add_typer(train.app, name="train")
 
-bundle_app = typer.Typer(help="Verify, calibrate or export a bundle.", no_args_is_help=True)
+bundle_app = typer.Typer(
+    help="Verify, calibrate or export a bundle, or load it into a running server.",
+    no_args_is_help=True,
+)
 bundle_app.command()(bundles.verify)
 bundle_app.command()(bundles.calibrate)
 bundle_app.command()(bundles.export)
+bundle_app.command()(bundle_swap.load)
+bundle_app.command()(bundle_swap.rollback)
+bundle_app.command()(bundle_swap.status)
 app.add_typer(bundle_app, name="bundle")
 
 history_app = typer.Typer(help="Show or delete a user's stored history.", no_args_is_help=True)
@@ -90,10 +102,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILED) from None
     except ModuleNotFoundError as error:
-        library = TRAIN_EXTRA.get((error.name or "").split(".")[0])
-        if library is None or "--debug" in sys.argv:
+        found = EXTRAS.get((error.name or "").split(".")[0])
+        if found is None or "--debug" in sys.argv:
             raise
-        message = f"this command needs {library}: pip install 'recserve[train]'"
+        message = f"this command needs {found[0]}: pip install 'recserve[{found[1]}]'"
         typer.echo(f"error: {message}", err=True)
         raise SystemExit(FAILED) from None
     except (ValueError, LookupError, OSError, RuntimeError) as error:

@@ -28,6 +28,7 @@ from recserve.server.routes import (
     completions,
     events,
     health,
+    inference,
     items,
     models,
     rank,
@@ -80,7 +81,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config.default_timeout_ms,
         config.text_timeout_ms,
     )
-    item_routes = (recommend, rank, events, items)
+    item_routes = (recommend, rank, inference, events, items)
     for routes in (*item_routes, models, completions, text_scores, health, playground):
         routes.add_routes(app, exchange)
     swaps = BundleSwaps(lifecycle, loader, config.bundle, config.bundles_dir, metrics.registry)

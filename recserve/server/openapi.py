@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 
 from recserve.schemas import admin as a
 from recserve.schemas import events as e
+from recserve.schemas import inference as i
 from recserve.schemas import items as m
 from recserve.schemas import scoring as s
 from recserve.schemas import text as t
@@ -31,6 +32,7 @@ BODIES = {
     "rerank_v2": s.RerankRequest,
     "generative_scoring": s.GenerativeScoringRequest,
     "load_bundle": a.BundleLoadRequest,
+    "infer": i.InferRequest,
 }
 ANSWERS = {
     "recommend": m.RecommendResponse,
@@ -47,6 +49,10 @@ ANSWERS = {
     "put_items": m.ItemsResponse,
     "hide_item": m.HideItemResponse,
     "rollback_items": m.RollbackResponse,
+    "server_metadata": i.ServerMetadata,
+    "model_metadata": i.ModelMetadata,
+    "model_ready": i.ModelReady,
+    "infer": i.InferResponse,
     "load_bundle": a.BundleStatus,
     "rollback_bundle": a.BundleStatus,
     "bundle_status": a.BundleStatus,

@@ -15,6 +15,7 @@ from recserve.bundle.bundle import Bundle
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
 from recserve.models.config import DecoderConfig
+from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
@@ -46,8 +47,17 @@ def built(files: SyntheticFiles, out: Path, seed: int = 0) -> None:
     build_bundle(options, log=lambda _: None)
 
 
-def with_models(out: Path, ranker: bool = True, recommender: bool = True, seed: int = 5) -> Path:
-    """Adds untrained models to a bundle and returns its path."""
+def with_models(
+    out: Path,
+    ranker: bool = True,
+    recommender: bool = True,
+    seed: int = 5,
+    every_strategy: bool = False,
+) -> Path:
+    """Adds untrained models to a bundle and returns its path.
+
+    With `every_strategy` the recommender has level heads and a retriever too.
+    """
     bundle = Bundle.open(out)
     catalog = bundle.catalog()
     torch.manual_seed(seed)
@@ -59,6 +69,7 @@ def with_models(out: Path, ranker: bool = True, recommender: bool = True, seed: 
             vector_dim=catalog.vectors.shape[1],
             id_embedding=True,
             dense_head=True,
+            level_heads=every_strategy,
             max_history_items=16,
         )
         save_recommender(Recommender(config), bundle.directory("recommender"))
@@ -68,6 +79,10 @@ def with_models(out: Path, ranker: bool = True, recommender: bool = True, seed: 
             folder = bundle.directory(f"drafters/{name}")
             save_self_draft(SelfDraftHead(shape), folder)
             bundle.commit(f"drafters/{name}", {})
+    if every_strategy:
+        shape = RetrieverConfig(32, 24, ("click",), (1.0,), "events", (1, 2), (0.6, 0.4))
+        save_retriever(DenseRetriever(shape), bundle.directory("retriever"))
+        bundle.commit("retriever", {})
     if ranker:
         recipe = RankerRecipe(hidden_size=32, long_items=16, recent_items=8, block=4)
         train = bundle.events().leave_one_out().train
