@@ -84,7 +84,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     item_routes = (recommend, rank, inference, events, items)
     for routes in (*item_routes, models, completions, text_scores, health, playground):
         routes.add_routes(app, exchange)
-    swaps = BundleSwaps(lifecycle, loader, config.bundle, config.bundles_dir, metrics.registry)
+    swaps = BundleSwaps(lifecycle, loader, config.bundle, config.bundles_dir, metrics.bundle_swaps)
     bundle_admin.add_routes(app, exchange, swaps)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)

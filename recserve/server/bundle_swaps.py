@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol
 
 from prometheus_client import Counter
-from prometheus_client.registry import CollectorRegistry
 
 from recserve.bundle.bundle import MANIFEST, Bundle, BundleError, Manifest
 from recserve.schemas.admin import BundleStatus, ServedBundle
@@ -79,7 +78,7 @@ class BundleSwaps:
 
     Attributes:
         lifecycle: Holds the service.
-        loader: Opens services; None for a server that was given an open service.
+        loader: Opens services.
         configured: Folder that `reload` reads; it may be a symbolic link. None without a bundle.
         bundles_dir: Folder of the bundles that `load` accepts; None refuses every name.
     """
@@ -90,20 +89,13 @@ class BundleSwaps:
         loader: SuccessorLoader,
         configured: Path | None,
         bundles_dir: Path | None,
-        registry: CollectorRegistry,
+        count: Counter,
     ) -> None:
         self.lifecycle = lifecycle
         self.loader = loader
         self.configured = configured
         self.bundles_dir = bundles_dir
-        self._count = Counter(
-            "recserve_bundle_swaps",
-            "Replacements of the served bundle, by result",
-            ["result"],
-            registry=registry,
-        )
-        for result in ("loaded", "refused"):
-            self._count.labels(result)
+        self._count = count
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._previous: _Served | None = None

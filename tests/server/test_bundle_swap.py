@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from recserve.bundle.bundle import Bundle
 from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.items import RankRequest, RecommendRequest
 from recserve.schemas.validation import converted
@@ -19,6 +22,7 @@ from recserve.server.run import reload
 from recserve.service import Service, ServiceOptions
 from tests.support.bundle_shelf import shelf
 from tests.support.live_server import live
+from tests.support.redis_server import free_port
 
 KEY = "an-admin-key-of-some-length"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
@@ -291,6 +295,54 @@ def test_sighup_loads_what_a_symbolic_link_points_to(bundles):
         finally:
             signal.signal(signal.SIGHUP, before)
         assert ended(server)["state"] == "ready"
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from recserve.config import ServerConfig
+from recserve.server.run import serve
+bundles, port = Path(sys.argv[1]), int(sys.argv[2])
+config = ServerConfig(bundle=bundles / "current", bundles_dir=bundles, port=port, device="cpu",
+                      threads=1, kv_bytes=2**22, drain_delay_s=0)
+sys.exit(serve(config))
+"""
+
+
+def test_the_command_reloads_on_sighup_and_uses_the_folders_of_bundles_dir(bundles):
+    (bundles / "current").symlink_to("one")
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(bundles), str(port)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def version() -> str | None:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/version").json().get("model_version")
+        except httpx.TransportError:
+            return None
+
+    def until(wanted: str) -> None:
+        end = time.monotonic() + 60
+        while version() != wanted:
+            assert time.monotonic() < end and server.poll() is None
+            time.sleep(0.05)
+
+    try:
+        until(Bundle.open(bundles / "one").manifest.model_version)
+        (bundles / "current").unlink()
+        (bundles / "current").symlink_to("two")
+        server.send_signal(signal.SIGHUP)
+        until(Bundle.open(bundles / "two").manifest.model_version)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.communicate()
+    assert (bundles / ".history").is_dir()
 
 
 def test_items_that_change_during_swaps_survive(server):
