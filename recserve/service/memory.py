@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from pathlib import Path
 
 import torch
@@ -37,6 +39,15 @@ def available_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     found = [free for free in (_machine_bytes(MEMORY_INFO), _cgroup_bytes(CGROUP)) if free]
     return min(found, default=None)
+
+
+def release_freed() -> None:
+    """Gives freed memory back to the system, where the C library can do that.
+
+    glibc otherwise keeps much of it, because each replacement of a bundle frees it on a new thread.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _machine_bytes(path: Path) -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recserve.bundle.bundle import CATALOG, Bundle
@@ -60,11 +61,11 @@ def check_successor(old: Service, bundle: Bundle, options: ServiceOptions, force
         if parts.bundle.has(name) and not bundle.has(name):
             raise UnfitBundle(f"the bundle has no {name}, which the current one has; train it")
     try:
-        ids = set(pq.read_table(bundle.path(CATALOG), columns=["item_id"])[0].to_pylist())
+        ids = pq.read_table(bundle.path(CATALOG), columns=["item_id"])[0].cast(pa.string())
     except (pa.ArrowException, OSError) as error:
         raise UnfitBundle(f"the catalogue of the bundle is damaged: {error}") from error
-    current = parts.runtime.snapshot.catalog.items.ids
-    share = sum(item_id in ids for item_id in current) / len(current)
+    current = pa.array(parts.runtime.snapshot.catalog.items.ids, pa.string())
+    share = pc.sum(pc.is_in(current, ids)).as_py() / len(current)
     if share < MIN_SHARED_ITEMS:
         raise UnfitBundle(
             f"the bundle has {share:.0%} of the current items; expected at least "
