@@ -11,6 +11,7 @@ duration of a replacement, and the resident memory after the first and after the
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 import threading
@@ -23,7 +24,7 @@ import numpy as np
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.service import Service, ServiceOptions
-from tests.support.live_server import live
+from tests.support.live_server import COLLECTOR, live
 from tests.support.tiny_bundle import built, with_models
 
 KEY = "a-key-for-this-benchmark"
@@ -42,7 +43,7 @@ class Requests:
         self.taken_ms: list[float] = []
         self.errors = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(url,))
+        self._thread = threading.Thread(target=self._run, args=(url,), daemon=True)
         self._thread.start()
 
     def begin(self) -> None:
@@ -103,6 +104,7 @@ def measured(folder: Path, num_items: int, num_swaps: int) -> dict[str, object]:
     options = ServiceOptions(engine=EngineConfig(kv_bytes=KV_BYTES), journal=folder / ".items")
     service = Service.open(folder / "one", f"lmdb:{folder}/.history", "cpu", options)
     settings = {"bundles_dir": folder, "admin_keys": [KEY], "kv_bytes": KV_BYTES}
+    COLLECTOR.collect = gc.collect  # as in a server; tests leave it out
     with live(service, **settings) as client:
         requests = Requests(str(client.base_url))
         try:

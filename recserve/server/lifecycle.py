@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from recserve.engine.engine import Engine
 from recserve.metrics import Gauges
 from recserve.server.errors import NotReady
 from recserve.service import Service
@@ -140,7 +141,7 @@ class Lifecycle:
                 raise
             self._await_requests()
             old.close()
-            gone = weakref.ref(old)
+            gone = weakref.ref(old), weakref.ref(old.engine)
             del old
             _collect(gone)
 
@@ -187,9 +188,9 @@ def _undisturbed() -> Iterator[None]:
         sys.setswitchinterval(interval_s)
 
 
-def _collect(gone: weakref.ref[Service]) -> None:
+def _collect(gone: tuple[weakref.ref[Service], weakref.ref[Engine]]) -> None:
     """Frees a closed service. Reference counts do most of it; a collection is the last resort."""
-    if gone() is not None:
+    if any(reference() is not None for reference in gone):
         gc.unfreeze()
         gc.collect()
         gc.freeze()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import httpx
 import pytest
 
 from recserve.bundle.bundle import Bundle
+from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.items import RankRequest, RecommendRequest
 from recserve.schemas.validation import converted
@@ -131,12 +134,14 @@ def test_requests_during_swaps_get_one_bundles_answer_and_no_error(server, bundl
         return sum(thread.name == "engine" for thread in threading.enumerate())
 
     running = engines()
+    old_engines: list[weakref.ref[Engine]] = []
     threads = [threading.Thread(target=load, args=(number * 3,)) for number in range(4)]
     for thread in threads:
         thread.start()
     try:
         for name in ("two", "other", "one", "other", "two"):
             count = len(seen)
+            old_engines.append(weakref.ref(server.app.state.lifecycle.service.engine))
             loaded(server, name)
             while len(seen) < count + 40 and not wrong:
                 time.sleep(0.01)
@@ -147,6 +152,10 @@ def test_requests_during_swaps_get_one_bundles_answer_and_no_error(server, bundl
     assert wrong == []
     assert set(seen) == set(expected)
     assert engines() == running
+    gc.unfreeze()
+    gc.collect()
+    # The fixture itself holds the first service, which it has given to the server.
+    assert [ref() is None for ref in old_engines[1:]] == [True] * 4
     counted = server.get("/metrics").text
     assert 'recserve_bundle_swaps_total{result="loaded"} 5.0' in counted
 
