@@ -47,6 +47,16 @@ def serve(
         bool,
         typer.Option("--invariant", help="Answers are bit-identical in every batch; CPU only."),
     ] = False,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="URL of an OpenTelemetry receiver for traces.")
+    ] = None,
+    slate_log: Annotated[
+        Path | None, typer.Option(help="Folder for a Parquet log of slates and their outcomes.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="`text` or `json`.")] = None,
+    metrics_compat: Annotated[
+        str | None, typer.Option(help="`vllm` also exports metrics under vLLM's names.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
 ) -> None:
     """Serve a bundle, a language model or both over HTTP.
@@ -59,6 +69,8 @@ def serve(
         **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
         **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
         **{"drafters": drafter or None, "invariant": invariant or None},
+        **{"log_format": log_format, "metrics_compat": metrics_compat},
+        **{"otlp_endpoint": otlp_endpoint, "slate_log": slate_log},
     }
     settings = ServerConfig.load(flags, config)
     from recserve.server.run import serve as run_server

@@ -36,6 +36,7 @@ from recserve.server.routes import (
     text_scores,
 )
 from recserve.server.routes.paths import allowed_methods
+from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.gate import Gate
 from recserve.service import Service
 from recserve.service.recommend.recommend import POPULAR
@@ -56,12 +57,14 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     """
     loader = ServiceLoader(config)
     lifecycle = Lifecycle(loader.first if service is None else (lambda: service))
+    telemetry = Telemetry.open(config)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lifecycle.start()
         yield
         await asyncio.to_thread(lifecycle.close)
+        await asyncio.to_thread(telemetry.close)
 
     app = FastAPI(
         title="recserve",
@@ -73,13 +76,15 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     )
     # All registered names, so that dashboards have the same series for every bundle.
     strategies = (*strategy_classes(), POPULAR)
-    metrics = Metrics((*strategies, *SCORERS), REASONS, lifecycle.gauges)
+    gauges = telemetry.gauges(lifecycle.gauges)
+    metrics = Metrics((*strategies, *SCORERS), REASONS, gauges, vllm_model(config))
     exchange = Exchange(
         lifecycle,
         metrics,
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
+        telemetry.slate_log,
     )
     item_routes = (recommend, rank, inference, events, items)
     for routes in (*item_routes, models, completions, text_scores, health, playground):
@@ -90,7 +95,12 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     keys = tuple(key.get_secret_value() for key in config.api_keys)
     admin_keys = tuple(key.get_secret_value() for key in config.admin_keys)
     app.add_middleware(
-        Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys, admin_keys=admin_keys
+        Gate,
+        lifecycle=lifecycle,
+        metrics=metrics,
+        api_keys=keys,
+        admin_keys=admin_keys,
+        recorders=telemetry.recorders,
     )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

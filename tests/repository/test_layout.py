@@ -60,6 +60,7 @@ OWNERS = {
     "jinja2": {"tokenizer"},
     "aiohttp": {"experiments"},
     "httpx": {"client", "cli/bundle_swap.py"},
+    "opentelemetry": {"server/telemetry/traces.py"},
     # The extra `train`; a serving install has none of them.
     "sklearn": {"features/vectors/vectors.py"},
     "scipy": {"features/vectors/vectors.py", "experiments"},

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
+from recserve.server.piece_clock import PieceClock
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.completions import PendingTexts
 from recserve.service.text.stream import Listener, Piece
@@ -45,9 +46,10 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
     deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
     trace, pieces = trace_of(request.scope), Pieces()
 
+    clock = PieceClock(exchange.metrics, trace.began_s)
+
     def listen(piece: Piece) -> None:
-        if piece.first and piece.index == 0:
-            exchange.metrics.first_token.observe(time.monotonic() - trace.began_s)
+        clock.take(piece)
         if body.stream:
             pieces.put(piece)
 
@@ -58,7 +60,12 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
         usage = work.usage()
         exchange.metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
         exchange.metrics.drafted(work.speculation.drafter, work.drafted())
-        trace.timing_ms = work.timing_ms()
+        timing_ms = work.timing_ms()
+        trace.answered(timing_ms)
+        reasons = [stream.finish_reason for stream in work.streams]
+        seconds = time.monotonic() - trace.began_s
+        exchange.metrics.texts_ended(reasons, seconds, timing_ms.queue / 1e3)
+        clock.close()
 
     if body.stream:
         return await EventStream(request, work, pieces, deadline_s, count).begin()

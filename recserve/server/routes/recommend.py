@@ -27,4 +27,5 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         (outcome,) = await outcomes(request, [work], deadline_s)
         answer = finished(trace_of(request.scope), outcome)
         exchange.metrics.rounds.observe(answer.rounds)
+        exchange.log_slate(body, answer)
         return json_response(answer)
