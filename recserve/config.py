@@ -47,8 +47,13 @@ class ServerConfig(BaseSettings):
             bundle.
         journal: Folder for changes of items. By default a folder next to the bundle.
         device: Where the models run.
+        bundles_dir: Folder of the bundles that an operator may load while the server runs. With
+            it, `store` and `journal` are by default in its subfolders `.history` and `.items`, so
+            that all bundles share them.
         api_keys: Accepted keys, of 16 characters or more. A client sends one of them as
             `Authorization: Bearer KEY`.
+        admin_keys: Keys of the routes below `/admin/`, of 16 characters or more. Without any these
+            routes are disabled.
         insecure: True allows an address that other machines can reach without any key.
         signing_key: Key that signs attribution tokens. By default a new key at each start, so
             that tokens of an earlier process are invalid.
@@ -101,7 +106,9 @@ class ServerConfig(BaseSettings):
     store: str | None = None
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    bundles_dir: Path | None = None
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    admin_keys: Annotated[list[SecretStr], NoDecode] = []
     insecure: bool = False
     signing_key: SecretStr | None = None
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
@@ -132,7 +139,7 @@ class ServerConfig(BaseSettings):
     otlp_sample_ratio: float = Field(1.0, ge=0, le=1)
     metrics_compat: Literal["vllm"] | None = None
 
-    @field_validator("api_keys", "drafters", mode="before")
+    @field_validator("api_keys", "admin_keys", "drafters", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         """Splits the environment's single string at commas."""
@@ -140,10 +147,10 @@ class ServerConfig(BaseSettings):
             [k.strip() for k in value.split(",") if k.strip()] if isinstance(value, str) else value
         )
 
-    @field_validator("api_keys", "signing_key")
+    @field_validator("api_keys", "admin_keys", "signing_key")
     @classmethod
     def _long_enough(cls, value: Any) -> Any:
-        for key in value if isinstance(value, tuple) else (value,) if value else ():
+        for key in value if isinstance(value, tuple | list) else (value,) if value else ():
             length = len(key.get_secret_value())
             if length < MIN_KEY_LENGTH:
                 raise ValueError(f"a key needs {MIN_KEY_LENGTH} characters or more, got {length}")

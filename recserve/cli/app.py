@@ -12,12 +12,13 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundles, experiments, serve, train
+from recserve.cli import answers, bundle_swap, bundles, experiments, serve, train
 from recserve.cli.batch import batch
 
 FAILED = 1
 # Package and extra by the name of the module that is missing.
 EXTRAS = {
+    "httpx": ("httpx", "client"),
     "matplotlib": ("matplotlib", "train"),
     "ray": ("ray", "ray"),
     "scipy": ("scipy", "train"),
@@ -48,10 +49,16 @@ for command in (
 
 app.add_typer(train.app, name="train")
 
-bundle_app = typer.Typer(help="Verify, calibrate or export a bundle.", no_args_is_help=True)
+bundle_app = typer.Typer(
+    help="Verify, calibrate or export a bundle, or load it into a running server.",
+    no_args_is_help=True,
+)
 bundle_app.command()(bundles.verify)
 bundle_app.command()(bundles.calibrate)
 bundle_app.command()(bundles.export)
+bundle_app.command()(bundle_swap.load)
+bundle_app.command()(bundle_swap.rollback)
+bundle_app.command()(bundle_swap.status)
 app.add_typer(bundle_app, name="bundle")
 
 history_app = typer.Typer(help="Show or delete a user's stored history.", no_args_is_help=True)

@@ -58,12 +58,24 @@ class Unauthorized(PermissionError):
     """The request has no valid API key."""
 
 
+class AdminDisabled(PermissionError):
+    """The server has no admin keys, or lacks the setting that the admin route needs."""
+
+
 class CrossSite(PermissionError):
     """A page of another site made the browser send this request."""
 
 
 class NotReady(RuntimeError):
     """The server is loading, is draining or has failed."""
+
+
+class SwapConflict(RuntimeError):
+    """The bundle cannot be replaced now: a replacement runs, or there is no previous bundle."""
+
+
+class UnknownBundle(LookupError):
+    """The folder of bundles has no bundle of this name."""
 
 
 class ClientGone(ConnectionError):
@@ -94,11 +106,14 @@ TABLE: dict[type[Exception], Row] = {
     MalformedBody: Row(400, "invalid_request_error", "malformed_body", "invalid"),
     MalformedRequest: Row(400, "invalid_request_error", "malformed_request", "invalid"),
     Unauthorized: Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
+    AdminDisabled: Row(403, "permission_error", "admin_disabled", "unauthorized"),
     CrossSite: Row(403, "permission_error", "cross_site", "unauthorized"),
     UnknownItem: Row(404, "not_found_error", "unknown_item", "not_found"),
     UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
     UnknownVersion: Row(404, "not_found_error", "unknown_catalog_version", "not_found"),
+    UnknownBundle: Row(404, "not_found_error", "unknown_bundle", "not_found"),
     RequestTimeout: Row(408, "timeout_error", "request_timeout", "request_timeout"),
+    SwapConflict: Row(409, "conflict_error", "bundle_conflict", "invalid"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
     ContextExceeded: Row(422, "invalid_request_error", "context_length_exceeded", "invalid"),

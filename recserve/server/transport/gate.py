@@ -14,7 +14,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recserve.metrics import Metrics
-from recserve.server.errors import ClientGone, CrossSite, Unauthorized, error_response, row_of
+from recserve.server.errors import (
+    AdminDisabled,
+    ClientGone,
+    CrossSite,
+    Unauthorized,
+    error_response,
+    row_of,
+)
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace
 
@@ -23,6 +30,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 )
+ADMIN = "/admin/"
 
 
 class Gate:
@@ -33,6 +41,7 @@ class Gate:
         lifecycle: Counts requests in progress.
         metrics: Counts requests and failures.
         keys: Valid API keys; empty means that no key is required.
+        admin_keys: Valid keys of the admin routes; empty means that nobody may use them.
         recorders: Take each ended request.
     """
 
@@ -42,12 +51,14 @@ class Gate:
         lifecycle: Lifecycle,
         metrics: Metrics,
         api_keys: tuple[str, ...],
+        admin_keys: tuple[str, ...] = (),
         recorders: Sequence[Recorder] = (),
     ) -> None:
         self.app = app
         self.lifecycle = lifecycle
         self.metrics = metrics
         self.keys = tuple(key.encode() for key in api_keys)
+        self.admin_keys = tuple(key.encode() for key in admin_keys)
         self.recorders = recorders
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,7 +78,7 @@ class Gate:
                 message["headers"] = [*message["headers"], *trace.headers()]
             await send(message)
 
-        self.lifecycle.in_flight += 1
+        generation = self.lifecycle.enter()
         try:
             try:
                 headers = Headers(scope=scope)
@@ -86,16 +97,19 @@ class Gate:
                 if not started and not isinstance(error, ClientGone):
                     await error_response(error)(scope, receive, answer)
         finally:
-            self.lifecycle.in_flight -= 1
+            self.lifecycle.leave(generation)
             self._count(scope, trace)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises Unauthorized or CrossSite."""
-        if self.keys and scope["path"] not in OPEN_PATHS:
-            given = _key(headers.get("authorization", ""))
-            # Compares every key, so that the duration reveals nothing about a partial match.
-            if not sum([hmac.compare_digest(given, key) for key in self.keys]):
-                raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
+        """Raises Unauthorized, AdminDisabled or CrossSite."""
+        given = _key(headers.get("authorization", ""))
+        if scope["path"].startswith(ADMIN):
+            if not self.admin_keys:
+                raise AdminDisabled("admin routes are disabled; set admin_keys to enable them")
+            if not _among(given, self.admin_keys):
+                raise Unauthorized("an admin key is needed: Authorization: Bearer KEY")
+        elif self.keys and scope["path"] not in OPEN_PATHS and not _among(given, self.keys):
+            raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
         if scope["method"] not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
             raise CrossSite("a page of another site may not send this request")
 
@@ -110,6 +124,11 @@ class Gate:
             self.metrics.stages(stages)
         for record in self.recorders:
             record(scope, trace)
+
+
+def _among(given: bytes, keys: tuple[bytes, ...]) -> bool:
+    """Compares every key, so that the duration reveals nothing about a partial match."""
+    return bool(sum([hmac.compare_digest(given, key) for key in keys]))
 
 
 def _key(authorization: str) -> bytes:
