@@ -12,8 +12,8 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from recserve.schemas import browse as b
 from recserve.schemas import admin as a
+from recserve.schemas import browse as b
 from recserve.schemas import events as e
 from recserve.schemas import inference as i
 from recserve.schemas import items as m
