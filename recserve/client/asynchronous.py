@@ -12,6 +12,7 @@ from recserve.client import operations
 from recserve.client.attempts import Attempts, ClientOptions, chunk, event_data
 from recserve.client.operations import Json, Operation
 from recserve.schemas.admin import BundleLoadRequest, BundleStatus
+from recserve.schemas.browse import ItemPage, ItemsQuery, UserPage, UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
 from recserve.schemas.inference import (
     InferRequest,
@@ -165,6 +166,14 @@ class AsyncClient:
     async def item(self, item_id: str, deadline_s: float | None = None) -> ItemResponse:
         """Returns one item of the catalogue."""
         return await self.send(operations.item(item_id), deadline_s)
+
+    async def items(self, query: ItemsQuery, deadline_s: float | None = None) -> ItemPage:
+        """Returns a page of the catalogue, most popular items first."""
+        return await self.send(operations.items(query), deadline_s)
+
+    async def users(self, query: UsersQuery, deadline_s: float | None = None) -> UserPage:
+        """Returns a page of the ids of users with stored events."""
+        return await self.send(operations.users(query), deadline_s)
 
     async def hide_item(self, item_id: str, deadline_s: float | None = None) -> HideItemResponse:
         """Removes an item from all answers."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import msgspec
 
 from recserve.schemas import admin as a
+from recserve.schemas import browse as b
 from recserve.schemas import events as e
 from recserve.schemas import inference as i
 from recserve.schemas import items as m
@@ -64,6 +65,14 @@ def _part(text: str) -> str:
     return quote(text, safe="")
 
 
+def _with_query(path: str, query: b.ItemsQuery | b.UsersQuery) -> str:
+    """Returns a path with the fields of a query that differ from their defaults."""
+    unset = type(query)()
+    fields = msgspec.to_builtins(query)
+    changed = {name: value for name, value in fields.items() if value != getattr(unset, name)}
+    return f"{path}?{urlencode(changed)}" if changed else path
+
+
 def recommend(body: m.RecommendRequest) -> Operation[m.RecommendResponse]:
     """POST /v1/recommend."""
     return _post("/v1/recommend", m.RecommendResponse, body)
@@ -103,6 +112,16 @@ def put_items(body: m.ItemsRequest) -> Operation[m.ItemsResponse]:
 def item(item_id: str) -> Operation[m.ItemResponse]:
     """GET /v1/items/{item_id}."""
     return _get(f"/v1/items/{_part(item_id)}", m.ItemResponse)
+
+
+def items(query: b.ItemsQuery) -> Operation[b.ItemPage]:
+    """GET /v1/items."""
+    return _get(_with_query("/v1/items", query), b.ItemPage)
+
+
+def users(query: b.UsersQuery) -> Operation[b.UserPage]:
+    """GET /v1/users."""
+    return _get(_with_query("/v1/users", query), b.UserPage)
 
 
 def hide_item(item_id: str) -> Operation[m.HideItemResponse]:

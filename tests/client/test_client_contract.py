@@ -13,7 +13,7 @@ import pytest
 
 from recserve.client import AsyncClient, Client
 from recserve.config import ServerConfig
-from recserve.schemas import admin, events, inference, items, scoring, text
+from recserve.schemas import admin, browse, events, inference, items, scoring, text
 from recserve.server.app import create_app
 from tests.support.described_requests import misfits, operations
 
@@ -52,6 +52,8 @@ ARGUMENTS = {
     "delete_user": ("a/history",),
     "put_items": (items.ItemsRequest(items=[{"item_id": "x", "price": 1}]),),
     "item": ("x/y?z",),
+    "items": (browse.ItemsQuery(query="red & blue", limit=5, after=20),),
+    "users": (browse.UsersQuery(prefix="a/b"),),
     "hide_item": ("x",),
     "rollback_items": (items.RollbackRequest(catalog_version="a.1"),),
     "complete": (COMPLETION,),

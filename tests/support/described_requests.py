@@ -23,10 +23,14 @@ def misfits(described: dict[str, Any], name: str, request: httpx.Request) -> lis
     """What a request has that the operation of this id does not allow."""
     method, path, operation = operations(described)[name]
     pattern = re.sub(r"\\\{[^}]*\\\}", "[^/]+", re.escape(path))
-    sent = request.url.raw_path.decode()
+    sent = request.url.raw_path.decode().partition("?")[0]
     wrong = []
     if request.method != method or not re.fullmatch(pattern, sent):
         wrong.append(f"{request.method} {sent} is not {method} {path}")
+    parameters = {p["name"]: p for p in operation.get("parameters", ()) if p["in"] == "query"}
+    for key in request.url.params:
+        if key not in parameters:
+            wrong.append(f"{name}: the query has {key!r}, not one of {sorted(parameters)}")
     body = operation.get("requestBody")
     if (body is None) != (not request.content):
         wrong.append(f"{name}: a body is sent or missing")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.schemas.browse import ItemPage, ItemsQuery, ListedItem
+from recserve.schemas.items import ItemResponse
+from recserve.service.errors import UnknownItem
 
 # A call looks at this many items, which takes about 20 ms. Larger catalogues need several calls.
 MAX_SCANNED = 20_000
@@ -54,4 +56,21 @@ def _listed(items: CatalogVersion, row: int) -> ListedItem:
         categories=record.categories,
         semantic_id=items.codes[row].tolist(),
         popularity=items.popularity(row),
+    )
+
+
+def item_response(items: CatalogVersion, item_id: str) -> ItemResponse:
+    """Returns one item of a catalogue version. Raises UnknownItem."""
+    row = items.visible.get(item_id)
+    if row < 0:
+        raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+    record = items.record(row)
+    return ItemResponse(
+        item_id=item_id,
+        title=record.title or None,
+        categories=record.categories,
+        attributes=items.attributes(row),
+        semantic_id=items.codes[row].tolist(),
+        popularity=items.popularity(row),
+        catalog_version=items.name,
     )

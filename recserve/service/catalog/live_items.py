@@ -28,7 +28,7 @@ from recserve.models.dense_retriever import item_vectors
 from recserve.schemas.browse import ItemPage, ItemsQuery
 from recserve.schemas.items import ItemResponse, ItemsRequest, ItemsResponse, RollbackResponse
 from recserve.service.catalog.item_changes import ItemChanges
-from recserve.service.catalog.item_page import item_page
+from recserve.service.catalog.item_page import item_page, item_response
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.catalog.version_archive import VersionArchive
 from recserve.service.errors import UnknownItem
@@ -85,35 +85,23 @@ class LiveItems:
         entries = self.journal.read()
         first = self.runtime.snapshot
         for entry in entries:
-            current = self.runtime.snapshot.items
+            items = self.runtime.snapshot.items
             try:
-                items = changed(current, entry.number, entry.changes, entry.hidden)
+                items = changed(items, entry.number, entry.changes, entry.hidden)
             except ValueError as error:
                 raise JournalError(f"{self.journal.path}: {error}") from error
             self.runtime.snapshot = replace(first, items=items)
             self._archive.add(items, first.base_trie)
-        if entries:
-            items, self.runtime.snapshot = self.runtime.snapshot.items, first
-            self._publish(items, first.base_trie, first.index)
-            log.info("replayed %d change sets of items", len(entries))
-            self._fold_if_large()
+        if not entries:
+            return
+        items, self.runtime.snapshot = self.runtime.snapshot.items, first
+        self._publish(items, first.base_trie, first.index)
+        log.info("replayed %d change sets of items", len(entries))
+        self._fold_if_large()
 
     def get(self, item_id: str) -> ItemResponse:
         """Returns one item of the current version. Raises UnknownItem."""
-        items = self.runtime.snapshot.items
-        row = items.visible.get(item_id)
-        if row < 0:
-            raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
-        record = items.record(row)
-        return ItemResponse(
-            item_id=item_id,
-            title=record.title or None,
-            categories=record.categories,
-            attributes=items.attributes(row),
-            semantic_id=items.codes[row].tolist(),
-            popularity=items.popularity(row),
-            catalog_version=items.name,
-        )
+        return item_response(self.runtime.snapshot.items, item_id)
 
     def listed(self, query: ItemsQuery) -> ItemPage:
         """Returns a page of the current version, most popular items first."""
