@@ -49,6 +49,8 @@ class ServerConfig(BaseSettings):
         device: Where the models run.
         api_keys: Accepted keys, of 16 characters or more. A client sends one of them as
             `Authorization: Bearer KEY`.
+        admin_keys: Keys of the routes under `/admin/`, of 16 characters or more. Without them these
+            routes answer 403.
         insecure: True allows an address that other machines can reach without any key.
         signing_key: Key that signs attribution tokens. By default a new key at each start, so
             that tokens of an earlier process are invalid.
@@ -73,6 +75,7 @@ class ServerConfig(BaseSettings):
             caches. CPU only.
         shadow: Strategy whose slates are compared with served slates in idle time.
         shadow_share: Share of served slates that are compared.
+        experiments: A/B experiments inside the server, see the guide to experiments.
         warm_drafts: Deprecated and without effect. A warm event computes only the user's prefix.
         access_log: True logs one line for each request.
     """
@@ -92,6 +95,7 @@ class ServerConfig(BaseSettings):
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     insecure: bool = False
     signing_key: SecretStr | None = None
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
@@ -111,10 +115,11 @@ class ServerConfig(BaseSettings):
     invariant: bool = False
     shadow: str | None = None
     shadow_share: float = Field(0.01, ge=0, le=1)
+    experiments: tuple[dict[str, Any], ...] = ()
     warm_drafts: bool = True
     access_log: bool = False
 
-    @field_validator("api_keys", "drafters", mode="before")
+    @field_validator("api_keys", "admin_keys", "drafters", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         """Splits the environment's single string at commas."""
@@ -122,7 +127,7 @@ class ServerConfig(BaseSettings):
             [k.strip() for k in value.split(",") if k.strip()] if isinstance(value, str) else value
         )
 
-    @field_validator("api_keys", "signing_key")
+    @field_validator("api_keys", "admin_keys", "signing_key")
     @classmethod
     def _long_enough(cls, value: Any) -> Any:
         for key in value if isinstance(value, tuple) else (value,) if value else ():

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli.flags import Device, StoreFlag
+from recserve.cli.flags import Device, StoreFlag, yaml_list
 
 
 def demo(
@@ -47,6 +47,9 @@ def serve(
         bool,
         typer.Option("--invariant", help="Answers are bit-identical in every batch; CPU only."),
     ] = False,
+    experiments: Annotated[
+        Path | None, typer.Option(help="YAML file with the setting `experiments`.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
 ) -> None:
     """Serve a bundle, a language model or both over HTTP.
@@ -59,6 +62,7 @@ def serve(
         **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
         **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
         **{"drafters": drafter or None, "invariant": invariant or None},
+        **{"experiments": None if experiments is None else yaml_list(experiments, "experiments")},
     }
     settings = ServerConfig.load(flags, config)
     from recserve.server.run import serve as run_server

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from recserve.schemas.experiments import ExperimentLabel
+
 MAX_K = 1000
 MAX_BEAM_WIDTH = 1000
 MAX_HISTORY = 4096
@@ -204,7 +206,7 @@ class Envelope(Struct, frozen=True, kw_only=True):
     rounds: int
     model_version: str
     catalog_version: str
-    experiment: None = None
+    experiment: ExperimentLabel | None = None
     degraded: list[str]
     attribution_token: str
     timing_ms: TimingMs
@@ -216,6 +218,7 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         score: Sum of log-probabilities over the levels. `rpg` gives their mean, and `dense` a
             scaled cosine. None if `source` is not `model`.
+        team: Arm that chose the item, in an interleaved slate only.
     """
 
     item_id: str
@@ -223,6 +226,7 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     rank: int
     source: str
     semantic_id: list[int] | UnsetType = UNSET
+    team: str | UnsetType = UNSET
 
 
 class Explanation(Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import Id, InvalidRequest, Name, RequestId, StrictStruct
 
 MAX_N = 16
@@ -313,6 +314,7 @@ class TextResponse(Struct, frozen=True, kw_only=True):
         usage: Token counts. In a stream they come last, or in every chunk with
             `continuous_usage_stats`.
         metrics: Draft statistics; in a stream in the last chunk.
+        experiment: Experiment and arm, where the request is in one; in the place of `metrics`.
     """
 
     id: Id
@@ -322,6 +324,7 @@ class TextResponse(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     usage: Usage | None | UnsetType = UNSET
     metrics: TextMetrics | UnsetType = UNSET
+    experiment: ExperimentLabel | UnsetType = UNSET
 
 
 class CompletionResponse(TextResponse, frozen=True, kw_only=True):

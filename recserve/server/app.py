@@ -16,9 +16,14 @@ from starlette.responses import Response
 
 from recserve.config import ServerConfig
 from recserve.engine.engine_config import EngineConfig
+from recserve.experiments.serving.experiment import Experiment
+from recserve.experiments.serving.registry import Experiments
+from recserve.experiments.serving.settings import parse_experiments
 from recserve.metrics import Metrics
 from recserve.search.strategies.registry import strategy_classes
 from recserve.server import playground
+from recserve.server.arms.check import check_arms
+from recserve.server.arms.collector import ExperimentCollector
 from recserve.server.errors import REASONS
 from recserve.server.exchange import Exchange
 from recserve.server.lifecycle import Lifecycle
@@ -33,6 +38,7 @@ from recserve.server.routes import (
     recommend,
     text_scores,
 )
+from recserve.server.routes import experiments as experiment_routes
 from recserve.server.routes.paths import allowed_methods
 from recserve.server.transport.gate import Gate
 from recserve.service import Service
@@ -60,7 +66,14 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config: Settings of the server.
         service: An open service to use; None opens the one that `config` names.
     """
-    lifecycle = Lifecycle((lambda: load(config)) if service is None else (lambda: service))
+    experiments = Experiments(Experiment(one) for one in parse_experiments(config.experiments))
+
+    def opened() -> Service:
+        found = load(config) if service is None else service
+        check_arms(found, experiments)
+        return found
+
+    lifecycle = Lifecycle(opened)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -85,13 +98,29 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
+        experiments,
     )
-    item_routes = (recommend, rank, events, items)
-    for routes in (*item_routes, models, completions, text_scores, health, playground):
+    item_routes = (recommend, rank, events, items, experiment_routes)
+    for routes in (
+        *item_routes,
+        experiment_routes,
+        models,
+        completions,
+        text_scores,
+        health,
+        playground,
+    ):
         routes.add_routes(app, exchange)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
-    keys = tuple(key.get_secret_value() for key in config.api_keys)
-    app.add_middleware(Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys)
+    metrics.arms = experiments.labels
+    metrics.registry.register(ExperimentCollector(experiments))
+    app.add_middleware(
+        Gate,
+        lifecycle=lifecycle,
+        metrics=metrics,
+        api_keys=tuple(key.get_secret_value() for key in config.api_keys),
+        admin_keys=tuple(key.get_secret_value() for key in config.admin_keys),
+    )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle

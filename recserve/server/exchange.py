@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded
+from recserve.experiments.serving.registry import Experiments
 from recserve.metrics import Metrics
 from recserve.schemas.items import MAX_TIMEOUT_MS, InvalidRequest
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
@@ -43,6 +44,7 @@ class Exchange:
         max_body_bytes: Upper bound on the size of a request body.
         default_timeout_ms: Timeout of an item request that does not set one.
         text_timeout_ms: Timeout of a text request that does not set one.
+        experiments: Experiments of the server.
     """
 
     lifecycle: Lifecycle
@@ -50,6 +52,7 @@ class Exchange:
     max_body_bytes: int
     default_timeout_ms: int
     text_timeout_ms: int
+    experiments: Experiments = field(default_factory=Experiments)
 
     @property
     def service(self) -> Service:

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from recserve.schemas import events as e
+from recserve.schemas import experiments as x
 from recserve.schemas import items as m
 from recserve.schemas import scoring as s
 from recserve.schemas import text as t
@@ -44,6 +45,9 @@ ANSWERS = {
     "put_items": m.ItemsResponse,
     "hide_item": m.HideItemResponse,
     "rollback_items": m.RollbackResponse,
+    "experiments": x.ExperimentsResponse,
+    "stop_experiment": x.ExperimentStatus,
+    "start_experiment": x.ExperimentStatus,
 }
 
 

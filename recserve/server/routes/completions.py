@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
+from recserve.server.arms.text_answer import TextArm
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.transport.trace import trace_of
@@ -44,6 +46,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
 async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]) -> Response:
     deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
     trace, pieces = trace_of(request.scope), Pieces()
+    arm = TextArm.of(exchange, trace, body)
 
     def listen(piece: Piece) -> None:
         if piece.first and piece.index == 0:
@@ -52,7 +55,12 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
             pieces.put(piece)
 
     # Tokenising a long prompt takes a while, so it runs off the event loop.
-    work = await asyncio.to_thread(begin, body, trace.request_id, deadline_s, listen)
+    try:
+        work = await asyncio.to_thread(begin, arm.body, trace.request_id, deadline_s, listen)
+    except Exception as error:
+        arm.failed(error)
+        raise
+    work = replace(work, experiment=arm.label)
 
     def count() -> None:
         usage = work.usage()
@@ -60,10 +68,20 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
         exchange.metrics.drafted(work.speculation.drafter, work.drafted())
         trace.timing_ms = work.timing_ms()
 
+    def end(error: BaseException | None) -> None:
+        count()
+        if error is None:
+            arm.answered(work.usage().completion_tokens)
+        else:
+            arm.failed(error)
+
     if body.stream:
-        return await EventStream(request, work, pieces, deadline_s, count).begin()
+        return await EventStream(request, work, pieces, deadline_s, end).begin()
     try:
         await ended(request, work.futures, deadline_s)
-        return json_response(work.answer())
-    finally:
-        count()
+        answer = work.answer()
+    except BaseException as error:
+        end(error)
+        raise
+    end(None)
+    return json_response(answer)

@@ -13,7 +13,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recserve.metrics import Metrics
-from recserve.server.errors import ClientGone, CrossSite, Unauthorized, error_response, row_of
+from recserve.server.errors import (
+    AdminDisabled,
+    ClientGone,
+    CrossSite,
+    Unauthorized,
+    error_response,
+    row_of,
+)
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.trace import HEADER, SCOPE_KEY, Trace
 
@@ -22,6 +29,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 )
+ADMIN_PREFIX = "/admin/"
 
 
 class Gate:
@@ -32,15 +40,22 @@ class Gate:
         lifecycle: Counts requests in progress.
         metrics: Counts requests and failures.
         keys: Valid API keys; empty means that no key is required.
+        admin_keys: Valid keys of the routes under /admin/; empty means that nobody may use them.
     """
 
     def __init__(
-        self, app: ASGIApp, lifecycle: Lifecycle, metrics: Metrics, api_keys: tuple[str, ...]
+        self,
+        app: ASGIApp,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        api_keys: tuple[str, ...],
+        admin_keys: tuple[str, ...] = (),
     ) -> None:
         self.app = app
         self.lifecycle = lifecycle
         self.metrics = metrics
         self.keys = tuple(key.encode() for key in api_keys)
+        self.admin_keys = tuple(key.encode() for key in admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request to the application, or answers it with an error."""
@@ -80,19 +95,24 @@ class Gate:
             self._count(scope, trace)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises Unauthorized or CrossSite."""
-        if self.keys and scope["path"] not in OPEN_PATHS:
+        """Raises Unauthorized, AdminDisabled or CrossSite."""
+        admin = scope["path"].startswith(ADMIN_PREFIX)
+        if admin and not self.admin_keys:
+            raise AdminDisabled("this route needs the setting admin_keys, which the server lacks")
+        keys = self.admin_keys if admin else self.keys
+        if keys and scope["path"] not in OPEN_PATHS:
             given = _key(headers.get("authorization", ""))
             # Compares every key, so that the duration reveals nothing about a partial match.
-            if not sum([hmac.compare_digest(given, key) for key in self.keys]):
-                raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
+            if not sum([hmac.compare_digest(given, key) for key in keys]):
+                kind = "admin key" if admin else "key"
+                raise Unauthorized(f"a valid {kind} is needed: Authorization: Bearer KEY")
         if scope["method"] not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
             raise CrossSite("a page of another site may not send this request")
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")
         seconds = time.monotonic() - trace.began_s
-        self.metrics.request(getattr(route, "path", None), trace.strategy, seconds)
+        self.metrics.request(getattr(route, "path", None), trace.strategy, seconds, trace.arm)
         if trace.failure is not None and scope["path"] not in OPEN_PATHS:
             self.metrics.failure(trace.failure)
         if trace.timing_ms is not None:

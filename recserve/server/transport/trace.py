@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
+from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import REQUEST_ID, InvalidRequest, TimingMs
 
 HEADER = "x-request-id"
+EXPERIMENT_HEADER = b"x-recserve-experiment"
 _SHAPE = re.compile(REQUEST_ID.pattern or "")
 SCOPE_KEY = "recserve.trace"
 UPLOAD_KEY = "recserve.upload"
@@ -27,6 +29,7 @@ class Trace:
         strategy: Strategy of the answer; "none" until a model has answered.
         timing_ms: Times of the stages; None until a model has answered.
         failure: Label of the failure counter; None unless the request failed.
+        experiment: Experiment and arm of the request; None outside experiments.
     """
 
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
@@ -34,6 +37,14 @@ class Trace:
     strategy: str = "none"
     timing_ms: TimingMs | None = None
     failure: str | None = None
+    experiment: ExperimentLabel | None = None
+
+    @property
+    def arm(self) -> str:
+        """Label of metrics: the arm whose latency the request shows, or `none`."""
+        label = self.experiment
+        alone = label is not None and label.mode in ("split", "shadow") and label.reason is None
+        return label.header if label is not None and alone and label.arm else "none"
 
     def rename(self, request_id: str | None) -> None:
         """Uses the client's id.
@@ -57,6 +68,8 @@ class Trace:
             (b"x-request-id", self.request_id.encode()),
             (b"x-content-type-options", b"nosniff"),
         ]
+        if self.experiment is not None:
+            headers.append((EXPERIMENT_HEADER, self.experiment.header.encode()))
         if self.timing_ms is not None:
             stages = {
                 name: getattr(self.timing_ms, name) for name in self.timing_ms.__struct_fields__

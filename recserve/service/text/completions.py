@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import InvalidRequest, TimingMs
 from recserve.schemas.text import (
     ChatRequest,
@@ -60,6 +61,7 @@ class PendingTexts:
         include_usage: True if a stream ends with a chunk of token counts.
         continuous_usage: True if every chunk has the token counts of its text so far.
         watch: Started when the body arrived.
+        experiment: Experiment and arm of the request; UNSET outside experiments.
     """
 
     head: dict[str, Any]
@@ -73,6 +75,7 @@ class PendingTexts:
     include_usage: bool
     continuous_usage: bool
     watch: Stopwatch
+    experiment: ExperimentLabel | UnsetType = UNSET
 
     def cancel(self) -> None:
         """Cancels all texts."""
@@ -84,8 +87,7 @@ class PendingTexts:
         for future, stream in zip(self.futures, self.streams, strict=True):
             future.result()
             stream.wait()
-        head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
-        return self.shape.answer(head, self.streams)
+        return self.shape.answer(self.head | {"usage": self.usage()} | self._tail(), self.streams)
 
     def chunk(self, piece: Piece, last: bool) -> TextResponse:
         """Returns the chunk for a piece.
@@ -99,13 +101,16 @@ class PendingTexts:
             usage = self.usage_so_far(piece)
         head = {**self.head, "usage": usage}
         if last and not self.include_usage:
-            head["metrics"] = self.metrics()
+            head |= self._tail()
         return self.shape.chunk(head, [piece])
 
     def counts(self) -> TextResponse:
         """Returns the chunk of token counts that follows the last piece with `include_usage`."""
-        head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
-        return self.shape.chunk(head, [])
+        return self.shape.chunk(self.head | {"usage": self.usage()} | self._tail(), [])
+
+    def _tail(self) -> dict[str, Any]:
+        """Returns the fields of a whole response and of a stream's last chunk."""
+        return {"metrics": self.metrics(), "experiment": self.experiment}
 
     def usage(self) -> Usage:
         """Returns the token counts of all texts."""
