@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundles, experiments, serve, train
+from recserve.cli import answers, bundles, experiment_admin, experiments, serve, train
 
 FAILED = 1
 TRAIN_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn": "scikit-learn"}
@@ -45,6 +45,12 @@ bundle_app.command()(bundles.verify)
 bundle_app.command()(bundles.calibrate)
 bundle_app.command()(bundles.export)
 app.add_typer(bundle_app, name="bundle")
+
+experiments_app = typer.Typer(help="List, stop or start experiments.", no_args_is_help=True)
+experiments_app.command("list")(experiment_admin.list_experiments)
+experiments_app.command()(experiment_admin.stop)
+experiments_app.command()(experiment_admin.start)
+app.add_typer(experiments_app, name="experiments")
 
 history_app = typer.Typer(help="Show or delete a user's stored history.", no_args_is_help=True)
 history_app.command()(answers.show)

@@ -45,6 +45,7 @@ class Exchange:
         default_timeout_ms: Timeout of an item request that does not set one.
         text_timeout_ms: Timeout of a text request that does not set one.
         experiments: Experiments of the server.
+        copies: Requests of mode `shadow` in progress.
     """
 
     lifecycle: Lifecycle
@@ -53,6 +54,7 @@ class Exchange:
     default_timeout_ms: int
     text_timeout_ms: int
     experiments: Experiments = field(default_factory=Experiments)
+    copies: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def service(self) -> Service:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -44,6 +45,23 @@ class ServingArm:
     tally: ArmTally
 
 
+@dataclass
+class ComparisonCounts:
+    """Running sums of comparisons in the modes `paired`, `shadow` and `interleaved`.
+
+    Attributes:
+        answers: Requests that both arms answered.
+        shared: Sum over these of the share of the control's items that the other arm has.
+        identical: Answers with the same items in the same order.
+        dropped: Shadow copies that did not run because the server was busy.
+    """
+
+    answers: int = 0
+    shared: float = 0.0
+    identical: int = 0
+    dropped: int = 0
+
+
 class Experiment:
     """A running, stopped or fallen-back experiment. Its methods may run on any thread.
 
@@ -54,6 +72,7 @@ class Experiment:
         status: State of the experiment.
         reason: Why it does not run; None while it runs.
         fallbacks: Number of automatic fall-backs by cause.
+        compared: Comparisons of the arms' items for one request.
     """
 
     def __init__(
@@ -82,6 +101,7 @@ class Experiment:
         self.status: Status = "running"
         self.reason: str | None = None
         self.fallbacks: Counter[Cause] = Counter(dict.fromkeys(CAUSES, 0))
+        self.compared = ComparisonCounts()
         self._exclusion = Exclusion.of(settings.use, fields)
         self._clock = clock
         self._lock = threading.Lock()
@@ -125,6 +145,22 @@ class Experiment:
                 return
             self._looked_s = now_s
             self._look(now_s, self.settings.guard)
+
+    def coin(self, request_id: str) -> random.Random:
+        """Returns a source of draws for a request; the same for the same request."""
+        return random.Random(f"{self.split.seed}:{request_id}")
+
+    def compare(self, control: Sequence[str], other: Sequence[str]) -> None:
+        """Compares the items of both arms for one request."""
+        with self._lock:
+            self.compared.answers += 1
+            self.compared.shared += len({*control} & {*other}) / max(len(control), 1)
+            self.compared.identical += [*control] == [*other]
+
+    def drop(self) -> None:
+        """Counts a shadow copy that did not run."""
+        with self._lock:
+            self.compared.dropped += 1
 
     def stop(self) -> None:
         """Stops the experiment: every request gets the control."""

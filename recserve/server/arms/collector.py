@@ -14,6 +14,12 @@ COUNTS = (
     ("errors", "Requests of an arm that failed on the server's side"),
     ("empty", "Answers of an arm without an item from a model or without a token"),
 )
+COMPARISONS = (
+    ("answers", "Requests that both arms answered"),
+    ("shared", "Sum over these of the share of the control's items that the other arm has"),
+    ("identical", "Requests with the same items in the same order in both arms"),
+    ("dropped", "Shadow copies that did not run because the server was busy"),
+)
 
 
 class ExperimentCollector(Collector):
@@ -49,5 +55,12 @@ class ExperimentCollector(Collector):
             running.add_metric([one.settings.name], one.status == "running")
             for cause, count in one.fallbacks.items():
                 fallbacks.add_metric([one.settings.name, cause], count)
+        for name, text in COMPARISONS:
+            family = CounterMetricFamily(
+                f"recserve_experiment_compared_{name}", text, labels=["experiment"]
+            )
+            for one in found:
+                family.add_metric([one.settings.name], getattr(one.compared, name))
+            yield family
         yield running
         yield fallbacks

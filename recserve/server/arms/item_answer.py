@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Generic
-
 import msgspec
 from starlette.requests import Request
 
-from recserve.experiments.serving.experiment import ServingArm
 from recserve.experiments.serving.registry import Draw
-from recserve.server.arms.arm_run import ArmMisfit, measured
+from recserve.server.arms.interleaved import interleaved
+from recserve.server.arms.item_request import ArmMisfit, ItemRequest
 from recserve.server.arms.item_use import A, B, ItemUse
-from recserve.server.exchange import Exchange, finished, outcomes
+from recserve.server.arms.paired import paired
+from recserve.server.arms.shadow_copies import with_shadow
+from recserve.server.exchange import Exchange, finished
 from recserve.server.transport.trace import trace_of
 
 
@@ -29,62 +29,35 @@ async def answer_items(exchange: Exchange, request: Request, use: ItemUse[B, A],
     """
     trace = trace_of(request.scope)
     deadline_s = exchange.deadline_s(request, body.timeout_ms)
+    item_request = ItemRequest(exchange, request, use, body, deadline_s)
     user = None if body.user is None else body.user.id
     draw = exchange.experiments.draw(use.name, user, trace.request_id, body)
-    item_request = _ItemRequest(exchange, request, use, body, deadline_s)
     if draw is None:
-        return finished(trace, await item_request.plain(body))
-    trace.experiment = draw.label
+        return finished(trace, await item_request.answer(None))
+    label = trace.experiment = draw.label
     try:
-        answer = await item_request.drawn(draw)
+        answer = await _drawn(item_request, draw)
     except ArmMisfit as misfit:
-        label = msgspec.structs.replace(
-            draw.label, arm=None, reason=f"the arm does not fit: {misfit}"
-        )
-        trace.experiment = label
-        answer = await item_request.plain(body)
-    label = trace.experiment
+        reason = f"the arm does not fit: {misfit}"
+        label = trace.experiment = msgspec.structs.replace(label, arm=None, reason=reason)
+        answer = await item_request.answer(None)
     signer = exchange.service.runtime.signer
     token = signer.labelled(answer.attribution_token, label.name, label.arm or "")
-    return finished(
-        trace, msgspec.structs.replace(answer, experiment=label, attribution_token=token)
-    )
+    labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
+    return finished(trace, labelled)
 
 
-class _ItemRequest(Generic[B, A]):
-    """One request on its way through the arms."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        request: Request,
-        use: ItemUse[B, A],
-        body: B,
-        deadline_s: float,
-    ) -> None:
-        self.exchange = exchange
-        self.request = request
-        self.use = use
-        self.body = body
-        self.deadline_s = deadline_s
-
-    async def plain(self, body: B) -> A:
-        """Returns the answer of the service."""
-        begin = self.use.begin(self.exchange.service)
-        work = await self.exchange.begin(begin, self.request, body, self.deadline_s)
-        (outcome,) = await outcomes(self.request, [work], self.deadline_s)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    async def drawn(self, draw: Draw) -> A:
-        """Returns the answer of the arm."""
-        if draw.arm is None:
-            return await self.plain(self.body)
-        if not draw.counted:
-            return await self.plain(draw.arm.fields.applied(self.body))
-        return await self._run(draw, draw.arm)
-
-    async def _run(self, draw: Draw, arm: ServingArm) -> A:
-        body = arm.fields.applied(self.body)
-        return await measured(draw.experiment, arm, lambda: self.plain(body), self.use.empty)
+async def _drawn(item_request: ItemRequest[B, A], draw: Draw) -> A:
+    """Returns the answer of the arm, in the mode of the experiment."""
+    if draw.arm is None:
+        return await item_request.answer(None)
+    if not draw.counted:
+        return await item_request.fitted(draw.arm)
+    mode = draw.experiment.settings.mode
+    if mode == "paired":
+        return await paired(item_request, draw.experiment)
+    if mode == "shadow":
+        return await with_shadow(item_request, draw.experiment)
+    if mode == "interleaved":
+        return await interleaved(item_request, draw.experiment)
+    return await item_request.recorded(draw.experiment, draw.arm)

@@ -29,11 +29,13 @@ class ItemUse(Generic[B, A]):
         name: Name of the use in experiments.
         begin: Starts a request on a service.
         empty: Whether a response has no item from a model.
+        item_ids: Ids of the items of a response, best first.
     """
 
     name: Use
     begin: Callable[[Service], Callable[[B, str, float], Pending[A]]]
     empty: Callable[[A], bool]
+    item_ids: Callable[[A], list[str]]
 
 
 def _no_model_items(answer: RecommendResponse) -> bool:
@@ -42,8 +44,14 @@ def _no_model_items(answer: RecommendResponse) -> bool:
 
 
 RECOMMEND = ItemUse[RecommendRequest, RecommendResponse](
-    "recommend", lambda service: service.recommendations.begin, _no_model_items
+    "recommend",
+    lambda service: service.recommendations.begin,
+    _no_model_items,
+    lambda answer: [item.item_id for item in answer.items],
 )
 RANK = ItemUse[RankRequest, RankResponse](
-    "rank", lambda service: service.rankings.begin, lambda answer: not answer.items
+    "rank",
+    lambda service: service.rankings.begin,
+    lambda answer: not answer.items,
+    lambda answer: [item.item_id for item in answer.items],
 )

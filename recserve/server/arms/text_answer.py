@@ -12,7 +12,7 @@ from recserve.experiments.serving.arm_tally import ArmResult
 from recserve.experiments.serving.registry import Draw
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.text import TextRequest
-from recserve.server.arms.arm_run import counts_as_failure, is_misfit
+from recserve.server.arms.item_request import counts_as_failure, is_misfit
 from recserve.server.exchange import Exchange
 from recserve.server.transport.trace import Trace
 
