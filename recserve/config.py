@@ -49,8 +49,8 @@ class ServerConfig(BaseSettings):
         device: Where the models run.
         api_keys: Accepted keys, of 16 characters or more. A client sends one of them as
             `Authorization: Bearer KEY`.
-        admin_keys: Keys of the routes under `/admin/`, of 16 characters or more. Without them these
-            routes answer 403.
+        admin_keys: Keys of the routes below `/admin/`, of 16 characters or more. Without any these
+            routes are disabled.
         insecure: True allows an address that other machines can reach without any key.
         signing_key: Key that signs attribution tokens. By default a new key at each start, so
             that tokens of an earlier process are invalid.
@@ -95,7 +95,7 @@ class ServerConfig(BaseSettings):
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    admin_keys: Annotated[list[SecretStr], NoDecode] = []
     insecure: bool = False
     signing_key: SecretStr | None = None
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
@@ -130,7 +130,7 @@ class ServerConfig(BaseSettings):
     @field_validator("api_keys", "admin_keys", "signing_key")
     @classmethod
     def _long_enough(cls, value: Any) -> Any:
-        for key in value if isinstance(value, tuple) else (value,) if value else ():
+        for key in value if isinstance(value, tuple | list) else (value,) if value else ():
             length = len(key.get_secret_value())
             if length < MIN_KEY_LENGTH:
                 raise ValueError(f"a key needs {MIN_KEY_LENGTH} characters or more, got {length}")

@@ -85,6 +85,9 @@ def bench(
     calibrate: CalibrateFlag = True,
     report: ReportFlag = None,
     records: RecordsFlag = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Requests of an earlier run (--records) to compare with.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Drive load on a running server and report latencies, tokens and slates."""
@@ -92,12 +95,19 @@ def bench(
     from recserve.experiments.load.session import run_session
     from recserve.experiments.report.document import make_document
     from recserve.experiments.report.measurements import write_records
+    from recserve.experiments.statistics.criteria import Criteria
+    from recserve.experiments.statistics.saved_run import compare_with_saved, read_records
 
     workload = make_workload(locals())
     arms = [Arm(name="server", url=url.rstrip("/"))]
     design = Design(seed=seed)
+    if against is not None:
+        read_records(against)  # a wrong file is reported before the run
     session = run(lambda tell: run_session(workload, arms, design, tell))
-    result = make_document(session, workload, design, sys.argv[1:])
+    comparisons = []
+    if against is not None:
+        comparisons.append(compare_with_saved(session, against, Criteria(k=workload.k)))
+    result = make_document(session, workload, design, sys.argv[1:], comparisons)
     if records:
         write_records(records, session.columns, ["server"])
     write(result, report, as_json)

@@ -103,7 +103,6 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     item_routes = (recommend, rank, events, items, experiment_routes)
     for routes in (
         *item_routes,
-        experiment_routes,
         models,
         completions,
         text_scores,
@@ -114,12 +113,10 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     metrics.arms = experiments.labels
     metrics.registry.register(ExperimentCollector(experiments))
+    keys = tuple(key.get_secret_value() for key in config.api_keys)
+    admin_keys = tuple(key.get_secret_value() for key in config.admin_keys)
     app.add_middleware(
-        Gate,
-        lifecycle=lifecycle,
-        metrics=metrics,
-        api_keys=tuple(key.get_secret_value() for key in config.api_keys),
-        admin_keys=tuple(key.get_secret_value() for key in config.admin_keys),
+        Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys, admin_keys=admin_keys
     )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

@@ -56,7 +56,7 @@ class Unauthorized(PermissionError):
 
 
 class AdminDisabled(PermissionError):
-    """The server has no admin keys, so that nobody may use the routes under /admin/."""
+    """The server has no admin keys, or lacks the setting that the admin route needs."""
 
 
 class CrossSite(PermissionError):

@@ -46,7 +46,7 @@ def test_list_stop_and_start(client):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("stop", "speed"), "answered 401: a valid admin key is needed"),
+        (("stop", "speed"), "answered 401: an admin key is needed"),
         (("stop", "none", "--key", ADMIN), "answered 404: experiments of this server: speed"),
     ],
 )
@@ -60,3 +60,28 @@ def test_a_server_that_is_not_there():
     refused = invoke("list", "http://127.0.0.1:9")
     assert refused.exit_code != 0 and "does not answer" in str(refused.exception)
     assert invoke("list", "127.0.0.1:9").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "expected a mapping, got list"),
+        ("experiments: {}", "expected one key experiments with a list"),
+        ("experiments: []\nport: 1", "expected one key experiments with a list"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_serve_refuses_a_wrong_file(tmp_path, text, words):
+    path = tmp_path / "experiments.yaml"
+    path.write_text(text)
+    refused = CliRunner().invoke(app, ["serve", "--bundle", "b", "--experiments", str(path)])
+    assert refused.exit_code == 2
+    assert words in " ".join(refused.output.replace("│", " ").split())
+
+
+def test_serve_names_the_wrong_setting(tmp_path):
+    path = tmp_path / "experiments.yaml"
+    path.write_text("experiments: [{name: a, use: recommend, arms: [{name: x}]}]")
+    refused = CliRunner().invoke(app, ["serve", "--bundle", "b", "--experiments", str(path)])
+    assert refused.exit_code != 0
+    assert "experiments[0].arms: expected array of length >= 2" in str(refused.exception)

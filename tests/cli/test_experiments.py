@@ -230,3 +230,23 @@ def test_a_closed_loop_cannot_stop_early(users):
     loop = ("--arrivals", "closed", "--stop-early")
     result = invoke("ab", "http://127.0.0.1:9", "--data", users, *arms, *loop)
     assert result.exit_code == 2 and "closed loop" in result.output
+
+
+def test_bench_compares_with_a_saved_run(users, tmp_path):
+    records, report = tmp_path / "old.parquet", tmp_path / "r.html"
+    common = ("--data", users, *SHORT, "--exact", 0, "--json", "--fields")
+    with http_server(recserve) as url:
+        first = invoke("bench", url, *common, '{"strategy": "quick"}', "--records", records)
+        assert first.exit_code == 0, first.output
+        second = invoke(
+            "bench", url, *common, '{"strategy": "slow"}', "--against", records, "--report", report
+        )
+    assert second.exit_code == 0, second.output
+    (comparison,) = json.loads(second.stdout)["comparisons"]
+    assert (comparison["control"], comparison["treatment"]) == ("saved run", "this run")
+    p50 = next(e for e in comparison["effects"]["latency"] if e["statistic"] == "p50")
+    assert p50["relative"]["low"] > 1  # 20 ms against 2 ms
+    assert any("one after the other" in note for note in comparison["notes"])
+    assert "this run" in report.read_text() and "saved run" in report.read_text()
+    wrong = invoke("bench", "http://127.0.0.1:9", "--data", users, "--against", users)
+    assert wrong.exit_code != 0 and "expected" in str(wrong.exception)

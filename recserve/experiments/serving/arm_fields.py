@@ -137,7 +137,8 @@ class Exclusion:
             names |= set(rules.coupled)
         plain = converted(dict(rules.required), rules.kind)
         widths = [arm.values["beam_width"] for arm in arms if arm.values.get("beam_width")]
-        return cls({name: getattr(plain, name) for name in names}, min(widths, default=None))
+        ordered = [name for name in rules.fields if name in names]
+        return cls({name: getattr(plain, name) for name in ordered}, min(widths, default=None))
 
     def reason(self, body: msgspec.Struct) -> str | None:
         """Returns why a request takes no part; None if it does."""

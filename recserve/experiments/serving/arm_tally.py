@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
 
 from recserve.experiments.serving.settings import MAX_WINDOW
 
@@ -54,7 +56,7 @@ class WindowSummary:
     requests: int
     errors: int
     empty: int
-    seconds: tuple[float, ...]
+    seconds: NDArray[np.float64]
 
 
 class ArmTally:
@@ -76,40 +78,47 @@ class ArmTally:
         self.errors = 0
         self.empty = 0
         self._window_s = window_s
-        self._recent: deque[tuple[float, ArmResult]] = deque(maxlen=MAX_WINDOW)
+        # Ring buffers: a deque of 10,000 results would stall the event loop at each look.
+        self._at_s = np.full(MAX_WINDOW, -math.inf)
+        self._seconds = np.full(MAX_WINDOW, math.nan)
+        self._failed = np.zeros(MAX_WINDOW, np.bool_)
+        self._empty = np.zeros(MAX_WINDOW, np.bool_)
 
     def add(self, result: ArmResult, now_s: float) -> None:
         """Adds a result; now_s is a time.monotonic() value."""
+        place = self.requests % MAX_WINDOW
         self.requests += 1
         self.errors += result.failed
         self.empty += result.empty
-        self._recent.append((now_s, result))
+        self._at_s[place] = now_s
+        self._seconds[place] = math.nan if result.seconds is None else result.seconds
+        self._failed[place] = result.failed
+        self._empty[place] = result.empty
 
     def forget(self) -> None:
         """Empties the window; the totals stay."""
-        self._recent.clear()
+        self._at_s.fill(-math.inf)
 
     def window(self, now_s: float) -> WindowSummary:
         """Returns the requests of the last `window_s` seconds."""
-        while self._recent and self._recent[0][0] < now_s - self._window_s:
-            self._recent.popleft()
-        results = [result for _, result in self._recent]
+        inside = self._at_s >= now_s - self._window_s
+        seconds = self._seconds[inside]
         return WindowSummary(
-            requests=len(results),
-            errors=sum(result.failed for result in results),
-            empty=sum(result.empty for result in results),
-            seconds=tuple(sorted(r.seconds for r in results if r.seconds is not None)),
+            requests=int(inside.sum()),
+            errors=int(self._failed[inside].sum()),
+            empty=int(self._empty[inside].sum()),
+            seconds=np.sort(seconds[~np.isnan(seconds)]),
         )
 
 
-def percentile(ordered: tuple[float, ...], share: float, confidence: float) -> Percentile | None:
+def percentile(ordered: NDArray[np.float64], share: float, confidence: float) -> Percentile | None:
     """Returns a percentile and its interval by order statistics; None without values.
 
     The ranks of the interval come from the binomial distribution in its normal approximation. They
     assume independent requests, so the interval is a guide. `recserve ab` has better ones.
 
     Args:
-        ordered: Values in ascending order.
+        ordered: [n] values in ascending order.
         share: 0.99 for the 99th percentile.
         confidence: Two-sided confidence of the interval, such as 0.95.
     """
@@ -119,7 +128,7 @@ def percentile(ordered: tuple[float, ...], share: float, confidence: float) -> P
     spread = NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(count * share * (1 - share))
     low, high = math.floor(count * share - spread) - 1, math.ceil(count * share + spread)
     return Percentile(
-        value=ordered[min(count - 1, math.ceil(count * share) - 1)],
-        low=ordered[low] if low >= 0 else None,
-        high=ordered[high] if high < count else None,
+        value=float(ordered[min(count - 1, math.ceil(count * share) - 1)]),
+        low=float(ordered[low]) if low >= 0 else None,
+        high=float(ordered[high]) if high < count else None,
     )

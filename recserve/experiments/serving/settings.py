@@ -33,15 +33,11 @@ class ArmSettings(StrictStruct, frozen=True, kw_only=True):
         name: Name in responses and metrics.
         weight: Share of the units; None in every arm means equal shares.
         fields: Request fields that the arm sets; dots in names nest.
-        bundle: Folder of another bundle that answers the arm's requests.
-        engine: Fields of EngineConfig; the arm then has its own engine.
     """
 
     name: Label
     weight: Weight | None = None
     fields: dict[str, Any] = {}
-    bundle: Annotated[str, Meta(min_length=1)] | None = None
-    engine: dict[str, Any] = {}
 
 
 class GuardSettings(StrictStruct, frozen=True, kw_only=True):
@@ -146,14 +142,6 @@ def _check(one: ExperimentSettings, place: str) -> None:
         except InvalidRequest as error:
             param = f"{place}.arms[{index}].fields" + (f".{error.param}" if error.param else "")
             raise InvalidRequest(param, _reason(error)) from None
-        if not index and (arm.bundle or arm.engine):
-            raise InvalidRequest(
-                f"{place}.arms[0]", "the control has no bundle or engine of its own; got one"
-            )
-        if (arm.bundle or arm.engine) and one.use == "text":
-            raise InvalidRequest(
-                f"{place}.arms[{index}]", "expected no bundle or engine for use text, got one"
-            )
 
 
 def _reason(error: InvalidRequest) -> str:

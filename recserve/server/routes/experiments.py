@@ -12,7 +12,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     """Adds the routes that show, stop and start experiments."""
 
     @app.get("/v1/experiments", operation_id="experiments")
-    async def experiments() -> Response:
+    def experiments() -> Response:  # not async: its first call imports scipy, on a thread
         """Return the state of all experiments and of their arms."""
         return json_response(exchange.experiments.described())
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 )
-ADMIN_PREFIX = "/admin/"
+ADMIN = "/admin/"
 
 
 class Gate:
@@ -40,7 +40,7 @@ class Gate:
         lifecycle: Counts requests in progress.
         metrics: Counts requests and failures.
         keys: Valid API keys; empty means that no key is required.
-        admin_keys: Valid keys of the routes under /admin/; empty means that nobody may use them.
+        admin_keys: Valid keys of the admin routes; empty means that nobody may use them.
     """
 
     def __init__(
@@ -96,16 +96,14 @@ class Gate:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Raises Unauthorized, AdminDisabled or CrossSite."""
-        admin = scope["path"].startswith(ADMIN_PREFIX)
-        if admin and not self.admin_keys:
-            raise AdminDisabled("this route needs the setting admin_keys, which the server lacks")
-        keys = self.admin_keys if admin else self.keys
-        if keys and scope["path"] not in OPEN_PATHS:
-            given = _key(headers.get("authorization", ""))
-            # Compares every key, so that the duration reveals nothing about a partial match.
-            if not sum([hmac.compare_digest(given, key) for key in keys]):
-                kind = "admin key" if admin else "key"
-                raise Unauthorized(f"a valid {kind} is needed: Authorization: Bearer KEY")
+        given = _key(headers.get("authorization", ""))
+        if scope["path"].startswith(ADMIN):
+            if not self.admin_keys:
+                raise AdminDisabled("admin routes are disabled; set admin_keys to enable them")
+            if not _among(given, self.admin_keys):
+                raise Unauthorized("an admin key is needed: Authorization: Bearer KEY")
+        elif self.keys and scope["path"] not in OPEN_PATHS and not _among(given, self.keys):
+            raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
         if scope["method"] not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
             raise CrossSite("a page of another site may not send this request")
 
@@ -118,6 +116,11 @@ class Gate:
         if trace.timing_ms is not None:
             stages = {n: getattr(trace.timing_ms, n) for n in trace.timing_ms.__struct_fields__}
             self.metrics.stages(stages)
+
+
+def _among(given: bytes, keys: tuple[bytes, ...]) -> bool:
+    """Compares every key, so that the duration reveals nothing about a partial match."""
+    return bool(sum([hmac.compare_digest(given, key) for key in keys]))
 
 
 def _key(authorization: str) -> bytes:
