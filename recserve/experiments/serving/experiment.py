@@ -53,7 +53,8 @@ class ComparisonCounts:
         answers: Requests that both arms answered.
         shared: Sum over these of the share of the control's items that the other arm has.
         identical: Answers with the same items in the same order.
-        dropped: Shadow copies that did not run because the server was busy.
+        dropped: Shadow copies that did not run because the server was busy, and pairs in which the
+            second arm had less than half of the time until the deadline.
     """
 
     answers: int = 0
@@ -158,7 +159,7 @@ class Experiment:
             self.compared.identical += [*control] == [*other]
 
     def drop(self) -> None:
-        """Counts a shadow copy that did not run."""
+        """Counts a request that the second arm did not get in full."""
         with self._lock:
             self.compared.dropped += 1
 

@@ -18,7 +18,7 @@ COMPARISONS = (
     ("answers", "Requests that both arms answered"),
     ("shared", "Sum over these of the share of the control's items that the other arm has"),
     ("identical", "Requests with the same items in the same order in both arms"),
-    ("dropped", "Shadow copies that did not run because the server was busy"),
+    ("dropped", "Copies dropped because the server was busy, and pairs cut by the deadline"),
 )
 
 

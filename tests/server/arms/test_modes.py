@@ -1,6 +1,7 @@
 """The modes paired, shadow and interleaved of a live server, with and without faults."""
 
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -90,6 +91,25 @@ def test_paired_answers_as_the_control_and_measures_both(tmp_path, monkeypatch):
         found = status(client)
         assert found["narrow"]["errors"] == 20 and found["wide"]["errors"] == 0
         assert metric(client, "answers") == count
+
+
+def test_a_treatment_that_hangs_does_not_take_the_control_along(tmp_path, monkeypatch):
+    real = Recommendations.begin
+
+    def begin(self, body, request_id, deadline_s):
+        work = real(self, body, request_id, deadline_s)
+        return replace(work, future=Future()) if body.strategy == "nezha" else work
+
+    with server(tmp_path, "paired") as client:
+        monkeypatch.setattr(Recommendations, "begin", begin)
+        for n, user in enumerate(client.users[:8]):
+            answer = ask(client, user, timeout_ms=400, request_id=f"r-{n}")
+            assert ids(answer) == plain(client, user, 0)
+        found = status(client)
+        assert found["wide"]["requests"] == 8 and found["wide"]["errors"] == 0
+        # Second in its pair it fails; first in its pair it had half of the time.
+        assert found["narrow"]["errors"] > 0 and metric(client, "dropped") > 0
+        assert found["narrow"]["errors"] + metric(client, "dropped") == 8
 
 
 def test_paired_without_the_control_is_an_error(tmp_path, monkeypatch):
