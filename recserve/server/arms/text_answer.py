@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from recserve.experiments.serving.arm_tally import ArmResult
@@ -26,11 +27,13 @@ class TextArm(Generic[T]):
     Attributes:
         draw: The part of the request in an experiment; None outside experiments.
         body: The request, with the fields of the arm.
+        label: What the response says; UNSET outside experiments.
         began_s: time.monotonic() value at the draw.
     """
 
     draw: Draw | None
     body: T
+    label: ExperimentLabel | UnsetType = UNSET
     began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -40,12 +43,26 @@ class TextArm(Generic[T]):
         if draw is None:
             return cls(None, body)
         trace.experiment = draw.label
-        return cls(draw, body if draw.arm is None else draw.arm.fields.applied(body))
+        own = body if draw.arm is None else draw.arm.fields.applied(body)
+        return cls(draw, own, draw.label)
 
-    @property
-    def label(self) -> ExperimentLabel | UnsetType:
-        """What the response says; UNSET outside experiments."""
-        return UNSET if self.draw is None else self.draw.label
+    def without_misfit(self, error: Exception, trace: Trace, body: T) -> TextArm[T] | None:
+        """Returns the request without its arm if a field of the arm does not fit it.
+
+        Args:
+            error: What the request was refused with; a misfit counts as an error of the arm.
+            trace: Gets the new label.
+            body: The request as the client sent it.
+
+        Returns:
+            None if the error has another reason.
+        """
+        if self.draw is None or self.draw.arm is None or not is_misfit(error, self.draw.arm):
+            return None
+        self.failed(error)
+        reason = f"the arm does not fit: {error}"
+        trace.experiment = msgspec.structs.replace(self.draw.label, arm=None, reason=reason)
+        return TextArm(None, body, trace.experiment)
 
     def answered(self, num_tokens: int) -> None:
         """Records a complete text."""

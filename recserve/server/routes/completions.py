@@ -58,8 +58,12 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
     try:
         work = await asyncio.to_thread(begin, arm.body, trace.request_id, deadline_s, listen)
     except Exception as error:
-        arm.failed(error)
-        raise
+        plain = arm.without_misfit(error, trace, body)
+        if plain is None:
+            arm.failed(error)
+            raise
+        arm = plain
+        work = await asyncio.to_thread(begin, arm.body, trace.request_id, deadline_s, listen)
     work = replace(work, experiment=arm.label)
 
     def count() -> None:

@@ -13,7 +13,8 @@ from tests.support.tiny_bundle import shared_bundle
 
 ADMIN = "an-admin-key-of-24-chars"
 BEARER = {"Authorization": f"Bearer {ADMIN}"}
-GUARD = {"window_s": 60, "min_requests": 20, "p99_factor": 3}
+# A factor that the load of a busy machine does not reach by itself.
+GUARD = {"window_s": 60, "min_requests": 10, "p99_factor": 5}
 SPEED = {
     "name": "speed",
     "use": "recommend",
@@ -48,7 +49,7 @@ def fault(monkeypatch):
             if kind == "slow":
 
                 def late(result, finish=work.finish):
-                    time.sleep(0.15)
+                    time.sleep(0.5)
                     return finish(result)
 
                 return replace(work, finish=late)
@@ -65,14 +66,15 @@ def status(client):
     return one
 
 
-def send_until(client, condition, seconds=30.0):
+def send_until(client, condition, seconds=60.0):
     users = client.get("/playground/samples").json()["users"]
     end = time.monotonic() + seconds
     answers = []
     while not condition():
         assert time.monotonic() < end, status(client)
-        for user in users:
-            answers.append(client.post("/v1/recommend", json={"user": {"id": user}, "k": 4}))
+        for _ in range(8):
+            body = {"user": {"id": users[len(answers) % len(users)]}, "k": 4}
+            answers.append(client.post("/v1/recommend", json=body))
     return answers
 
 

@@ -123,3 +123,21 @@ def test_a_drafter_that_is_not_loaded_stops_the_start(client):
     app.state.lifecycle.start()
     app.state.lifecycle.loaded.wait(30)
     assert "experiment draft, arm b: speculation.drafter" in str(app.state.lifecycle.failure)
+
+
+def test_an_arm_that_does_not_fit_a_request_leaves_it_alone(client):
+    arms = [{"name": "a"}, {"name": "b", "fields": {"speculation.verifier": "greedy"}}]
+    split = ArmSplit.even("rule", ["a", "b"])
+    user = next(f"u{i}" for i in range(99) if split.assign(f"u{i}").arm == "b")
+    text = load_text(TextSettings(reference("stories260k")), torch.device("cpu"))
+    one = {"name": "rule", "use": "text", "arms": arms}
+    with live(Service.of_text(text), experiments=[one]) as other:
+        fits = complete(other, user).json()
+        assert fits["experiment"]["arm"] == "b"
+        answer = complete(other, user, temperature=0.7)
+        label = answer.json()["experiment"]
+        assert label["arm"] is None
+        assert label["reason"].startswith("the arm does not fit: speculation.verifier")
+        assert answer.headers["x-recserve-experiment"] == "rule/-"
+        (found,) = other.get("/v1/experiments").json()["experiments"]
+        assert [(arm["requests"], arm["errors"]) for arm in found["arms"]] == [(0, 0), (2, 1)]
