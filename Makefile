@@ -31,18 +31,18 @@ $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
 PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow check format install docs package redis newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow check format install docs package redis promtool newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
 
-test: $(DEV) redis
+test: $(DEV) redis promtool
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(DEV) redis
+test-slow: $(DEV) redis promtool
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-all: $(DEV) redis
+test-all: $(DEV) redis promtool
 	$(PYTEST) $(PYTEST_ARGS)
 
 check: $(DEV)
@@ -67,6 +67,10 @@ package: $(DEV)
 # The Redis store is tested against a real server; without one its tests skip loudly, and fail where CI is set.
 redis:
 	@command -v redis-server >/dev/null 2>&1 || sh deploy/install-redis.sh
+
+# The alert rules are tested by Prometheus' own tool; without it their tests skip loudly, and fail where CI is set.
+promtool:
+	@command -v promtool >/dev/null 2>&1 || sh deploy/install-promtool.sh
 
 # Every kernel to machine code with the newest Triton, in a folder of its own: what the next upgrade will meet.
 newest-triton: $(DEV)

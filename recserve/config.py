@@ -77,7 +77,17 @@ class ServerConfig(BaseSettings):
         shadow_share: Share of served slates that are compared.
         experiments: A/B experiments inside the server, see the guide to experiments.
         warm_drafts: Deprecated and without effect. A warm event computes only the user's prefix.
-        access_log: True logs one line for each request.
+        access_log: True logs one line for each request, without paths and user ids.
+        log_format: Format of the log: `text`, or `json` with one object per line.
+        slate_log: Folder for a Parquet log of slates and of the events that they led to.
+        slate_log_users: What stands for a user in that log: a hash keyed by `signing_key`, the id,
+            or nothing.
+        slate_log_rotate_s: Time after which logged rows are written. A crash loses no older ones.
+        slate_log_max_bytes: Size of the slate log above which its oldest files are deleted.
+        otlp_endpoint: URL of an OpenTelemetry receiver (OTLP over HTTP) for traces. Needs the extra
+            `otel`.
+        otlp_sample_ratio: Share of the requests that are traced, unless the caller has decided.
+        metrics_compat: `vllm` also exports the text metrics under vLLM's names.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -118,6 +128,14 @@ class ServerConfig(BaseSettings):
     experiments: tuple[dict[str, Any], ...] = ()
     warm_drafts: bool = True
     access_log: bool = False
+    log_format: Literal["text", "json"] = "text"
+    slate_log: Path | None = None
+    slate_log_users: Literal["hash", "id", "none"] = "hash"
+    slate_log_rotate_s: float = Field(60.0, gt=0, le=86_400)
+    slate_log_max_bytes: int = Field(10 << 30, ge=1 << 20)
+    otlp_endpoint: str | None = Field(None, pattern="^https?://[^/]+")
+    otlp_sample_ratio: float = Field(1.0, ge=0, le=1)
+    metrics_compat: Literal["vllm"] | None = None
 
     @field_validator("api_keys", "admin_keys", "drafters", mode="before")
     @classmethod
@@ -144,6 +162,8 @@ class ServerConfig(BaseSettings):
             for name in ("llm_name", "llm_dtype", "chat_template", "drafters"):
                 if getattr(self, name):
                     raise ValueError(f"{name}: is for a language model; set llm too")
+        if self.bundle is None and self.slate_log is not None:
+            raise ValueError("slate_log: is for slates; set bundle too")
         return self
 
     @model_validator(mode="after")

@@ -148,12 +148,18 @@ def metrics() -> str:
         if hasattr(collector, "_labelnames"):
             families = [(family, collector._labelnames) for family in collector.describe()]
         else:
-            families = [(f, getattr(f, "_labelnames", ())) for f in collector.describe()]
+            describe = getattr(collector, "describe", collector.collect)
+            families = [(f, getattr(f, "_labelnames", ()) or _labels(f)) for f in describe()]
         for family, labels in families:
             name = f"{family.name}_total" if family.type == "counter" else family.name
             shown = ", ".join(f"`{label}`" for label in labels)
             rows.append(f"| `{name}` | {family.type} | {shown} | {_cell(family.documentation)} |")
     return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *sorted(rows)])
+
+
+def _labels(family: Any) -> list[str]:
+    """Names of the labels of a family's first sample."""
+    return list(family.samples[0].labels) if family.samples else []
 
 
 def python_names() -> str:

@@ -50,6 +50,16 @@ def serve(
     experiments: Annotated[
         Path | None, typer.Option(help="YAML file with the setting `experiments`.")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="URL of an OpenTelemetry receiver for traces.")
+    ] = None,
+    slate_log: Annotated[
+        Path | None, typer.Option(help="Folder for a Parquet log of slates and their outcomes.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="`text` or `json`.")] = None,
+    metrics_compat: Annotated[
+        str | None, typer.Option(help="`vllm` also exports metrics under vLLM's names.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
 ) -> None:
     """Serve a bundle, a language model or both over HTTP.
@@ -63,6 +73,8 @@ def serve(
         **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
         **{"drafters": drafter or None, "invariant": invariant or None},
         **{"experiments": None if experiments is None else yaml_list(experiments, "experiments")},
+        **{"log_format": log_format, "metrics_compat": metrics_compat},
+        **{"otlp_endpoint": otlp_endpoint, "slate_log": slate_log},
     }
     settings = ServerConfig.load(flags, config)
     from recserve.server.run import serve as run_server

@@ -11,6 +11,10 @@ import typer
 from recserve.cli.flags import BundleFlag, Device, DeviceFlag
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from recserve.models.language_model import LanguageModel
     from recserve.training.options import TrainOptions, TrainReport
 
 EpochsFlag = Annotated[
@@ -74,7 +78,20 @@ def ranker(
 
 @app.command()
 def drafter(
-    bundle: BundleFlag,
+    bundle: Annotated[
+        Path | None, typer.Option("--bundle", help="Bundle whose recommender the head drafts for.")
+    ] = None,
+    kind: Annotated[
+        Literal["items", "eagle", "eagle3"],
+        typer.Option(help="A head for item search, or a drafter of a language model."),
+    ] = "items",
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Training text of a drafter for texts; repeatable.")
+    ] = None,
+    llm: Annotated[
+        Path | None, typer.Option(help="Folder of the language model to draft for.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of a new drafter for texts.")] = None,
     name: Annotated[
         Literal["speculative", "nezha"], typer.Option(help="The strategy that it is trained for.")
     ] = "speculative",
@@ -90,11 +107,18 @@ def drafter(
     device: DeviceFlag = "auto",
     resume: ResumeFlag = False,
 ) -> None:
-    """Train a draft head for item search under the frozen recommender."""
+    """Train a draft head for item search, or a drafter for a language model."""
     from recserve.bundle.bundle import Bundle
     from recserve.training.item_drafters.draft_head import train_drafter
 
     options = _options(epochs, max_minutes, seed, device, resume)
+    if kind != "items":
+        if not text or llm is None or out is None:
+            raise typer.BadParameter(f"--kind {kind} needs --text, --llm and --out")
+        _print(train_eagle_from(kind, text, out, llm, options))
+        return
+    if bundle is None:
+        raise typer.BadParameter("--bundle is missing; a head for item search needs it")
     _print(train_drafter(Bundle.open(bundle), replace(options, name=name, head=head)))
 
 
@@ -204,16 +228,37 @@ def train_medusa_from(
     Raises:
         BadParameter: If the folder `llm` does not exist.
     """
+    from recserve.training.text.medusa import train_medusa
+
+    return train_medusa(*_target_and_texts(texts, llm, options), out, options)
+
+
+def train_eagle_from(
+    kind: Literal["eagle", "eagle3"],
+    texts: list[Path],
+    out: Path,
+    llm: Path,
+    options: TrainOptions,
+) -> TrainReport:
+    """Trains an EAGLE network for `llm`; arguments and errors as in `train_medusa_from`."""
+    from recserve.training.text.eagle import EagleRecipe, train_eagle
+
+    recipe = EagleRecipe(kind=kind)
+    return train_eagle(*_target_and_texts(texts, llm, options), out, options, recipe)
+
+
+def _target_and_texts(
+    texts: list[Path], llm: Path, options: TrainOptions
+) -> tuple[LanguageModel, NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the target, the training tokens, and the last twentieth, which validates."""
     from recserve.models.loading import load_language_model
     from recserve.tokenizer.tokenizer import TextTokenizer
     from recserve.training.text.language_model import encode, read_texts
-    from recserve.training.text.medusa import train_medusa
 
     tokens = encode(TextTokenizer.open(_folder(llm)).tokenizer, list(read_texts(texts)))
     num_validation = len(tokens) // 20
     target = load_language_model(llm, device=options.torch_device())
-    training, validation = tokens[:-num_validation], tokens[-num_validation:]
-    return train_medusa(target, training, validation, out, options)
+    return target, tokens[:-num_validation], tokens[-num_validation:]
 
 
 def _folder(llm: Path) -> Path:

@@ -110,11 +110,14 @@ class RootKeys:
         keys: [n] int64, as in `Root`.
         shared: As in `Root`.
         kept: Number of first rows whose pages and cached roots stay.
+        drafter: Drafter whose own keys and values the pages hold as well. Its roots are found only
+            with the same name. Empty if there is none.
     """
 
     keys: np.ndarray
     shared: int = 0
     kept: int = 0
+    drafter: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from recserve.engine.engine import Engine, EngineParts
@@ -120,7 +120,7 @@ def _add_recommender(
 
 
 def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) -> None:
-    runner = _runner(DecoderTrunk(model.eval()), config)
+    runner = _runner(DecoderTrunk(model.eval()), config, parts.drafters.values())
     graphs = cuda_graphs(
         runner, model, config.max_running, config.graphs, config.graph_limits, parts.drafters
     )
@@ -130,9 +130,22 @@ def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) ->
     parts.strategies["text_scores"] = TextScoreStrategy(model)
 
 
-def _runner(trunk: DecoderTrunk | RankerTrunk, config: EngineConfig) -> Runner:
+def _runner(
+    trunk: DecoderTrunk | RankerTrunk, config: EngineConfig, drafters: Iterable[Drafter] = ()
+) -> Runner:
+    """Returns a runner, and gives drafters with keys and values of their own a pool beside its."""
     size, dtype = config.page_size, pool_dtype(config.kv_dtype, trunk.dtype)
-    num_pages = max(config.kv_bytes // (trunk.kv_shape.slot_bytes(dtype) * size), 1)
+    own = [(drafter, drafter.kv_shape) for drafter in drafters]
+    slot_bytes = trunk.kv_shape.slot_bytes(dtype)
+    slot_bytes += sum(shape.slot_bytes(trunk.dtype) for _, shape in own if shape is not None)
+    num_pages = max(config.kv_bytes // (slot_bytes * size), 1)
     if config.invariant:
-        return invariant_runner(trunk, num_pages, size, dtype)
-    return Runner(trunk, KVPool(trunk.kv_shape, num_pages, size, dtype, trunk.device))
+        runner = invariant_runner(trunk, num_pages, size, dtype)
+    else:
+        runner = Runner(trunk, KVPool(trunk.kv_shape, num_pages, size, dtype, trunk.device))
+    for drafter, shape in own:
+        if shape is not None:
+            pool = KVPool(shape, num_pages, size, trunk.dtype, trunk.device, drafter.scratch_slots)
+            runner.pool.attached.append(pool)
+            drafter.attach(pool)
+    return runner

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, overload
 
 import torch
@@ -39,7 +39,7 @@ from recserve.engine.runtime.request_queue import (
     RequestQueue,
 )
 from recserve.engine.runtime.scheduler import StepLock
-from recserve.engine.stats import EngineStats, Load, stats_of
+from recserve.engine.stats import EngineStats, Load, stats_of, watched
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.speculation.completion import Completion, TextQuery
@@ -242,7 +242,10 @@ class Engine:
         running = sum(scheduler.num_running for scheduler in schedulers)
         background = len(self.background_queue) + self._num_background()
         load = Load(queued=len(self.queue), running=running, background=background)
-        return stats_of(load, schedulers, graphs, self.searches)
+        drafts = text.draft_health() if isinstance(text, TextScheduler) else {}
+        drafts |= watched(self._strategies)
+        found = stats_of(load, schedulers, graphs, self.searches)
+        return replace(found, drafts=drafts, device=schedulers[0].runner.pool.keys.device.type)
 
     def step(self) -> bool:
         """Admits requests, runs one forward pass per model, and delivers the results.

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from recserve.core.acceptance_watch import DraftHealth
+from recserve.core.strategy import Strategy
 from recserve.engine.items.search_graphs import CapturedSearch, SearchGraphs
 from recserve.engine.runtime.scheduler import PageOwner
 from recserve.engine.text.step_graphs import CapturedStep, StepGraphs
@@ -29,6 +31,8 @@ class EngineStats:
         graph_seconds: Capture time of each graph, by its name.
         graph_bytes: Memory of each graph, by its name.
         unrecorded: Names of the graphs that could not be captured.
+        drafts: Acceptance of recent drafts, by drafter or strategy.
+        device: Type of the device.
     """
 
     queue_depth: int
@@ -44,6 +48,8 @@ class EngineStats:
     graph_seconds: Mapping[str, float] = field(default_factory=dict)
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
     unrecorded: Seq[str] = ()
+    drafts: Mapping[str, DraftHealth] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -94,3 +100,9 @@ def stats_of(
         graph_bytes={made.bucket.name: made.bytes for made in captured},
         unrecorded=missing,
     )
+
+
+def watched(strategies: Mapping[str, Strategy]) -> dict[str, DraftHealth]:
+    """Returns the acceptance of recent drafts of the strategies that draft."""
+    watches = [(name, strategy.watch) for name, strategy in list(strategies.items())]
+    return {name: watch.health() for name, watch in watches if watch is not None}

@@ -47,6 +47,8 @@ class KVPool:
         keys: [num_layers, (P + 1) * S, K, D], a float type or FP8.
         values: Same shape and type as the keys.
         spare_slot: Slot that receives padding.
+        attached: Pools with the same slots, such as a drafter's. Copies and deletions apply to them
+            too.
     """
 
     def __init__(
@@ -56,13 +58,16 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        scratch: int = 0,
     ) -> None:
+        """Allocates the pages, and `scratch` slots behind them that no page has."""
         self.spare_slot = num_pages * page_size
-        slots = self.spare_slot + page_size
+        slots = self.spare_slot + page_size + scratch
         size = (shape.num_layers, slots, shape.num_kv_heads, shape.head_dim)
         self.shape = shape
         self.num_pages = num_pages
         self.page_size = page_size
+        self.attached: list[KVPool] = []
         # A masked key may still be read and multiplied by zero, so unwritten slots must be finite.
         self.keys = zeros(size, dtype, device)
         self.values = zeros(size, dtype, device)
@@ -79,6 +84,8 @@ class KVPool:
         """
         copy_rows(self.keys, 1, source, target)
         copy_rows(self.values, 1, source, target)
+        for pool in self.attached:
+            pool.copy_slots(source, target)
 
     def clear_slots(self, slots: Tensor) -> None:
         """Writes zeros to slots [n].
@@ -87,6 +94,8 @@ class KVPool:
         """
         clear_rows(self.keys, 1, slots)
         clear_rows(self.values, 1, slots)
+        for pool in self.attached:
+            pool.clear_slots(slots)
 
 
 def slots_of_pages(pages: Seq[int], page_size: int, device: torch.device) -> Tensor:

@@ -204,9 +204,10 @@ class PagedAttention:
         # placeholders.
         return self._attention(query, query, query, keys, values)
 
-    def through(self, layers: NativeLayers, x: Tensor, rope: Rope, count: int) -> Tensor | None:
-        """Runs the first `count` layers on x [Tq, E] in one call, with the final norm if these are
-        all.
+    def through(
+        self, layers: NativeLayers, x: Tensor, rope: Rope, numbers: range, norm: bool
+    ) -> Tensor | None:
+        """Runs some layers on x [Tq, E] in one call, and then the final norm if `norm`.
 
         Returns None where the layers must run one by one.
         """
@@ -221,4 +222,4 @@ class PagedAttention:
         if attention is None:
             return None
         turns = rope.cos, rope.sin
-        return layers(x, turns, self.slots, (keys, values), attention, count)
+        return layers(x, turns, self.slots, (keys, values), attention, numbers, norm)

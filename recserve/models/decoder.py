@@ -5,6 +5,8 @@ Projections that read the same input are stored as one matrix: one product inste
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -115,6 +117,20 @@ class DecoderLayer(nn.Module):
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
 
 
+@dataclass
+class Taps:
+    """Records the residual stream between layers during a forward pass.
+
+    Attributes:
+        layers: Ascending numbers of layers. Number n is the stream after the first n layers, so 0
+            is the embedding.
+        states: [R, E] of each number, filled by the forward pass.
+    """
+
+    layers: tuple[int, ...]
+    states: list[Tensor] = field(default_factory=list)
+
+
 class Decoder(nn.Module):
     """Layers and the final norm; embeddings and heads belong to the model around it.
 
@@ -132,7 +148,12 @@ class Decoder(nn.Module):
         self._frequencies = rope_frequencies(config)
 
     def forward(
-        self, x: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Turns embedded tokens into final hidden states.
 
@@ -142,6 +163,7 @@ class Decoder(nn.Module):
             attend: Attention.
             rows: [R] tokens whose states to return. None means all. The others stop at the last
                 layer's keys and values.
+            taps: Receives the states of `rows` between layers. None records nothing.
 
         Returns:
             [..., T, E] or [..., R, E], final norm applied.
@@ -150,15 +172,31 @@ class Decoder(nn.Module):
             self._frequencies = self._frequencies.to(x.device)
         rope = Rope(positions, self._frequencies, x.dtype)
         last = len(self.layers) - 1
+        # The last layer computes only `rows`, so it runs by itself.
+        whole = last if rows is not None else last + 1
+        taps = Taps(()) if taps is None else taps
         done = 0
-        if self.together is not None and isinstance(attend, PagedAttention):
-            whole = last if rows is not None else last + 1
-            through = attend.through(self.together, x, rope, whole)
-            if through is not None:
-                if rows is None:
-                    return through
-                x, done = through, whole
-        for number in range(done, last + 1):
-            x = self.layers[number](x, rope, number, attend, rows if number == last else None)
+        for stop in taps.layers:
+            if stop <= whole:
+                x, done = self._layers(x, rope, attend, range(done, stop)), stop
+                taps.states.append(x if rows is None else x.index_select(-2, rows))
+        x = self._layers(x, rope, attend, range(done, whole), norm=rows is None)
+        if rows is None:
+            return x
+        x = self.layers[last](x, rope, last, attend, rows)
+        if last + 1 in taps.layers:
+            taps.states.append(x)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _layers(
+        self, x: Tensor, rope: Rope, attend: Attend, numbers: range, norm: bool = False
+    ) -> Tensor:
+        """Runs some layers, and the final norm if `norm`. One call if the weights are packed."""
+        if self.together is not None and isinstance(attend, PagedAttention):
+            through = attend.through(self.together, x, rope, numbers, norm)
+            if through is not None:
+                return through
+        for number in numbers:
+            x = self.layers[number](x, rope, number, attend)
+        return self.norm(x) if norm else x

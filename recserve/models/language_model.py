@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
-from recserve.models.decoder import Decoder
+from recserve.models.decoder import Decoder, Taps
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,15 @@ class LanguageModel(nn.Module):
             self.head = nn.Linear(size, config.vocab_size, bias=False)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`."""
-        hidden: Tensor = self.decoder(self.tokens(tokens), positions, attend, rows)
+        hidden: Tensor = self.decoder(self.tokens(tokens), positions, attend, rows, taps)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

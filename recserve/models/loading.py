@@ -47,12 +47,12 @@ def load_language_model(
     dtype = stored if dtype is None else dtype
     with torch.device("meta"):
         model = LanguageModel(config)
-    files = _tensor_files(folder)
+    files = tensor_files(folder)
     weights = {}
     used: set[str] = set()
     with ExitStack() as stack:
         opened = {
-            path: stack.enter_context(_opened(path, str(device)))
+            path: stack.enter_context(opened_file(path, str(device)))
             for path in sorted(set(files.values()))
         }
 
@@ -91,12 +91,12 @@ def read_folder(folder: Path) -> tuple[LanguageModelConfig, torch.dtype]:
     Raises:
         UnsupportedModel: If a field does not fit; the message names it.
     """
-    fields = _read_json(folder / "config.json")
+    fields = read_json(folder / "config.json")
     config = read_config(fields)
     generation = folder / "generation_config.json"
     if generation.exists():
         # Chat models end a turn with other tokens than the end-of-text token.
-        more = _tokens(_read_json(generation).get("eos_token_id"))
+        more = _tokens(read_json(generation).get("eos_token_id"))
         config = replace(config, eos_tokens=tuple(dict.fromkeys(config.eos_tokens + more)))
     name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
     if name not in DTYPES:
@@ -203,29 +203,31 @@ def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """Returns the file of every tensor."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return {name: folder / file for name, file in _read_json(index)["weight_map"].items()}
+        return {name: folder / file for name, file in read_json(index)["weight_map"].items()}
     single = folder / "model.safetensors"
     if not single.exists():
         raise UnsupportedModel(
             f"{folder.name} has neither {single.name} nor {index.name}; weights are read from "
             "safetensors only"
         )
-    with _opened(single) as file:
+    with opened_file(single) as file:
         return dict.fromkeys(file.keys(), single)
 
 
-def _opened(path: Path, device: str = "cpu") -> Any:
+def opened_file(path: Path, device: str = "cpu") -> Any:
+    """Opens a safetensors file; raises UnsupportedModel if it is none."""
     try:
         return safe_open(path, framework="pt", device=device)
     except SafetensorError as error:
         raise UnsupportedModel(f"{path} is not a safetensors file: {error}") from error
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file; raises UnsupportedModel if there is none."""
     if not path.exists():
         raise UnsupportedModel(f"{path.parent.name} has no {path.name}")
     try:

@@ -26,6 +26,8 @@ class EventInput(StrictStruct, frozen=True, kw_only=True, gc=False):
         value: A number that the event carries.
         correction: `replace` overwrites the user's stored event that has this event_id. `remove`
             deletes it, and reads user_id and event_id only. None stores a new event.
+        attribution_token: Token of the response that led to the event. A token that is not valid
+            is listed in `unattributed`, and the event is stored all the same.
     """
 
     user_id: str
@@ -35,6 +37,7 @@ class EventInput(StrictStruct, frozen=True, kw_only=True, gc=False):
     event_id: str | None = None
     value: float | None = None
     correction: Correcting | None = None
+    attribution_token: str | None = None
 
     def __post_init__(self) -> None:
         if self.item_id is None and self.correction is None:
@@ -67,6 +70,7 @@ class EventsResponse(Struct, frozen=True, kw_only=True):
         rejected: Refused events with their reasons.
         warmed: Number of prefixes being prewarmed. It is below users times models if the queue is
             full; the other prefixes are computed on demand.
+        unattributed: Stored events whose attribution token is not valid, with the reason.
     """
 
     accepted: int
@@ -74,6 +78,7 @@ class EventsResponse(Struct, frozen=True, kw_only=True):
     corrected: int
     rejected: list[Rejection]
     warmed: int | UnsetType = UNSET
+    unattributed: list[Rejection] | UnsetType = UNSET
 
 
 class HistoryEvent(Struct, frozen=True, kw_only=True):

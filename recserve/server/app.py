@@ -40,6 +40,7 @@ from recserve.server.routes import (
 )
 from recserve.server.routes import experiments as experiment_routes
 from recserve.server.routes.paths import allowed_methods
+from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.gate import Gate
 from recserve.service import Service
 from recserve.service.model_loader import resolve_device
@@ -66,6 +67,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config: Settings of the server.
         service: An open service to use; None opens the one that `config` names.
     """
+    telemetry = Telemetry.open(config)
     experiments = Experiments(Experiment(one) for one in parse_experiments(config.experiments))
 
     def opened() -> Service:
@@ -80,6 +82,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifecycle.start()
         yield
         await asyncio.to_thread(lifecycle.close)
+        await asyncio.to_thread(telemetry.close)
 
     app = FastAPI(
         title="recserve",
@@ -91,13 +94,15 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     )
     # All registered names, so that dashboards have the same series for every bundle.
     strategies = (*strategy_classes(), POPULAR)
-    metrics = Metrics((*strategies, *SCORERS), REASONS, lifecycle.gauges)
+    gauges = telemetry.gauges(lifecycle.gauges)
+    metrics = Metrics((*strategies, *SCORERS), REASONS, gauges, vllm_model(config))
     exchange = Exchange(
         lifecycle,
         metrics,
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
+        telemetry.slate_log,
         experiments,
     )
     item_routes = (recommend, rank, events, items, experiment_routes)
@@ -116,7 +121,12 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     keys = tuple(key.get_secret_value() for key in config.api_keys)
     admin_keys = tuple(key.get_secret_value() for key in config.admin_keys)
     app.add_middleware(
-        Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys, admin_keys=admin_keys
+        Gate,
+        lifecycle=lifecycle,
+        metrics=metrics,
+        api_keys=keys,
+        admin_keys=admin_keys,
+        recorders=telemetry.recorders,
     )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

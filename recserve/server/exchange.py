@@ -17,7 +17,12 @@ from starlette.responses import Response
 from recserve.core.request import DeadlineExceeded
 from recserve.experiments.serving.registry import Experiments
 from recserve.metrics import Metrics
-from recserve.schemas.items import MAX_TIMEOUT_MS, InvalidRequest
+from recserve.schemas.items import (
+    MAX_TIMEOUT_MS,
+    InvalidRequest,
+    RecommendRequest,
+    RecommendResponse,
+)
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
 from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
@@ -25,6 +30,7 @@ from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.trace import Trace, trace_of, upload_error
 from recserve.service import Service
 from recserve.service.pending import Pending
+from recserve.service.slate_log.slate_log import SlateLog
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -44,6 +50,7 @@ class Exchange:
         max_body_bytes: Upper bound on the size of a request body.
         default_timeout_ms: Timeout of an item request that does not set one.
         text_timeout_ms: Timeout of a text request that does not set one.
+        slate_log: Log of slates and outcomes; None without one.
         experiments: Experiments of the server.
         copies: Requests of mode `shadow` in progress.
     """
@@ -53,6 +60,7 @@ class Exchange:
     max_body_bytes: int
     default_timeout_ms: int
     text_timeout_ms: int
+    slate_log: SlateLog | None = None
     experiments: Experiments = field(default_factory=Experiments)
     copies: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -60,6 +68,12 @@ class Exchange:
     def service(self) -> Service:
         """The service. Raises NotReady while it takes no requests."""
         return self.lifecycle.service
+
+    def log_slate(self, body: RecommendRequest, answer: RecommendResponse) -> None:
+        """Logs a slate that is about to be returned, if slates are logged."""
+        if self.slate_log is not None:
+            user = None if body.user is None else body.user.id
+            self.slate_log.slate(user, answer, self.service.runtime.signer)
 
     async def body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
         """Reads and decodes the body of a request.
@@ -229,8 +243,7 @@ def finished(trace: Trace, answer: A | Exception) -> A:
     """Records an answer in the trace and returns it; raises it if it is an error."""
     if isinstance(answer, Exception):
         raise answer
-    trace.strategy = getattr(answer, "strategy", "none")
-    trace.timing_ms = getattr(answer, "timing_ms", None)
+    trace.answered(getattr(answer, "timing_ms", None), getattr(answer, "strategy", "none"))
     return answer
 
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
 from recserve.server.lifecycle import Lifecycle
+from recserve.server.telemetry.logs import show_log
 from recserve.server.transport.connection import Connection, connection_class
 from recserve.server.transport.connection_limits import ConnectionLimits, possible_connections
 
@@ -59,17 +60,6 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def show_log() -> None:
-    """Logs to stderr in uvicorn's format, unless logging is configured already."""
-    ours = logging.getLogger("recserve")
-    if not ours.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)-9s %(message)s"))
-        ours.addHandler(handler)
-        if ours.level == logging.NOTSET:
-            ours.setLevel(logging.INFO)
-
-
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     """Returns the uvicorn configuration of the application."""
     limits = ConnectionLimits.of(config)
@@ -81,7 +71,9 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         host=config.host,
         port=config.port,
         log_level="info",
-        access_log=config.access_log,
+        # The gate logs requests: uvicorn's line has user ids of paths and no request id.
+        access_log=False,
+        log_config=None,
         server_header=False,
         ws="none",
         http=connection_class(replace(limits, max_connections=possible), app.state.metrics),
@@ -100,7 +92,7 @@ def serve(config: ServerConfig) -> int:
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    show_log()
+    show_log(config.log_format)
     app = create_app(config)
     lifecycle: Lifecycle = app.state.lifecycle
     settings = uvicorn_config(app, config)

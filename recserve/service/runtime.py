@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version as installed
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from recserve.core.request import Timing
 from recserve.engine.engine import Engine
 from recserve.engine.stats import EngineStats
+from recserve.kernels.cpu.processor import WIDEST, instruction_set, processor
 from recserve.metrics import Gauges
 from recserve.schemas.items import UserRef
 from recserve.service.catalog.snapshot import Snapshot
@@ -105,6 +107,18 @@ class Runtime:
         return replace(gauges, shadow={self.shadow.strategy: self.shadow.counts})
 
 
+def build_info(device: str) -> dict[str, str]:
+    """Returns the labels of `recserve_build_info` for models on a type of device."""
+    wanted = instruction_set()
+    widest = (name for name in WIDEST if name in processor().flags)
+    return {
+        "version": installed("recserve"),
+        "torch": torch.__version__,
+        "device": device,
+        "isa": next(widest, "generic") if wanted == "native" else wanted,
+    }
+
+
 def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
     """Returns an engine's statistics as Prometheus metrics."""
     used = stats.pages_total - stats.pages_free - stats.pages_cached
@@ -118,4 +132,7 @@ def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
         graph_seconds=stats.graph_seconds,
         graph_bytes=stats.graph_bytes,
         background=stats.background,
+        running=stats.running,
+        drafts=stats.drafts,
+        build=build_info(stats.device),
     )

@@ -24,9 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.plugins import Pluggable
+from recserve.kernels.paged_kv import KVPool, KVShape
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+
+FINAL_LAYER = -1  # the final hidden state, which the head reads
 
 
 @dataclass(eq=False)
@@ -42,6 +45,8 @@ class TextContext:
         hidden: [E] final hidden state of the target at `tokens[-2]`, whose logits gave
             `tokens[-1]`. None if it is unknown: the prompt has one token, or its computation shares
             the forward pass with the draft. The next step may overwrite its memory.
+        slots: [n] pool slots of the sequence's positions. n is at least the number of tokens when
+            a drafter is called.
         ranked: [K, W] int64 on the host: tokens that the drafter's heads ranked from `hidden` in
             the step that computed it (see RankedHeads). None if they did not.
     """
@@ -53,6 +58,7 @@ class TextContext:
     speculation: Speculation
     hidden: Tensor | None = None
     ranked: NDArray[np.int64] | None = None
+    slots: Tensor | None = None
 
     @property
     def num_output(self) -> int:
@@ -91,6 +97,22 @@ class TextOutcome:
     def logits(self) -> Tensor:
         """[1 + n, V] raw logits of the target at node 0 and at every draft node."""
         return self.all_logits[self.first : self.first + 1 + len(self.draft)]
+
+
+@dataclass(frozen=True)
+class StateSpan:
+    """States of the target at consecutive positions of a sequence.
+
+    Attributes:
+        context: The sequence. The token after the last position is committed too.
+        first: First position.
+        states: [m, F] states of the layers `Drafter.hidden_layers`, side by side. The drafter may
+            keep this tensor.
+    """
+
+    context: TextContext
+    first: int
+    states: Tensor
 
 
 class RankedHeads(Protocol):
@@ -145,6 +167,13 @@ class Drafter(Pluggable, ABC):
     the target's own noise, `gumbel(seeds, positions, V)`, is better. A draw with it from a similar
     distribution predicts the token that the target is about to draw.
 
+    A drafter that reads the target's states sets `reads_states`. The engine then passes it the
+    states at every committed position but the last, in order, through `read`, before it calls
+    `propose`. Such a drafter may have keys and values of its own: the entry of position p, made
+    from the state at p - 1 and the token at p, lies in the slot of p. The engine copies, shares and
+    evicts these entries together with the target's. So the drafter keeps no prefix of its own, and
+    a cached prefix is cached for the drafter too.
+
     To add a drafter, derive from this class in one file, and name the class in
     `drafters/registry.py` or in the entry-point group `recserve.drafters` of a distribution.
 
@@ -153,8 +182,12 @@ class Drafter(Pluggable, ABC):
         needs_weights: True if `from_folders` needs folders. Every server offers the other drafters.
         num_folders: Number of folders that it takes, in order, when several joined drafters share a
             list of folders; None means all that remain.
-        hidden_layers: Target layers whose states it reads; -1 is the final state, the only one that
-            `TextContext.hidden` holds today.
+        hidden_layers: Target layers whose states it reads: n is the residual stream after the first
+            n layers, FINAL_LAYER the final state.
+        reads_states: True if `read` receives these states. Otherwise only `TextContext.hidden`
+            holds the final one.
+        kv_shape: Shape of its own keys and values; None if it has none.
+        scratch_slots: Slots of scratch memory that it needs besides those of the pages.
         idle: True if it never proposes anything, so that the engine need not call it.
         takes_tree: True if it follows `Speculation.tree`; then it overrides `check_tree`.
         draws: True if its drafts may carry probs.
@@ -164,7 +197,10 @@ class Drafter(Pluggable, ABC):
 
     needs_weights: ClassVar[bool] = False
     num_folders: ClassVar[int | None] = None
-    hidden_layers: ClassVar[tuple[int, ...]] = ()
+    hidden_layers: tuple[int, ...] = ()
+    reads_states: ClassVar[bool] = False
+    kv_shape: KVShape | None = None
+    scratch_slots: int = 0
     idle: ClassVar[bool] = False
     takes_tree: bool = False
     draws: bool = False
@@ -186,6 +222,15 @@ class Drafter(Pluggable, ABC):
             ValueError: If weights are missing or do not fit the target.
         """
         return cls()
+
+    def attach(self, pool: KVPool) -> None:  # noqa: B027
+        """Receives the pool of its own keys and values, with the slots of the target's pool.
+
+        The slots behind `pool.spare_slot` and its page are scratch memory of the drafter.
+        """
+
+    def read(self, parts: Seq[StateSpan]) -> None:  # noqa: B027
+        """Receives states that it has not received yet, of several sequences."""
 
     @abstractmethod
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:

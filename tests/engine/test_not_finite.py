@@ -48,8 +48,8 @@ class Fault:
         self.hidden = runner.hidden
         runner.hidden = self
 
-    def __call__(self, batch, inputs, rows=None):
-        states = self.hidden(batch, inputs, rows)
+    def __call__(self, batch, inputs, rows=None, taps=None):
+        states = self.hidden(batch, inputs, rows, taps)
         self.left -= 1
         if self.left == -1:
             self.struck = True

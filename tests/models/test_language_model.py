@@ -6,7 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recserve.models.attention import DenseAttention
+from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
+from recserve.kernels.tree import chain
+from recserve.models.attention import DenseAttention, PagedAttention
+from recserve.models.decoder import Taps
 from recserve.models.loading import UnsupportedModel, load_language_model, read_config
 from recserve.models.packing import PackedLinear, pack_weights, packable
 from tests.support.model_folders import FAMILIES, LLAMA3, drawn
@@ -137,3 +140,31 @@ def test_a_weight_that_has_no_layout_stays():
     pack_weights(model)
     assert isinstance(model[0], torch.nn.Linear)
     assert isinstance(model[1], PackedLinear) == packable(torch.zeros(1))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["torch", "packed"])
+@torch.inference_mode()
+def test_states_between_layers_equal_transformers(packed, tmp_path):
+    """Number n is the stream after n layers, and taps change no bit of the final states."""
+    theirs = drawn(tmp_path, "qwen3")
+    ours = load_language_model(tmp_path)
+    if packed:
+        pack_weights(ours)
+    tokens = torch.randint(0, 61, (40,))
+    pool = KVPool(KVShape(3, 2, 16), 10, 8)
+    slots, rows = torch.arange(40), torch.tensor([3, 39])
+    batch = TreeBatch(chain(tokens), None, slots, (slots[:0],))
+    expected = theirs(tokens[None], output_hidden_states=True).hidden_states
+    for layers in ((0, 1, 2), (2,), (1, 3)):
+        for some in (None, rows):
+            taps = Taps(layers)
+            final = ours(tokens, slots, PagedAttention(batch, pool), some, taps)
+            plain = ours(tokens, slots, PagedAttention(batch, pool), some)
+            assert torch.equal(final, plain)
+            assert len(taps.states) == len(layers)
+            for n, states in zip(layers, taps.states, strict=True):
+                if n == 3:  # transformers applies the final norm to its last one
+                    assert torch.equal(ours.decoder.norm(states), final)
+                    continue
+                wanted = expected[n][0] if some is None else expected[n][0, rows]
+                torch.testing.assert_close(states, wanted, rtol=1e-4, atol=1e-4)

@@ -58,6 +58,7 @@ OWNERS = {
     "tokenizers": {"tokenizer"},
     "jinja2": {"tokenizer"},
     "aiohttp": {"experiments"},
+    "opentelemetry": {"server/telemetry/traces.py"},
     # The extra `train`; a serving install has none of them.
     "sklearn": {"features/vectors/vectors.py"},
     "scipy": {"features/vectors/vectors.py", "experiments"},

@@ -1,5 +1,6 @@
 """Parameters, prompts, engines and reference texts for tests of the text engine."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -8,10 +9,15 @@ import torch
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.kernels.paged_kv import KVShape
+from recserve.models.decoder import RMSNorm
+from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TextQuery
+from recserve.speculation.drafter import FINAL_LAYER
 from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
@@ -55,7 +61,9 @@ PARAMETERS = {
 def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:
     """Returns an engine for a model with `pages` pages of 4 slots."""
     decoder = model.config.decoder
-    slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
+    shapes = [KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)]
+    shapes += [d.kv_shape for d in (drafters or {}).values() if d.kv_shape is not None]
+    slot = sum(shape.slot_bytes(torch.float32) for shape in shapes)
     sizes = EngineConfig(page_size=4, kv_bytes=pages * 4 * slot, **config)
     return build_engine(EngineModels(text=model, drafters=drafters), sizes)
 
@@ -84,6 +92,28 @@ def medusa(model) -> MedusaDrafter:
     return MedusaDrafter(heads.eval(), model.config.decoder.hidden_size, VOCABULARY)
 
 
+def eagle(model, fused: bool, seed: int = 0, fields=None, **sizes) -> EagleDrafter:
+    """Returns an EAGLE drafter with drawn weights: EAGLE-1's network, or EAGLE-3's if fused."""
+    torch.manual_seed(seed)
+    target, words = model.config.decoder, model.config.vocab_size
+    config = EagleConfig(
+        decoder=replace(target, num_layers=1),
+        target_size=target.hidden_size,
+        target_layers=(0, target.num_layers // 2, target.num_layers) if fused else (FINAL_LAYER,),
+        vocab_size=words,
+        draft_vocab_size=words // 2 if fused else words,
+        fused=fused,
+        fc_bias=not fused,
+        **(fields or {}),
+    )
+    network = Eagle(config).requires_grad_(False).eval()
+    for norm in (m for m in network.modules() if isinstance(m, RMSNorm)):
+        norm.weight.add_(0.3 * torch.randn(norm.weight.shape))
+    if network.token_map is not None:
+        network.token_map.copy_(torch.arange(0, 2 * config.draft_vocab_size, 2))
+    return EagleDrafter(network, model, **{"width": 3, "depth": 4, "num_nodes": 12} | sizes)
+
+
 MAKERS = {  # every drafter, for a target
     "ngram": lambda m: NgramDrafter(min_match=1),
     "suffix": lambda m: SuffixDrafter(),
@@ -91,6 +121,8 @@ MAKERS = {  # every drafter, for a target
     "draft_model": lambda m: ModelDrafter(m, VOCABULARY, (1,) * 4),
     "specinfer": lambda m: specinfer([m, drawn_model(3)], VOCABULARY, (2, 1, 2)),
     "medusa": medusa,
+    "eagle": lambda m: eagle(m, fused=False),
+    "eagle3": lambda m: eagle(m, fused=True),
     "merged": lambda m: MergedDrafter(
         [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
     ),
@@ -100,7 +132,7 @@ MAKERS = {  # every drafter, for a target
 def assert_forgotten(drafter) -> None:
     """Asserts that the drafter holds no state of finished sequences."""
     for member in getattr(drafter, "sources", (drafter,)):
-        for state in ("_texts", "_contexts", "_windows", "_parts"):
+        for state in ("_texts", "_contexts", "_windows", "_parts", "_outputs"):
             assert not getattr(member, state, {})
         if isinstance(member, ModelDrafter):
             assert not member._cache.readings

@@ -55,7 +55,8 @@ class PagePlacement:
                 filled last page of a fully cached prefix is shared. Otherwise it is copied, and the
                 copy is continued.
         """
-        found, rows = self.cache.match(prefix.keys, prefix.shared), prefix.keys.shape[0]
+        found = self.cache.match(prefix.keys, prefix.shared, prefix.drafter)
+        rows = prefix.keys.shape[0]
         held = found.pages + ([] if found.partial is None else [found.partial])
         cached = held if separate and found.length == rows else found.pages
         num_prefix = self.pages_of(rows if separate else rows + num_after)
@@ -66,7 +67,9 @@ class PagePlacement:
             return None
         own = self.allocator.allocate(num_own)
         if found.partial is not None and cached is found.pages:
-            self._copy(found.partial, own[0], found.length % self.page_size)
+            # A drafter's entry of the next row depends on cached rows only.
+            copied = found.length % self.page_size + bool(prefix.drafter)
+            self._copy(found.partial, own[0], min(copied, self.page_size))
             self.allocator.release([found.partial])
         return Placement(cached + own, num_prefix, found)
 

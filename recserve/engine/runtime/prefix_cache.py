@@ -7,6 +7,10 @@ hidden state are stored under the hash of the whole root:
 - The same history needs no computation.
 - A history with new events copies the partly filled page and continues it.
 
+A drafter may have keys and values of its own in the same slots. The entry of a row then depends on
+the target's state one row before. So such a root is found up to one row less, unless all of it is
+cached with its state, and the missing state is computed again.
+
 The first `shared` rows attend to each other, so their keys are part of every hash.
 
 States and metadata need memory in addition to the pages: a hidden state of E numbers per root, one
@@ -81,17 +85,18 @@ class PrefixCache:
         """Number of entries that hold a page."""
         return sum(entry.page is not None for entry in list(self._entries.values()))
 
-    def match(self, keys: np.ndarray, shared: int = 0) -> Match:
+    def match(self, keys: np.ndarray, shared: int = 0, drafter: str = "") -> Match:
         """Finds the longest cached beginning of a root and adds references to its pages.
 
         Args:
             keys: [n] int64 keys of the rows.
             shared: Number of first rows that attend to each other. They are found together or not
                 at all.
+            drafter: As in RootKeys.
         """
         size, n = self._page_size, keys.shape[0]
         raw = _raw(keys)
-        digests = self._page_digests(raw, shared)
+        digests = self._page_digests(raw, shared, drafter)
         touched: list[Digest] = []
         pages: list[int] = []
         for digest in digests[1:]:
@@ -131,6 +136,10 @@ class PrefixCache:
             last_hidden, placeholder_states, metadata = None, None, PrefixMetadata()
         for digest in reversed(touched):
             self._entries.move_to_end(digest)
+        if drafter and 0 < length < n:
+            length -= 1
+            if partial is None:
+                pages, partial = pages[:-1], pages[-1]
         held = pages + ([partial] if partial is not None else [])
         self._allocator.share(held)
         self.num_hit_tokens += length
@@ -152,6 +161,7 @@ class PrefixCache:
         last_hidden: Tensor,
         placeholder_states: Tensor | None = None,
         metadata: PrefixMetadata | None = None,
+        drafter: str = "",
     ) -> None:
         """Stores a computed root.
 
@@ -162,10 +172,11 @@ class PrefixCache:
             last_hidden: [E] state of the last row.
             placeholder_states: [P, E] states of the placeholders. None if there are none.
             metadata: Other data to store with the root.
+            drafter: As in RootKeys. `last_hidden` then includes what it reads.
         """
         size = self._page_size
         raw = _raw(keys)
-        digests = self._page_digests(raw, shared)
+        digests = self._page_digests(raw, shared, drafter)
         full = len(digests) - 1
         last = pages[full] if keys.shape[0] % size else None
         whole = _Entry(last, last_hidden, placeholder_states, metadata or PrefixMetadata())
@@ -181,7 +192,7 @@ class PrefixCache:
         reads no state that changes, so any thread may call it.
         """
         size, raw, kept, n = self._page_size, _raw(root.keys), root.kept, root.keys.shape[0]
-        pages = self._page_digests(raw, root.shared)
+        pages = self._page_digests(raw, root.shared, root.drafter)
         of_ends = [
             self._end_digest(pages[start // size], raw[start * 8 : end * 8])
             for start in range(kept - kept % size, n + 1, size)
@@ -246,10 +257,11 @@ class PrefixCache:
             )
         self._entries.move_to_end(digest)
 
-    def _page_digests(self, raw: bytes, shared: int) -> list[Digest]:
+    def _page_digests(self, raw: bytes, shared: int, drafter: str = "") -> list[Digest]:
         """Returns a chain of hashes: one before the first page, then one after each full page."""
         size = self._page_size
-        digest = blake2b(raw[: shared * 8] + shared.to_bytes(8, "little"), digest_size=16).digest()
+        first = raw[: shared * 8] + shared.to_bytes(8, "little") + drafter.encode()
+        digest = blake2b(first, digest_size=16).digest()
         digests = [digest]
         for start in range(0, len(raw) - size * 8 + 1, size * 8):
             digest = blake2b(digest + raw[start : start + size * 8], digest_size=16).digest()

@@ -15,6 +15,7 @@ from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import TokenTree, merge
 from recserve.models.attention import Attend, PagedAttention
+from recserve.models.decoder import Taps
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
@@ -31,9 +32,17 @@ class Trunk(Protocol):
     activation: Activation
 
     def hidden(
-        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+        self,
+        inputs: NodeInputs,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None,
+        taps: Taps | None = None,
     ) -> Tensor:
-        """Returns final hidden states [Tq, E] of packed rows, or [R, E] of the given rows [R]."""
+        """Returns final hidden states [Tq, E] of packed rows, or [R, E] of the given rows [R].
+
+        `taps` receives states between layers, where the network has a decoder.
+        """
         ...
 
 
@@ -50,10 +59,15 @@ class DecoderTrunk:
         self.device: torch.device = model.tokens.weight.device
 
     def hidden(
-        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+        self,
+        inputs: NodeInputs,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
-        return self.model(inputs.tokens, positions, attend, rows)  # type: ignore[no-any-return]
+        return self.model(inputs.tokens, positions, attend, rows, taps)  # type: ignore[no-any-return]
 
 
 class RankerTrunk:
@@ -70,10 +84,15 @@ class RankerTrunk:
         self.device: torch.device = model.vector_projection.weight.device
 
     def hidden(
-        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+        self,
+        inputs: NodeInputs,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
-        assert inputs.groups is not None
+        assert inputs.groups is not None and taps is None
         return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
 
 
@@ -120,18 +139,27 @@ class Runner:
         self.pool = pool
         self.attention = attention
 
-    def forward(self, pieces: Seq[ForwardPiece]) -> list[Tensor]:
-        """Returns the hidden states of each piece, [Tq, E] or [num_states, E]."""
+    def forward(self, pieces: Seq[ForwardPiece], taps: Taps | None = None) -> list[Tensor]:
+        """Returns the hidden states of each piece, [Tq, E] or [num_states, E].
+
+        `taps` receives states between layers, for the same rows of all pieces together.
+        """
         inputs = NodeInputs.cat([piece.inputs for piece in pieces])
-        hidden = self.hidden(pack(pieces), inputs, _read(pieces, self.pool.keys.device))
+        hidden = self.hidden(pack(pieces), inputs, _read(pieces, self.pool.keys.device), taps)
         if len(pieces) == 1:
             return [hidden]
         return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
 
-    def hidden(self, batch: TreeBatch, inputs: NodeInputs, rows: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        batch: TreeBatch,
+        inputs: NodeInputs,
+        rows: Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> Tensor:
         """Returns the hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
         attend = PagedAttention(batch, self.pool, self.trunk.activation, self.attention)
-        return self.trunk.hidden(inputs, batch.positions(), attend, rows)
+        return self.trunk.hidden(inputs, batch.positions(), attend, rows, taps)
 
 
 def _num_states(piece: ForwardPiece) -> int:

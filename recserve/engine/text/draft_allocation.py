@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from recserve.core.acceptance_watch import Average
 from recserve.engine.text.step_cost import Cost
 from recserve.speculation.draft import Budget, TextDraft
 
 MAX_DEPTH = 16  # at this depth a draft gets its whole budget
-MEMORY = 128  # values that an average remembers
 STEP_MEMORY = 16  # values that an average of step times remembers
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 4  # acceptance before any draft was verified
 TRIAL_LEVELS, TRIAL_SHARE = 2, 0.01  # additional levels of a trial; its share of the time
@@ -31,26 +31,6 @@ MARGIN = 1.02  # a draft must raise the rate of tokens by this factor
 HOLD = 16  # steps between two plans at the same load, once all drafters are known
 KNOWN = 32  # drafts after which the statistics of a drafter count as known
 PLAIN_EVERY = 128  # steps between two measured steps without drafts
-
-
-@dataclass
-class Average:
-    """A running average.
-
-    Attributes:
-        value: The average.
-        weight: Number of values so far, at most `memory`.
-        memory: Number of values that the average remembers.
-    """
-
-    value: float = 0.0
-    weight: int = 0
-    memory: int = MEMORY
-
-    def add(self, value: float) -> None:
-        """Adds a value. Older values lose weight once the memory is full."""
-        self.weight = min(self.weight + 1, self.memory)
-        self.value += (value - self.value) / self.weight
 
 
 def _levels(value: float, weight: int) -> list[Average]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 
+from recserve.core.acceptance_watch import DraftHealth, DraftWatch
 from recserve.engine.text.draft_allocation import DraftAllocation
 from recserve.engine.text.sequence import NO_BUDGET, TextSequence
 from recserve.engine.text.step_cost import step_clock, text_step_cost
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter
+from recserve.speculation.drafter import Drafter, StateSpan
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.verifiers.registry import verifiers
 
+# Fewer accepted tokens per draft pay for no draft: even a free one makes the step's tree larger.
+BREAK_EVEN = 0.05
 Refused = tuple[TextSequence, Exception]
 
 
@@ -21,7 +24,8 @@ class DraftProposer:
     """Calls every drafter once per step, for all of its texts.
 
     With `load_aware`, the depth of drafts follows the load. The cost of a step is then measured
-    before the first draft.
+    before the first draft. Otherwise a drafter whose drafts do not pay is paused. Under a rule by
+    which drafts influence the text, it is not.
 
     Attributes:
         draft_nodes: Most nodes of a draft.
@@ -33,6 +37,7 @@ class DraftProposer:
         self.model, self.draft_nodes, self.load_aware = model, draft_nodes, load_aware
         self.called: set[TextSequence] = set()  # texts whose drafter was called for this step
         self._allocation: DraftAllocation | None = None
+        self._watches: dict[str, DraftWatch] = {}
         self._started: set[int] = set()  # ids of texts that were passed to their drafter
         self._nothing = empty_draft()
         self._now = step_clock(model.tokens.weight.device)
@@ -67,14 +72,45 @@ class DraftProposer:
             self._num_nodes = 0 if prefill else len(drafts) + drafted
         return drafts, refused
 
+    def read(self, texts: Seq[TextSequence], without_last: bool = False) -> list[Refused]:
+        """Passes states to the drafters that have not received them.
+
+        Args:
+            texts: Texts with slots for all their tokens.
+            without_last: Whether to hold back the state of the last computed token.
+
+        Returns:
+            Each text whose drafter raised an error, with the error.
+        """
+        calls: dict[int, tuple[Drafter, list[TextSequence], list[StateSpan]]] = {}
+        for sequence in texts:
+            part = sequence.unread(sequence.num_computed - without_last)
+            if part is not None:
+                drafter = sequence.drafter
+                own = calls.setdefault(id(drafter), (drafter, [], []))
+                own[1].append(sequence)
+                own[2].append(part)
+        refused: list[Refused] = []
+        for drafter, sequences, parts in calls.values():
+            try:
+                drafter.read(parts)
+            except Exception as error:
+                refused += [(sequence, error) for sequence in sequences]
+        return refused
+
     def stepped(self) -> None:
         """Records the time of the step that verified the last drafts."""
         if self._allocation is not None and self._num_nodes:
             taken_ms = (self._now() - self._began_s - self._drafting_s) * 1e3
             self._allocation.stepped(self._num_texts, self._num_nodes, taken_ms)
 
+    def health(self) -> dict[str, DraftHealth]:
+        """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
+        return {name: watch.health() for name, watch in list(self._watches.items())}
+
     def verified(self, sequence: TextSequence, draft: TextDraft, accepted: int) -> None:
         """Records how many levels of a draft were accepted."""
+        self._watch(sequence).add(accepted, draft.depth, accepted)
         if self._allocation is not None:
             name = sequence.request.speculation.drafter
             self._allocation.verified(name, draft.depth, accepted)
@@ -100,12 +136,28 @@ class DraftProposer:
                 name = sequence.request.speculation.drafter
                 depth = depths[name]
                 budget = self._allocation.budget(name, depth, budget) if depth else NO_BUDGET
+            elif not self._pays(sequence):
+                budget = NO_BUDGET
             if budget.num_nodes or sequence.context.id not in self._started:
                 self._started.add(sequence.context.id)
                 own = calls.setdefault(id(sequence.drafter), ([], []))
                 own[0].append(sequence)
                 own[1].append(budget)
         return list(calls.values())
+
+    def _watch(self, sequence: TextSequence) -> DraftWatch:
+        name = sequence.request.speculation.drafter
+        if name not in self._watches:
+            self._watches[name] = DraftWatch(name, BREAK_EVEN, pauses=not self.load_aware)
+        return self._watches[name]
+
+    def _pays(self, sequence: TextSequence) -> bool:
+        """Returns whether a text may draft: its drafter is not paused, or its rule forbids that."""
+        request = sequence.request
+        rule = verifiers()[request.speculation.verifier]
+        if not rule.exact or (rule.reads_probs and request.params.temperature):
+            return True
+        return self._watch(sequence).allows()
 
     def _depths(self, texts: Seq[TextSequence], num_texts: int, prefill: int) -> dict[str, int]:
         """Returns the depth of drafts by drafter, or nothing if the load does not matter."""

@@ -31,6 +31,7 @@ from recserve.engine.text.device_rows import PAD_ROW, TextRow, TextRows
 from recserve.engine.text.groups import TextGroup
 from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step import StepOutputs, move_accepted, outputs_of, put_probs
+from recserve.engine.text.step_states import taps_for
 from recserve.engine.text.trees import (
     DEPTHS,
     ENDS,
@@ -47,7 +48,7 @@ from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import TextDraft
-from recserve.speculation.drafter import RankedHeads
+from recserve.speculation.drafter import Drafter, RankedHeads
 from recserve.speculation.logits_processor import LogitsProcessor, Past, last_committed
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable, sampling_table
@@ -131,6 +132,7 @@ class StepConfig:
         rule: Acceptance rule of all texts, or MIXED if each text has its own.
         draft_values: [R, V] float32, R >= `shape.drafted`, the buffer for the distributions that
             drafts were drawn from. None if no draft is drawn.
+        readers: Drafters that read states of the target.
     """
 
     shape: StepShape
@@ -138,6 +140,7 @@ class StepConfig:
     heads: RankedHeads | None = None
     rule: str = SAMPLE
     draft_values: Tensor | None = None
+    readers: tuple[Drafter, ...] = ()
 
 
 class GraphStep:
@@ -149,6 +152,7 @@ class GraphStep:
         self.runner, self.model, self.rows = runner, model, rows
         self.shape, self.capacity, self.heads = config.shape, config.capacity, config.heads
         self.rule, self.draft_values = config.rule, config.draft_values
+        self.readers = config.readers
         device = rows.slots.device
         texts = self.shape.sequences + 1
         past = 0 if self.capacity is None else self.capacity.bad_word_length - 1
@@ -209,7 +213,8 @@ class GraphStep:
         place = roots.lengths[owners] + index - columns.offsets[owners]
         slots = self.rows.slots[columns.rows[owners], place]
         batch = TreeBatch(tree, None, slots, roots)
-        hidden = self.runner.hidden(batch, NodeInputs(tree.tokens))
+        taps = taps_for(self.readers)
+        hidden = self.runner.hidden(batch, NodeInputs(tree.tokens), None, taps)
         logits = self.model.logits(hidden)
         past = None
         if self.capacity is not None:
@@ -242,7 +247,7 @@ class GraphStep:
             tokens = torch.cat([outputs.tokens[:, 1:], accepted.bonus[:, None]], 1)
             written = torch.cat([accepted.nodes[:, 1:], accepted.bonus[:, None]], 1) >= 0
             self.rows.count(columns.rows, tokens, written)
-        outputs = replace(outputs, found=outputs.found[:texts])
+        outputs = replace(outputs, found=outputs.found[:texts], taps=taps)
         if self.heads is None:
             return outputs
         ranked = self.heads.ranked(

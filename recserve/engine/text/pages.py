@@ -6,6 +6,7 @@ import logging
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from recserve.core.request import RootKeys
 from recserve.engine.runtime.page_placement import PagePlacement
@@ -24,10 +25,11 @@ class TextPages:
         allocator: Free pages.
         cache: The prefix cache.
         pages_of: Returns the number of pages that hold a number of tokens.
+        hidden_size: Numbers of a final hidden state.
     """
 
-    def __init__(self, pool: KVPool) -> None:
-        self.pool, self.size = pool, pool.page_size
+    def __init__(self, pool: KVPool, hidden_size: int) -> None:
+        self.pool, self.size, self.hidden_size = pool, pool.page_size, hidden_size
         self._placement = PagePlacement(pool)
         self.allocator, self.cache = self._placement.allocator, self._placement.cache
         self.pages_of = self._placement.pages_of
@@ -40,13 +42,24 @@ class TextPages:
         none.
         """
         keys = np.array(sequence.context.tokens[:-1], dtype=np.int64)
-        placed = self._placement.place(RootKeys(keys), 1, separate=False)
+        root = RootKeys(keys, drafter=_drafter_of(sequence))
+        placed = self._placement.place(root, 1, separate=False)
         if placed is None:
             return False
         sequence.pages, sequence.slots = [], NO_SLOTS.to(self.pool.keys.device)
         self._take(sequence, placed.pages)
-        sequence.computed(placed.found.length, placed.found.last_hidden)
+        self._restore(sequence, placed.found.length, placed.found.last_hidden)
         return True
+
+    def _restore(self, sequence: TextSequence, length: int, state: Tensor | None) -> None:
+        """Marks cached tokens as computed. The state ends with what the drafter reads, if any."""
+        sequence.states, sequence.num_read = None, length
+        if state is not None and sequence.drafter.reads_states:
+            # The drafter's entries of the cached rows reach to the state before the last one.
+            sequence.num_read = length - 1
+            state, read = state[: self.hidden_size], state[self.hidden_size :]
+            sequence.states = read[None]
+        sequence.computed(length, state)
 
     def grow(self, sequence: TextSequence, tokens: int) -> bool:
         """Gives a text pages for this many tokens. Returns False if that needs a preemption."""
@@ -63,6 +76,7 @@ class TextPages:
         sequence.pages = sequence.pages + pages
         sequence.slots = torch.cat([sequence.slots, *[self._slots[page] for page in pages]])
         sequence.capacity = len(sequence.pages) * self.size
+        sequence.context.slots = sequence.slots
 
     def release(self, sequence: TextSequence) -> None:
         """Releases the pages of a text. A text that is not finite leaves nothing in the prefix
@@ -70,7 +84,8 @@ class TextPages:
         """
         if sequence.flawed:
             log.error("the model's output for a text is not finite; its prefix is dropped")
-            root = RootKeys(np.array(sequence.context.tokens, dtype=np.int64))
+            keys = np.array(sequence.context.tokens, dtype=np.int64)
+            root = RootKeys(keys, drafter=_drafter_of(sequence))
             self.cache.discard(root, sequence.pages, self.pool)
         self.allocator.release(sequence.pages)
         sequence.pages, sequence.capacity = [], 0
@@ -78,6 +93,15 @@ class TextPages:
     def cache_prefix(self, sequence: TextSequence) -> None:
         """Stores the computed tokens of a text in the prefix cache."""
         computed, state = sequence.num_computed, sequence.last_hidden
-        if state is not None and not sequence.flawed:
-            keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
-            self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], state.clone())
+        if state is None or sequence.flawed:
+            return
+        if sequence.states is not None:
+            state = torch.cat([state, sequence.states[-1]])
+        keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
+        pages = sequence.pages[: self.pages_of(computed)]
+        self.cache.insert(keys, 0, pages, state.clone(), drafter=_drafter_of(sequence))
+
+
+def _drafter_of(sequence: TextSequence) -> str:
+    """Returns the name of a drafter that has keys and values of its own, or an empty name."""
+    return sequence.request.speculation.drafter if sequence.drafter.reads_states else ""

@@ -7,11 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from recserve.core.finite import all_finite
 from recserve.engine.runtime.runner import ForwardPiece
 from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text.step_states import StepStates
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
 
@@ -29,7 +29,10 @@ class Chunk:
     size: int
 
     def piece(self) -> ForwardPiece:
-        """Returns the chunk as a chain under the computed tokens. Only its last state is read."""
+        """Returns the chunk as a chain under the computed tokens.
+
+        Only its last state is read, unless the drafter reads all of them.
+        """
         slots, start = self.sequence.slots, self.sequence.num_computed
         stop = start + self.size
         tokens = torch.tensor(self.sequence.context.tokens[start:stop], device=slots.device)
@@ -39,15 +42,18 @@ class Chunk:
             queries=None,
             slots=slots[start:stop],
             root_slots=(slots[:start],),
-            num_states=1,
+            num_states=None if self.sequence.drafter.reads_states else 1,
         )
 
-    def done(self, last_hidden: Tensor) -> None:
-        """Marks the chunk as computed. last_hidden is the [E] state of its last token.
+    def done(self, states: StepStates) -> None:
+        """Marks the chunk as computed. `states` end with those of its last token.
 
         On a CUDA device, a check for finite values would make the host wait. There the text's first
         logits show it.
         """
+        last_hidden, drafter = states.final[-1], self.sequence.drafter
+        if drafter.reads_states:
+            self.sequence.states = states.read_by(drafter, slice(None))
         self.sequence.flawed = not last_hidden.is_cuda and not all_finite(last_hidden)
         self.sequence.computed(self.sequence.num_computed + self.size, last_hidden)
 

@@ -18,18 +18,20 @@ from typing import Any
 
 from torch import Tensor
 
+from recserve.core.acceptance_watch import DraftHealth
 from recserve.core.finite import NotFinite
 from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
-from recserve.engine.text.draft_proposer import DraftProposer
-from recserve.engine.text.groups import TextGroup, TextGroups
+from recserve.engine.text.draft_proposer import DraftProposer, Refused
+from recserve.engine.text.groups import TextGroup, TextGroups, record_times
 from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.pages import TextPages
 from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step import VerifiedPaths, token_logprobs
 from recserve.engine.text.step_graphs import StepGraphs
+from recserve.engine.text.step_states import StepStates, split_states, taps_for
 from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextQuery
@@ -61,7 +63,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         """Starts with no texts. `graphs` holds captured steps; None launches every step."""
         self.runner, self.model = runner, model
         self.limits = limits or TextLimits()
-        self.pages = TextPages(runner.pool)
+        self.pages = TextPages(runner.pool, model.config.decoder.hidden_size)
         self.allocator, self.cache = self.pages.allocator, self.pages.cache
         self.running: list[TextSequence] = []
         self.preempted: list[TextSequence] = []
@@ -135,11 +137,8 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         now = time.monotonic()
         if now <= self._earliest_s:
             return []
-        deadlines = [
-            (s, s.request.deadline_s)
-            for s in self.running + self.preempted
-            if s.request.deadline_s is not None
-        ]
+        texts = self.running + self.preempted
+        deadlines = [(s, d) for s in texts if (d := s.request.deadline_s) is not None]
         late = [s for s, deadline_s in deadlines if now > deadline_s]
         self._earliest_s = min((d for _, d in deadlines if now <= d), default=math.inf)
         self._drop(late)
@@ -157,6 +156,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         self._preempt_for_pages()
         began = time.perf_counter()
         failed: list[FinishedText] = []
+        self._refuse(self._proposer.read(self.running), failed)
         parts = chunks(self.running, self.limits.prefill_tokens)
         groups = self._groups(parts, failed)
         parts = [part for part in parts if part.sequence.pages]
@@ -168,38 +168,37 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             done = self._launch(groups, parts)
         else:
             outputs = replayed.outputs
-            states = [row.last_hidden for row in replayed.rows]
-            done = self._commit(groups[0], outputs.paths(), outputs.hidden, outputs.logits, states)
+            last_hidden = [row.last_hidden for row in replayed.rows]
+            states = split_states([outputs.hidden], outputs.taps)[0]
+            done = self._commit(groups[0], outputs.paths(), states, outputs.logits, last_hidden)
         self._proposer.stepped()
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
-        first = {part.sequence for part in parts}
-        for sequence in first:
-            sequence.timing.prefill_ms += forward_ms
-        for group in groups:
-            for sequence, size in zip(group.sequences, group.sizes, strict=True):
-                timing = sequence.timing
-                timing.draft_ms += draft_ms
-                if sequence not in first:
-                    timing.verify_ms += forward_ms
-                timing.forwards += 1
-                timing.nodes += 1 + size
+        record_times(groups, [part.sequence for part in parts], draft_ms, forward_ms)
         return failed + done
 
     def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[FinishedText]:
         """Runs one forward pass over the trees of the groups and the chunks of prompts."""
         pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
-        hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)])
-        for part, state in zip(parts, hidden[len(groups) :], strict=True):
-            part.done(state[0])
-            self.pages.cache_prefix(part.sequence)
+        taps = taps_for(text.drafter for text in self.running)
+        hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)], taps)
+        states = split_states(hidden, taps)
+        for part, own in zip(parts, states[len(groups) :], strict=True):
+            part.done(own)
         done: list[FinishedText] = []
-        for group, piece, own in zip(groups, pieces, hidden, strict=False):
-            logits = self.model.logits(own)
-            verified = group.verify(self.runner.pool, piece, own, logits)
+        self._refuse(self._proposer.read([part.sequence for part in parts]), done)
+        for part in [part for part in parts if part.sequence.pages]:
+            self.pages.cache_prefix(part.sequence)
+        for group, piece, own in zip(groups, pieces, states, strict=False):
+            logits = self.model.logits(own.final)
+            verified = group.verify(self.runner.pool, piece, own.final, logits)
             done += self._commit(group, verified, own, logits)
         flawed = [part.sequence for part in parts if part.sequence.flawed and part.sequence.pages]
         self._drop(flawed)
         return done + [(sequence, NotFinite()) for sequence in flawed]
+
+    def draft_health(self) -> dict[str, DraftHealth]:
+        """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
+        return self._proposer.health()
 
     def drop_all(self) -> list[TextSequence]:
         """Removes all texts, releases their pages, and returns them."""
@@ -220,8 +219,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         drafts, refused = self._proposer.propose(stepping, sum(part.size for part in parts))
         if refused:
             stepping = [s for s in stepping if s in drafts]
-            self._drop([sequence for sequence, _ in refused])
-            failed += refused
+            self._refuse(refused, failed)
         for sequence in self._proposer.called:
             needed = sequence.length + drafts[sequence].num_nodes
             if needed > sequence.capacity and not self.pages.grow(sequence, needed):
@@ -232,7 +230,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         self,
         group: TextGroup,
         verified: VerifiedPaths,
-        hidden: Tensor,
+        states: StepStates,
         logits: Tensor,
         last_hidden: Seq[Tensor] | None = None,
     ) -> list[FinishedText]:
@@ -241,13 +239,13 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         Args:
             group: The texts.
             verified: Their accepted paths.
-            hidden: [T, E] states of the group's nodes, followed by padding.
+            states: States of the group's T nodes, followed by padding.
             logits: [T, V] logits of the same nodes.
             last_hidden: After a replay, the [E] state of each text at its last accepted node.
         """
         done: list[FinishedText] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
-        counted, first = last_hidden is not None, 0
+        counted, first, hidden = last_hidden is not None, 0, states.final
         for number, sequence in enumerate(group.sequences):
             path, tokens = verified.paths[number], verified.tokens[number]
             draft, before = group.drafts[number], len(sequence.context.tokens)
@@ -267,12 +265,14 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             state = hidden[path[used]] if ended or last_hidden is None else last_hidden[number]
             ranked = None if verified.ranked is None else verified.ranked[number]
             sequence.computed(before + used, state, ranked)
+            if sequence.drafter.reads_states:
+                sequence.states = states.read_by(sequence.drafter, path[: used + 1])
             if draft.num_nodes:
                 sequence.counts.add(draft.num_candidates, used)
                 self._proposer.verified(sequence, draft, len(path) - 1)
             if ended:
                 done.append((sequence, sequence.completion()))
-                self.pages.cache_prefix(sequence)
+                self._cache_prefix(sequence)
                 self._drop([sequence])
             elif sequence in self._proposer.called:
                 accepted = tuple([node - first - 1 for node in path[1:]])
@@ -321,10 +321,20 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
                 self._preempt(self.running[-1])
 
     def _preempt(self, sequence: TextSequence) -> None:
-        self.pages.cache_prefix(sequence)
+        self._cache_prefix(sequence)
         self._drop([sequence])
         sequence.num_computed = 0
         insort(self.preempted, sequence, key=_turn)
+
+    def _cache_prefix(self, sequence: TextSequence) -> None:
+        """Stores a text's computed tokens, with the drafter's entries of all of them."""
+        if not self._proposer.read([sequence], without_last=True):
+            self.pages.cache_prefix(sequence)
+
+    def _refuse(self, refused: Seq[Refused], failed: list[FinishedText]) -> None:
+        """Drops texts whose drafter failed, and adds their errors to `failed`."""
+        self._drop([sequence for sequence, _ in refused])
+        failed += refused
 
     def _drop(self, sequences: Seq[TextSequence]) -> None:
         """Removes texts, and releases their pages and their drafters' state."""

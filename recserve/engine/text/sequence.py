@@ -22,7 +22,7 @@ from recserve.speculation.completion import (
     TokenLogprobs,
 )
 from recserve.speculation.draft import Budget, budget_of
-from recserve.speculation.drafter import Drafter, TextContext
+from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.logits_processor import TokenCounts
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
@@ -47,6 +47,9 @@ class TextSequence:
         flawed: Whether a state or logits of the text are not finite.
         last_hidden: [E] final hidden state of the last computed token. None if not known. The next
             step may overwrite it.
+        states: [m, F] what the drafter reads of the last m computed tokens. None if it reads
+            nothing or the states are not known.
+        num_read: Number of first positions whose states the drafter has received.
         end: Most committed tokens that the positions and the request allow.
     """
 
@@ -64,6 +67,8 @@ class TextSequence:
     waits: bool = False
     flawed: bool = False
     last_hidden: Tensor | None = None
+    states: Tensor | None = None
+    num_read: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     timing: Timing = field(default_factory=Timing)
@@ -103,6 +108,17 @@ class TextSequence:
         self.num_computed, self.last_hidden = length, last_hidden
         ready = len(context.tokens) - 1 == length
         context.hidden, context.ranked = (last_hidden, ranked) if ready else (None, None)
+
+    def unread(self, end: int) -> StateSpan | None:
+        """Returns the states of positions before `end` that the drafter has not received.
+
+        They count as received from now on.
+        """
+        if self.states is None or end <= self.num_read:
+            return None
+        first, start = self.num_read, self.num_computed - self.states.shape[0]
+        self.num_read = end
+        return StateSpan(self.context, first, self.states[first - start : end - start])
 
     def budget(self, most: int) -> Budget:
         """Returns the budget of a draft. `most` limits its nodes if the request does not."""

@@ -17,6 +17,7 @@ from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
+from recserve.models.decoder import Taps
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.verifier import Accepted
@@ -92,6 +93,7 @@ class StepOutputs:
         logits: [T, V] raw logits of all nodes.
         hidden: [T, E] final hidden states of all nodes.
         num_heads: K, or 0 without heads.
+        taps: States between layers. None if no drafter reads them.
     """
 
     found: Tensor
@@ -99,6 +101,7 @@ class StepOutputs:
     logits: Tensor
     hidden: Tensor
     num_heads: int = 0
+    taps: Taps | None = None
 
     @property
     def tokens(self) -> Tensor:

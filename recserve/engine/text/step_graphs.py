@@ -171,6 +171,8 @@ class StepGraphs:
         self._heads = {name: heads for name, heads in found.items() if heads is not None}
         self._names = {id((drafters or {})[name]): name for name in self._heads}
         self._parameter_check: tuple[SamplingTable | None, bool | None] = (None, None)
+        readers = [d for d in (drafters or {}).values() if d.reads_states]
+        self._readers = tuple(readers)
         self._draws = any(drafter.draws for drafter in (drafters or {}).values())
         self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
@@ -218,6 +220,7 @@ class StepGraphs:
             heads=None if kind.drafter is None else self._heads[kind.drafter],
             rule=kind.rule,
             draft_values=self._place_for_probs(bucket.shape) if drawn else None,
+            readers=self._readers,
         )
         return GraphStep(self.runner, self.model, self.rows, config)
 

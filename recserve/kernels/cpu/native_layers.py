@@ -107,9 +107,10 @@ class NativeLayers:
         slots: Tensor,
         pool: tuple[Tensor, Tensor],
         attention: NativeTreeAttention,
-        count: int,
+        numbers: range,
+        norm: bool,
     ) -> Tensor:
-        """Runs the first `count` layers, and the final norm if `count` is all of them.
+        """Runs some layers.
 
         Args:
             x: [T, E] inputs.
@@ -117,19 +118,20 @@ class NativeLayers:
             slots: [T] pool slots that receive the rows' keys and values.
             pool: Keys and values, each [layers, slots, K, D] of x's type.
             attention: Attention of the batch.
-            count: Number of layers to run.
+            numbers: Numbers of the layers.
+            norm: Whether the final norm follows.
 
         Returns:
             [T, E].
         """
         out = x.clone(memory_format=torch.contiguous_format)
         cos, sin, slots = (column.contiguous() for column in (*turns, slots))
-        keys, values = pool
+        keys, values = (side[numbers.start :] for side in pool)
         scratch = x.new_empty(x.shape[0] * self.shape.scratch)
         compiled().decoder_layers(
             TYPES[x.dtype],
-            ctypes.addressof(self._layers),
-            count,
+            ctypes.addressof(self._layers) + numbers.start * ctypes.sizeof(_Layer),
+            len(numbers),
             ctypes.addressof(self._shape),
             out.data_ptr(),
             x.shape[0],
@@ -142,7 +144,7 @@ class NativeLayers:
             attention.address,
             attention.num_trees,
             attention.together(self.shape.heads),
-            self._norm.data_ptr() if count == len(self._layers) else None,
+            self._norm.data_ptr() if norm else None,
             scratch.data_ptr(),
         )
         return out

@@ -10,8 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from recserve.core.acceptance_watch import DraftWatch
 from recserve.core.finite import NotFinite
-from recserve.core.prefix_metadata import CachedDraft
+from recserve.core.prefix_metadata import CachedDraft, is_plain
 from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft
@@ -48,11 +49,13 @@ class SpeculativeStrategy(BeamStrategy):
 
     The prefixes that proved a slate are stored with the cached root. They are the draft when the
     same request comes again, in any batch. For other requests, `draft_plan` chooses how wide to
-    draft. Where drafting does not pay, the strategy is beam search.
+    draft. Where drafting does not pay, the strategy is beam search. A watch compares the rounds
+    that drafts save with the calibration, and pauses drafts while they save none.
     """
 
     name = "speculative"
     auto = "preferred"
+    watch: DraftWatch
     missing = "no draft head was trained; run `recserve train drafter --name speculative`"
 
     def __init__(
@@ -72,6 +75,7 @@ class SpeculativeStrategy(BeamStrategy):
         """
         super().__init__(model)
         self.head, self.only, self.caches = head, only, caches
+        self.watch = DraftWatch(self.name, break_even=0.0, pauses=only is None)
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
@@ -139,6 +143,28 @@ class SpeculativeStrategy(BeamStrategy):
             return replace(scored, missing=found.missing, repairs=scored.repairs + 1)
         return beam_verify.advance(scored, self.model)
 
+    def _observe(self, state: Beams) -> None:
+        """Records how many rounds each draft of the head saved.
+
+        Like the calibration, the watch covers requests without filter and caps.
+        """
+        if self.only is not None:
+            return
+        for sequence, request, cached in zip(
+            state.sequences, state.requests, self._cached(state.sequences), strict=True
+        ):
+            if not sequence.timing.drafted or cached is not None or not is_plain(request):
+                continue
+            repairs = max(sequence.rounds - 1, 0)
+            gain, calibrated = 1.0 - repairs, None
+            if self.head.calibration is not None:
+                plans = self.head.calibration.scaled(request.width, request.k)
+                plan = cheapest_draft(plans)
+                beam = min((work(each) for each in plans if not each.margin), default=work(plan))
+                calibrated = (beam - work(plan)) / ROUND_NODES
+                gain = calibrated + plan.repairs - repairs
+            self.watch.add(gain, 1, int(not repairs), calibrated)
+
     def _guess(self, state: Beams, keys: Tensor) -> PrefixDraft:
         count = len(state.sequences)
         trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
@@ -172,7 +198,8 @@ class SpeculativeStrategy(BeamStrategy):
         return likely_prefixes(state, self.head, widths, places, self.skip_single)
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
-        """Caches the scored prefixes, and returns the slates."""
+        """Caches the scored prefixes, watches the drafts, and returns the slates."""
+        self._observe(state)
         if self.caches:
             cache_scored(state)
         return super().finish(state)
@@ -184,6 +211,8 @@ class SpeculativeStrategy(BeamStrategy):
         """
         if all(self._cached(sequences)):
             return True
+        if self.watch.paused:
+            return self.watch.allows()
         return any(self.plan(request_of(sequence)).margin for sequence in sequences)
 
 

@@ -17,6 +17,7 @@ from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
 from recserve.server.arms.text_answer import TextArm
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
+from recserve.server.piece_clock import PieceClock
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.completions import PendingTexts
 from recserve.service.text.stream import Listener, Piece
@@ -48,9 +49,10 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
     trace, pieces = trace_of(request.scope), Pieces()
     arm = TextArm.of(exchange, trace, body)
 
+    clock = PieceClock(exchange.metrics, trace.began_s)
+
     def listen(piece: Piece) -> None:
-        if piece.first and piece.index == 0:
-            exchange.metrics.first_token.observe(time.monotonic() - trace.began_s)
+        clock.take(piece)
         if body.stream:
             pieces.put(piece)
 
@@ -70,7 +72,12 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
         usage = work.usage()
         exchange.metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
         exchange.metrics.drafted(work.speculation.drafter, work.drafted())
-        trace.timing_ms = work.timing_ms()
+        timing_ms = work.timing_ms()
+        trace.answered(timing_ms)
+        reasons = [stream.finish_reason for stream in work.streams]
+        seconds = time.monotonic() - trace.began_s
+        exchange.metrics.texts_ended(reasons, seconds, timing_ms.queue / 1e3)
+        clock.close()
 
     def end(error: BaseException | None) -> None:
         count()

@@ -6,13 +6,15 @@ import asyncio
 
 import msgspec
 from fastapi import FastAPI
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.schemas.events import EventsRequest
+from recserve.schemas.events import EventsRequest, EventsResponse
 from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
 from recserve.server.exchange import Exchange, json_response
 from recserve.server.routes.paths import HistoryRoute, UserRoute
+from recserve.service.slate_log.records import attributed
 
 BODY = msgspec.json.Decoder(EventsRequest)
 
@@ -24,7 +26,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def add_events(request: Request) -> Response:
         """Store events; the next answer takes them into account."""
         body = await exchange.body(request, BODY)
-        return json_response(await asyncio.to_thread(exchange.service.users.add, body))
+        return json_response(await asyncio.to_thread(_add, exchange, body))
 
     async def history(user_id: str) -> Response:
         """Return a user's events, oldest first."""
@@ -33,8 +35,8 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         )
 
     async def delete_user(user_id: str) -> Response:
-        """Delete a user's stored events and cached prefixes."""
-        await asyncio.to_thread(exchange.service.users.delete, _bounded(user_id))
+        """Delete a user's stored events, cached prefixes and rows of the slate log."""
+        await asyncio.to_thread(_delete, exchange, _bounded(user_id))
         return Response(status_code=204)
 
     app.router.add_api_route(
@@ -52,6 +54,27 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         status_code=204,
         route_class_override=UserRoute,
     )
+
+
+def _add(exchange: Exchange, body: EventsRequest) -> EventsResponse:
+    service, slates = exchange.service, exchange.slate_log
+    answer = service.users.add(body)
+    if all(event.attribution_token is None for event in body.events):
+        return answer
+    refused = {rejection.index for rejection in answer.rejected}
+    users = "none" if slates is None else slates.settings.users
+    outcomes, wrong = attributed(body.events, refused, service.runtime.signer, users)
+    if slates is not None:
+        for outcome in outcomes:
+            slates.outcome(outcome)
+    return structs.replace(answer, unattributed=wrong) if wrong else answer
+
+
+def _delete(exchange: Exchange, user_id: str) -> None:
+    service = exchange.service
+    service.users.delete(user_id)
+    if exchange.slate_log is not None:
+        exchange.slate_log.forget(user_id, service.runtime.signer)
 
 
 def _bounded(user_id: str) -> str:

@@ -24,4 +24,5 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         body = await exchange.body(request, BODY)
         answer = await answer_items(exchange, request, RECOMMEND, body)
         exchange.metrics.rounds.observe(answer.rounds)
+        exchange.log_slate(body, answer)
         return json_response(answer)

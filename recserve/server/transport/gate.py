@@ -7,6 +7,7 @@ import binascii
 import hmac
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -22,7 +23,7 @@ from recserve.server.errors import (
     row_of,
 )
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.transport.trace import HEADER, SCOPE_KEY, Trace
+from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace
 
 log = logging.getLogger(__name__)
 # Orchestrators probe without a key. These paths reveal only whether the server is up.
@@ -41,6 +42,7 @@ class Gate:
         metrics: Counts requests and failures.
         keys: Valid API keys; empty means that no key is required.
         admin_keys: Valid keys of the admin routes; empty means that nobody may use them.
+        recorders: Take each ended request.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class Gate:
         metrics: Metrics,
         api_keys: tuple[str, ...],
         admin_keys: tuple[str, ...] = (),
+        recorders: Sequence[Recorder] = (),
     ) -> None:
         self.app = app
         self.lifecycle = lifecycle
         self.metrics = metrics
         self.keys = tuple(key.encode() for key in api_keys)
         self.admin_keys = tuple(key.encode() for key in admin_keys)
+        self.recorders = recorders
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request to the application, or answers it with an error."""
@@ -70,6 +74,7 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                trace.status = message["status"]
                 message["headers"] = [*message["headers"], *trace.headers()]
             await send(message)
 
@@ -83,6 +88,7 @@ class Gate:
             except Exception as error:
                 row = row_of(error)
                 trace.failure = row.reason
+                trace.status = trace.status or row.status
                 if row.status == 500:
                     log.error("request %s failed", trace.request_id, exc_info=error)
                 elif row.status == 503 and row.message is not None:
@@ -116,6 +122,8 @@ class Gate:
         if trace.timing_ms is not None:
             stages = {n: getattr(trace.timing_ms, n) for n in trace.timing_ms.__struct_fields__}
             self.metrics.stages(stages)
+        for record in self.recorders:
+            record(scope, trace)
 
 
 def _among(given: bytes, keys: tuple[bytes, ...]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.types import Scope
@@ -29,6 +30,8 @@ class Trace:
         strategy: Strategy of the answer; "none" until a model has answered.
         timing_ms: Times of the stages; None until a model has answered.
         failure: Label of the failure counter; None unless the request failed.
+        status: HTTP status of the response; 0 before it starts.
+        answered_s: time.monotonic() value at the answer of the service; None without one.
         experiment: Experiment and arm of the request; None outside experiments.
     """
 
@@ -37,6 +40,8 @@ class Trace:
     strategy: str = "none"
     timing_ms: TimingMs | None = None
     failure: str | None = None
+    status: int = 0
+    answered_s: float | None = None
     experiment: ExperimentLabel | None = None
 
     @property
@@ -62,6 +67,11 @@ class Trace:
             raise InvalidRequest("X-Request-Id", message)
         self.request_id = request_id
 
+    def answered(self, timing_ms: TimingMs | None, strategy: str = "none") -> None:
+        """Records the answer of a model: its times and its strategy."""
+        self.timing_ms, self.strategy = timing_ms, strategy
+        self.answered_s = time.monotonic()
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Returns the headers of every response."""
         headers = [
@@ -77,6 +87,14 @@ class Trace:
             text = ", ".join(f"{name};dur={value}" for name, value in stages.items())
             headers.append((b"server-timing", text.encode()))
         return headers
+
+
+Recorder = Callable[[Scope, Trace], None]
+
+
+def route_of(scope: Scope) -> str:
+    """Returns the path template of a request, which has no ids; "other" if no route matched."""
+    return getattr(scope.get("route"), "path", None) or "other"
 
 
 def trace_of(scope: Scope) -> Trace:

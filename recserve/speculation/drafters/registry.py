@@ -11,6 +11,7 @@ from recserve.core.plugins import with_plugins
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
@@ -31,6 +32,7 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     ModelDrafter,
     SpecinferDrafter,
     MedusaDrafter,
+    EagleDrafter,
 )
 
 

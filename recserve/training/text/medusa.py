@@ -27,6 +27,7 @@ from recserve.speculation.drafters.medusa import RANKS
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule
+from recserve.training.text.windows import windows
 
 DISCOUNT = 0.8
 
@@ -79,14 +80,9 @@ class MedusaTrainee:
         Raises:
             ValueError: If either text is shorter than a window.
         """
-        if min(len(train), len(valid)) < recipe.window:
-            raise ValueError(
-                f"the text has {len(train)} tokens for training and {len(valid)} for validation; "
-                f"each needs at least a window of {recipe.window}"
-            )
         self.recipe, self.target, self.seed = recipe, target, seed
         self.device = target.tokens.weight.device
-        self.train, self.valid = _rows(train, recipe.window), _rows(valid, recipe.window)
+        self.train, self.valid = (windows(text, recipe.window) for text in (train, valid))
         torch.manual_seed(seed)
         self.model = MedusaHeads(
             MedusaConfig(
@@ -163,12 +159,6 @@ class MedusaTrainee:
         positions = torch.arange(tokens.shape[1], device=self.device)
         hidden = self.target(tokens, positions, DenseAttention())
         return hidden, self.target.logits(hidden)
-
-
-def _rows(text: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    """Returns the text as [n, window] rows; a shorter remainder is dropped."""
-    count = len(text) // window
-    return np.ascontiguousarray(text[: count * window].reshape(count, window), dtype=np.int64)
 
 
 def train_medusa(

@@ -24,9 +24,9 @@ def counting(engine) -> list[int]:
     runner, rows = engine.schedulers["text"].runner, []
     forward = runner.forward
 
-    def counted(pieces):
+    def counted(pieces, taps=None):
         rows.append(sum(piece.tree.num_nodes for piece in pieces))
-        return forward(pieces)
+        return forward(pieces, taps)
 
     runner.forward = counted
     return rows

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from recserve.metrics.gauges import Gauges, health_families
+from recserve.metrics.process import add_process_metrics
+from recserve.metrics.vllm import VllmCollector
+
+FINISH_REASONS = ("stop", "length", "abort")
 STAGES = ("queue", "features", "prefill", "draft", "verify", "total")
 ARMS = ("none",)
 SECONDS = (
@@ -19,54 +23,6 @@ SECONDS = (
 # Tokens at this draft position or deeper count at the last one, POSITIONS - 1.
 POSITIONS = 32
 ROUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
-
-
-@dataclass
-class ShadowCounts:
-    """Running sums of the comparison of a shadow strategy with served slates.
-
-    Attributes:
-        answers: Slates that were compared.
-        shared: Sum over compared slates of the share of items that are in both.
-        identical: Compared slates with the same items in the same order.
-        given_seconds: Engine time of the served slates, without their time in the queue.
-        seconds: Engine time of the shadow slates, whose prefix is already cached.
-    """
-
-    answers: int = 0
-    shared: float = 0.0
-    identical: int = 0
-    given_seconds: float = 0.0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Gauges:
-    """Engine figures that are read at scrape time.
-
-    Attributes:
-        queue_depth: Requests that wait for the engine.
-        illegal_items: Items from a model that do not exist or were excluded. Always 0.
-        kv_pages: Pages of the KV pool, by state.
-        prefix_tokens: Prefix tokens, by whether the prefix cache held them.
-        shadow: Comparison with served slates, by shadow strategy.
-        graph_steps: Text steps, by graph replay or by the reason why none was replayed.
-        graph_searches: Item searches, by graph replay or by the reason why none was replayed.
-        graph_seconds: Capture time of each CUDA graph, by bucket.
-        graph_bytes: Device memory of each CUDA graph, by bucket.
-        background: Precomputation requests that are waiting or running.
-    """
-
-    queue_depth: int = 0
-    illegal_items: int = 0
-    kv_pages: Mapping[str, int] = field(default_factory=dict)
-    prefix_tokens: Mapping[str, int] = field(default_factory=dict)
-    shadow: Mapping[str, ShadowCounts] = field(default_factory=dict)
-    graph_steps: Mapping[str, int] = field(default_factory=dict)
-    graph_searches: Mapping[str, int] = field(default_factory=dict)
-    graph_seconds: Mapping[str, float] = field(default_factory=dict)
-    graph_bytes: Mapping[str, int] = field(default_factory=dict)
-    background: int = 0
 
 
 class Drafted(Protocol):
@@ -97,6 +53,9 @@ class _EngineCollector(Collector):
         depth = GaugeMetricFamily("recserve_queue_depth", "Requests waiting for the engine")
         depth.add_metric([], gauges.queue_depth)
         yield depth
+        running = GaugeMetricFamily("recserve_requests_running", "Requests that the engine runs")
+        running.add_metric([], gauges.running)
+        yield running
         background = GaugeMetricFamily(
             "recserve_background_depth", "Prefixes and drafts waiting to be precomputed"
         )
@@ -151,6 +110,7 @@ class _EngineCollector(Collector):
             for strategy, counts in gauges.shadow.items():
                 family.add_metric([strategy], getattr(counts, name))
             yield family
+        yield from health_families(gauges)
 
 
 class Metrics:
@@ -169,7 +129,17 @@ class Metrics:
         strategies: Iterable[str],
         reasons: Iterable[str],
         engine: Callable[[], Gauges | None],
+        vllm_model: str | None = None,
     ) -> None:
+        """Registers all collectors.
+
+        Args:
+            strategies: Values of the label `strategy`.
+            reasons: Values of the label `reason` of failures.
+            engine: Returns the engine's figures; None before the engine is loaded.
+            vllm_model: Name of the language model under which the text metrics are exported with
+                vLLM's names too. None leaves vLLM's names out.
+        """
         self.registry = CollectorRegistry()
         self.routes: frozenset[str] = frozenset()
         self.strategies = frozenset(strategies)
@@ -210,6 +180,18 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+        self.inter_token, self.token_seconds, self.text_seconds, self.text_queue = (
+            Histogram(f"recserve_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
+            for name, text in (
+                ("inter_token", "Time between two consecutive pieces of one text"),
+                ("time_per_output_token", "Mean time per token of one text, after its first piece"),
+                ("text", "Time from the first byte of a request to the end of its last text"),
+                ("text_queue", "Time that a text request waited for the engine"),
+            )
+        )
+        self.finished = Counter(
+            "recserve_texts_finished", "Ended texts", ["reason"], registry=self.registry
+        )
         self._drafts = {
             name: Counter(f"recserve_spec_{name}", text, labels, registry=self.registry)
             for name, text, labels in (
@@ -226,8 +208,16 @@ class Metrics:
         # Export every reason at 0 from the start, so that alert rules can refer to it.
         for reason in self.reasons:
             self.failed.labels(reason)
+        for reason in FINISH_REASONS:
+            self.finished.labels(reason)
+        for kind in ("prompt", "completion"):
+            self.tokens.labels(kind)
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         self.registry.register(_EngineCollector(engine))
+        add_process_metrics(self.registry)
+        if vllm_model is not None:
+            texts = self._text_collectors()
+            self.registry.register(VllmCollector(texts, engine, vllm_model))
 
     def request(self, route: str | None, strategy: str, seconds: float, arm: str = ARMS[0]) -> None:
         """Counts one request.
@@ -257,6 +247,22 @@ class Metrics:
         self.tokens.labels("prompt").inc(prompt)
         self.tokens.labels("completion").inc(written)
 
+    def texts_ended(
+        self, reasons: Sequence[str | None], seconds: float, queue_seconds: float
+    ) -> None:
+        """Counts one text request.
+
+        Args:
+            reasons: Finish reason of each text; None if the text was cancelled or failed.
+            seconds: Time from the first byte of the request to the end of its last text.
+            queue_seconds: Time that the request waited for the engine.
+        """
+        for reason in reasons:
+            self.finished.labels(reason if reason in FINISH_REASONS else "abort").inc()
+        if None not in reasons:
+            self.text_seconds.observe(seconds)
+            self.text_queue.observe(queue_seconds)
+
     def drafted(self, drafter: str, counts: Drafted) -> None:
         """Counts the drafts of one text request. `drafter` is the name of a loaded drafter."""
         if not counts.num_drafts:
@@ -267,6 +273,12 @@ class Metrics:
         by_position = self._drafts["accepted_per_position"]
         for place, accepted in enumerate(counts.per_position):
             by_position.labels(drafter, min(place, POSITIONS - 1)).inc(accepted)
+
+    def _text_collectors(self) -> dict[str, Collector]:
+        """Returns the collectors that vLLM has too, by the name of their metric."""
+        own = (self.first_token, self.inter_token, self.token_seconds, self.text_seconds)
+        counters = (self.text_queue, self.finished, self.tokens, *self._drafts.values())
+        return {family.name: each for each in (*own, *counters) for family in each.describe()}
 
     def page(self) -> bytes:
         """Returns all collectors in Prometheus' text format."""

@@ -1,0 +1,129 @@
+"""The text metrics under vLLM's names, so that tools and dashboards made for vLLM work.
+
+The collector reads this server's own metrics at scrape time and renames them. vLLM's meanings hold:
+lengths exclude the bonus token, and the prefix cache counts tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from recserve.metrics.gauges import Gauges
+
+
+@dataclass(frozen=True)
+class _Rename:
+    """One metric under vLLM's name.
+
+    Attributes:
+        source: Name of this server's metric.
+        target: vLLM's name.
+        where: Label values that a sample must have; these labels are left out.
+        labels: vLLM's names of further labels. Samples that differ in other labels are summed.
+    """
+
+    source: str
+    target: str
+    where: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+POSITION = {"position": "position"}
+RENAMES = (
+    _Rename("recserve_first_token_seconds", "vllm:time_to_first_token_seconds"),
+    _Rename("recserve_inter_token_seconds", "vllm:inter_token_latency_seconds"),
+    _Rename("recserve_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
+    _Rename("recserve_text_seconds", "vllm:e2e_request_latency_seconds"),
+    _Rename("recserve_text_queue_seconds", "vllm:request_queue_time_seconds"),
+    _Rename(
+        "recserve_texts_finished", "vllm:request_success", labels={"reason": "finished_reason"}
+    ),
+    _Rename("recserve_text_tokens", "vllm:prompt_tokens", {"kind": "prompt"}),
+    _Rename("recserve_text_tokens", "vllm:generation_tokens", {"kind": "completion"}),
+    _Rename("recserve_spec_drafts", "vllm:spec_decode_num_drafts"),
+    _Rename("recserve_spec_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
+    _Rename("recserve_spec_accepted_tokens", "vllm:spec_decode_num_accepted_tokens"),
+    _Rename(
+        "recserve_spec_accepted_per_position",
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        labels=POSITION,
+    ),
+)
+
+
+class VllmCollector(Collector):
+    """Exports metrics under vLLM's names.
+
+    Attributes:
+        sources: This server's metrics by name.
+        engine: Returns the engine's figures; None before it is loaded.
+        model_name: Name of the language model.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Collector],
+        engine: Callable[[], Gauges | None],
+        model_name: str,
+    ) -> None:
+        self.sources, self.engine, self.model_name = sources, engine, model_name
+
+    def describe(self) -> Iterable[Metric]:
+        """Returns no metrics: their names are known to be free."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields vLLM's metrics."""
+        gauges = self.engine()
+        if gauges is None:
+            return
+        fixed = {"model_name": self.model_name, "engine": "0"}
+        yield from _gauges(gauges, fixed)
+        for rename in RENAMES:
+            for family in self.sources[rename.source].collect():
+                yield _renamed(rename, family, fixed)
+
+
+def _gauges(gauges: Gauges, fixed: Mapping[str, str]) -> Iterator[Metric]:
+    pages, tokens = gauges.kv_pages, gauges.prefix_tokens
+    usage = pages.get("used", 0) / max(sum(pages.values()), 1)
+    for name, text, value in (
+        ("num_requests_running", "Requests that the engine runs", gauges.running),
+        ("num_requests_waiting", "Requests waiting for the engine", gauges.queue_depth),
+        ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it", usage),
+    ):
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(fixed))
+        family.add_metric(list(fixed.values()), value)
+        yield family
+    for name, text, count in (
+        ("queries", "Prompt tokens looked up in the prefix cache", sum(tokens.values())),
+        ("hits", "Prompt tokens found in the prefix cache", tokens.get("hit", 0)),
+    ):
+        counter = CounterMetricFamily(f"vllm:prefix_cache_{name}", text, labels=list(fixed))
+        counter.add_metric(list(fixed.values()), count)
+        yield counter
+
+
+def _renamed(rename: _Rename, family: Metric, fixed: Mapping[str, str]) -> Metric:
+    """Returns a family under its new name, with samples of equal labels summed."""
+    found = Metric(rename.target, family.documentation, family.type)
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for sample in family.samples:
+        if sample.name.endswith("_created"):
+            continue
+        if any(sample.labels[name] != value for name, value in rename.where.items()):
+            continue
+        own = {new: sample.labels[old] for old, new in rename.labels.items()}
+        bucket = {"le": sample.labels["le"]} if "le" in sample.labels else {}
+        name = rename.target + sample.name.removeprefix(rename.source)
+        key = name, tuple({**fixed, **own, **bucket}.items())
+        sums[key] = sums.get(key, 0.0) + sample.value
+    if not sums and not rename.labels:
+        sums[f"{rename.target}_total", tuple(fixed.items())] = 0.0
+    for (name, labels), value in sums.items():
+        found.add_sample(name, dict(labels), value)
+    return found

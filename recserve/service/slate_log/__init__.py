@@ -1,0 +1,1 @@
+"""The log of slates and their outcomes as Parquet, for training and off-policy evaluation."""

@@ -1,0 +1,66 @@
+"""Reads a slate log: one row per shown item, with the outcomes that it led to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recserve.service.slate_log.records import SCHEMAS
+
+KEYS = ["token_id", "item_id"]
+
+
+def read_log(folder: Path | str, kind: str) -> pa.Table:
+    """Returns all rows of one kind, oldest file first.
+
+    Args:
+        folder: Folder of the log.
+        kind: `slates` or `outcomes`.
+    """
+    paths = sorted(Path(folder).glob(f"{kind}-*.parquet"))
+    tables = [pq.read_table(path, schema=SCHEMAS[kind]) for path in paths]
+    return pa.concat_tables(tables) if tables else SCHEMAS[kind].empty_table()
+
+
+def shown_items(folder: Path | str, types: Collection[str] | None = None) -> pa.Table:
+    """Returns one row per shown item, with its outcomes.
+
+    Args:
+        folder: Folder of the log.
+        types: Event types that count as outcomes; None counts all.
+
+    Returns:
+        The columns of the slate, then `item_id`, `rank`, `score`, `source`, `team`, then
+        `num_outcomes`, `first_outcome` (a time) and `value` (a sum). An event that was sent twice
+        with the same id counts once.
+    """
+    slates = read_log(folder, "slates")
+    lists = slates.column("items").combine_chunks()
+    owners = pc.list_parent_indices(lists)
+    shown = slates.drop_columns(["items"]).take(owners)
+    items = pc.list_flatten(lists)
+    for field in items.type:
+        shown = shown.append_column(field.name, pc.struct_field(items, field.name))
+    joined = shown.join(_outcomes(folder, types), keys=KEYS, join_type="left outer")
+    place = joined.schema.get_field_index("num_outcomes")
+    counts = pc.fill_null(joined.column("num_outcomes"), 0)
+    joined = joined.set_column(place, "num_outcomes", counts)
+    return joined.sort_by([("time", "ascending"), ("token_id", "ascending"), ("rank", "ascending")])
+
+
+def _outcomes(folder: Path | str, types: Collection[str] | None) -> pa.Table:
+    """Returns one row per slate and item with an outcome."""
+    rows = read_log(folder, "outcomes")
+    if types is not None:
+        rows = rows.filter(pc.is_in(rows.column("type"), value_set=pa.array(list(types))))
+    rows = rows.select([*KEYS, "type", "event", "time", "value"])
+    named = rows.filter(pc.is_valid(rows.column("event")))
+    once = named.group_by([*KEYS, "type", "event"]).aggregate([("time", "min"), ("value", "max")])
+    once = once.rename_columns([*KEYS, "type", "event", "time", "value"])
+    both = pa.concat_tables([once, rows.filter(pc.is_null(rows.column("event")))])
+    counted = both.group_by(KEYS).aggregate([("time", "count"), ("time", "min"), ("value", "sum")])
+    return counted.rename_columns([*KEYS, "num_outcomes", "first_outcome", "value"])

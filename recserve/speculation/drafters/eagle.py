@@ -1,0 +1,231 @@
+"""EAGLE: a network of one layer drafts a dynamic tree from the target's states.
+
+Each level of the tree extends the `width` likeliest nodes of the level before by `width` tokens
+each. Of all these nodes the draft keeps the likeliest, by the product of probabilities along the
+path. A node is never likelier than its parent, so the nodes that remain form a tree.
+
+At a temperature above 0 the tokens of each position are ranked with the target's own noise.
+
+Sources: EAGLE-2 (arXiv 2406.16858, section 4) for the tree; models/drafters/eagle.py for the
+networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.host import on_device
+from recserve.kernels.noise import gumbel_of_tokens
+from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
+from recserve.kernels.tree import chain, merge
+from recserve.models.attention import PagedAttention
+from recserve.models.drafters.eagle import Eagle
+from recserve.models.drafters.eagle_files import load_eagle
+from recserve.models.language_model import LanguageModel
+from recserve.models.packing import pack_weights
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter, StateSpan, TextContext
+from recserve.speculation.drafters.limits import allowed, only_chains
+from recserve.speculation.drafters.noisy import NUM_NOISY_TOKENS
+from recserve.speculation.drafters.score_tree import ScoreTree
+
+WIDTH, DEPTH, NUM_NODES = 8, 6, 40
+MAX_TEXTS = 64  # texts that are drafted together
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Texts that are drafted together.
+
+    Attributes:
+        lengths: [B] committed tokens.
+        temperatures: [B] float32.
+        seeds: [B].
+        roots: Slots of the drafter's entries of each text.
+        greedy: Whether no text draws.
+    """
+
+    lengths: Tensor
+    temperatures: Tensor
+    seeds: Tensor
+    roots: tuple[Tensor, ...]
+    greedy: bool
+
+
+class EagleDrafter(Drafter):
+    """Drafts dynamic trees with an EAGLE network.
+
+    Args:
+        network: The network.
+        target: The model that verifies. Its embedding is the network's.
+        width: Children of a node, and nodes that each level extends.
+        depth: Levels of the tree.
+        num_nodes: Nodes of the tree.
+
+    Raises:
+        ValueError: If the network is for another target.
+    """
+
+    name = "eagle"
+    needs_weights = True
+    num_folders = 1
+    reads_states = True
+
+    def __init__(
+        self,
+        network: Eagle,
+        target: LanguageModel,
+        width: int = WIDTH,
+        depth: int = DEPTH,
+        num_nodes: int = NUM_NODES,
+    ) -> None:
+        config, own = network.config, target.config
+        given, expected = (config.target_size, config.vocab_size), own.decoder.hidden_size
+        if given != (expected, own.vocab_size):
+            raise ValueError(
+                f"the head is for hidden size {given[0]} and {given[1]} tokens, the target has "
+                f"{expected} and {own.vocab_size}"
+            )
+        self.network, self.target = network, target
+        self.width, self.depth, self.num_nodes = width, depth, num_nodes
+        self.hidden_layers = config.target_layers
+        decoder = config.decoder
+        self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
+        self.scratch_slots = MAX_TEXTS * width * depth
+        # The output at the last committed token of each text, and how many tokens it had then.
+        self._outputs: dict[int, tuple[int, Tensor]] = {}
+
+    @classmethod
+    def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> EagleDrafter:
+        """Loads the network of one folder."""
+        if len(folders) != 1:
+            raise ValueError("drafter 'eagle' needs the folder of its network (eagle=DIR)")
+        network = load_eagle(folders[0], target)
+        pack_weights(network)
+        return cls(network, target)
+
+    def attach(self, pool: KVPool) -> None:
+        """Receives the pool of the network's keys and values."""
+        self.pool = pool
+
+    def forget(self, context_id: int) -> None:
+        """Drops the output of a text."""
+        self._outputs.pop(context_id, None)
+
+    @torch.inference_mode()
+    def read(self, parts: Seq[StateSpan]) -> None:
+        """Computes the entries of committed tokens from the target's states before them."""
+        tokens, slots, roots, trees, ends = [], [], [], [], []
+        device, stop = self.pool.keys.device, 0
+        for part in parts:
+            first, size, own = part.first, part.states.shape[0], part.context.slots
+            assert own is not None
+            tokens.append(on_device(part.context.tokens[first + 1 : first + 1 + size], device))
+            trees.append(chain(tokens[-1]))
+            slots.append(own[first + 1 : first + 1 + size])
+            roots.append(own[1 : first + 1])
+            stop += size
+            ends.append(stop - 1)
+        batch = TreeBatch(merge(trees), None, torch.cat(slots), tuple(roots))
+        features = self.network.features(torch.cat([part.states for part in parts]))
+        outputs = self._run(features, torch.cat(tokens), batch)[on_device(ends, device)]
+        for part, output in zip(parts, outputs, strict=True):
+            length = part.first + part.states.shape[0] + 1
+            self._outputs[part.context.id] = length, output
+
+    @torch.inference_mode()
+    def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
+        """Returns one tree per text; empty while the states of its last tokens are unknown."""
+        drafts = [empty_draft(self.pool.keys.device)] * len(contexts)
+        groups: dict[int, list[int]] = {}
+        limits = []
+        for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
+            width = 1 if only_chains(context) else self.width
+            most = allowed(context, budget, self.num_nodes)
+            limits.append(Budget(most.num_nodes, min(most.depth, self.depth)))
+            known = self._outputs.get(context.id, (0, None))[0] == len(context.tokens)
+            if known and limits[i].num_nodes and limits[i].depth:
+                groups.setdefault(width, []).append(i)
+        for width, rows in groups.items():
+            for start in range(0, len(rows), MAX_TEXTS):
+                some = rows[start : start + MAX_TEXTS]
+                made = self._draft([contexts[i] for i in some], [limits[i] for i in some], width)
+                for i, draft in zip(some, made, strict=True):
+                    drafts[i] = draft
+        return drafts
+
+    def _draft(
+        self, contexts: Seq[TextContext], budgets: Seq[Budget], width: int
+    ) -> list[TextDraft]:
+        """Expands trees level by level and keeps their likeliest nodes."""
+        device, params = self.pool.keys.device, [context.params for context in contexts]
+        texts = _Texts(
+            lengths=on_device([len(context.tokens) for context in contexts], device),
+            temperatures=on_device([p.temperature for p in params], device, torch.float32),
+            seeds=on_device([p.seed for p in params], device),
+            roots=tuple(c.slots[1 : len(c.tokens)] for c in contexts if c.slots is not None),
+            greedy=all(p.greedy for p in params),
+        )
+        depth = max(budget.depth for budget in budgets)
+        tree = ScoreTree(len(contexts), width, depth, device)
+        outputs = torch.stack([self._outputs[context.id][1] for context in contexts])
+        tree.grow(*self._children(outputs[:, None], texts, 0, width))
+        outputs = outputs[:, None].expand(-1, width, -1)
+        for level in range(1, depth):
+            batch = self._level(tree, texts, level)
+            computed = self._run(outputs.flatten(0, 1), tree.frontier_tokens.flatten(), batch)
+            computed = computed.view(len(contexts), -1, computed.shape[-1])
+            parents = tree.grow(*self._children(computed, texts, level, width))
+            outputs = computed.gather(1, parents[..., None].expand(-1, -1, computed.shape[-1]))
+        return tree.best(budgets)
+
+    def _run(self, features: Tensor, tokens: Tensor, batch: TreeBatch) -> Tensor:
+        """Returns the outputs [n, E] of the computed nodes."""
+        attend = PagedAttention(batch, self.pool)
+        outputs: Tensor = self.network(
+            features, self.target.tokens(tokens), batch.positions(), attend
+        )
+        return outputs
+
+    def _level(self, tree: ScoreTree, texts: _Texts, level: int) -> TreeBatch:
+        """Returns the batch that computes the frontier below all nodes computed before."""
+        nodes, order, queries = tree.computed()
+        base = self.pool.spare_slot + self.pool.page_size
+        per_text = self.width * self.depth
+        slots = base + order.numbers + order.texts * per_text
+        counts = [tree.width] * tree.num_texts
+        return TreeBatch(nodes, queries, slots, texts.roots, counts)
+
+    def _children(
+        self, outputs: Tensor, texts: _Texts, level: int, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns tokens and log-probabilities [B, W, width] of the children of W nodes per text.
+
+        Args:
+            outputs: [B, W, E] outputs of the nodes.
+            texts: The texts.
+            level: Levels above the children.
+            width: Children of a node.
+        """
+        network = self.network
+        states = network.read_by_head(outputs)
+        logits = network.head(states) if network.config.fused else self.target.logits(states)
+        logits = logits.float()
+        if texts.greedy:
+            best = logits.log_softmax(-1).topk(width)
+            return network.targets(best.indices), best.values
+        shape = logits.shape[:2]
+        best = logits.topk(min(max(NUM_NOISY_TOKENS, width), logits.shape[-1]))
+        tokens = network.targets(best.indices)
+        rows = [row[:, None].expand(shape) for row in (texts.seeds, texts.lengths + level)]
+        noise = gumbel_of_tokens(rows[0].flatten(), rows[1].flatten(), tokens.flatten(0, 1))
+        heat = texts.temperatures[:, None, None]
+        cold = torch.where(heat > 0, heat, 1.0)
+        scores = (best.values / cold + noise.view_as(best.values) * (heat > 0)).log_softmax(-1)
+        chosen = scores.topk(width)
+        return tokens.gather(-1, chosen.indices), chosen.values

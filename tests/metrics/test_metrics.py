@@ -1,0 +1,119 @@
+"""The metrics page: what it holds, vLLM's names, and that its number of series never grows."""
+
+import random
+import string
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from recserve.core.acceptance_watch import DraftHealth
+from recserve.metrics import Gauges, Metrics
+from recserve.metrics.gauges import SlateLogCounts
+from recserve.speculation.completion import SpeculationCounts
+
+GAUGES = Gauges(
+    queue_depth=3,
+    running=2,
+    kv_pages={"free": 6, "cached": 2, "used": 2},
+    prefix_tokens={"hit": 30, "miss": 10},
+    build={"version": "1", "torch": "2", "device": "cpu", "isa": "avx2"},
+    drafts={"ngram": DraftHealth((0.75, 0.5), 1.2, 1.4, True, False)},
+    slate_log=SlateLogCounts({"slates": 4}, {"queue_full": 1}, 99),
+)
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(metrics.page().decode())
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families for s in f.samples}
+
+
+def value(found, name: str, **labels: str) -> float:
+    return found[name, tuple(sorted(labels.items()))]
+
+
+def served(vllm_model: str | None = None) -> Metrics:
+    metrics = Metrics(("beam",), ("invalid", "other"), lambda: GAUGES, vllm_model)
+    metrics.routes = frozenset({"/v1/completions", "/v1/recommend"})
+    counts = SpeculationCounts()
+    for accepted in (2, 0, 3):
+        counts.add(4, accepted)
+    metrics.drafted("ngram", counts)
+    metrics.drafted("suffix", counts)
+    metrics.text_tokens(7, 11)
+    metrics.first_token.observe(0.02)
+    metrics.inter_token.observe(0.004)
+    metrics.token_seconds.observe(0.003)
+    metrics.texts_ended(["stop", "length"], 0.5, 0.1)
+    metrics.texts_ended([None], 9.0, 0.1)
+    return metrics
+
+
+def test_what_the_page_holds():
+    found = samples(served())
+    assert value(found, "recserve_requests_running") == 2
+    build = {"version": "1", "torch": "2", "device": "cpu", "isa": "avx2"}
+    assert value(found, "recserve_build_info", **build) == 1
+    assert value(found, "process_resident_memory_bytes") > 1e6
+    assert value(found, "process_open_fds") > 2 and value(found, "recserve_process_threads") >= 1
+    ended = {r: value(found, "recserve_texts_finished_total", reason=r) for r in ("stop", "abort")}
+    assert ended == {"stop": 1, "abort": 1}
+    assert value(found, "recserve_text_seconds_sum") == 0.5  # not that of the cancelled text
+    levels = [
+        value(found, "recserve_draft_acceptance_ratio", drafter="ngram", depth=d) for d in "12"
+    ]
+    assert levels == [0.75, 0.5]
+    assert value(found, "recserve_draft_acceptance_alarm", drafter="ngram") == 1
+    assert value(found, "recserve_slate_log_dropped_total", reason="queue_full") == 1
+    assert not any(name.startswith("vllm:") for name, _ in found)
+
+
+def test_vllms_names_mean_the_same():
+    found = samples(served("story"))
+    fixed = {"model_name": "story", "engine": "0"}
+
+    def of(name: str, **labels: str) -> float:
+        return value(found, f"vllm:{name}", **fixed, **labels)
+
+    assert (of("num_requests_running"), of("num_requests_waiting")) == (2, 3)
+    assert of("kv_cache_usage_perc") == pytest.approx(0.2)
+    assert (of("prefix_cache_queries_total"), of("prefix_cache_hits_total")) == (40, 30)
+    for name, total in (
+        *(("time_to_first_token_seconds", 0.02), ("inter_token_latency_seconds", 0.004)),
+        *(("request_time_per_output_token_seconds", 0.003), ("e2e_request_latency_seconds", 0.5)),
+        ("request_queue_time_seconds", 0.1),
+    ):
+        assert of(f"{name}_sum") == pytest.approx(total) and of(f"{name}_count") == 1
+        assert of(f"{name}_bucket", le="+Inf") == 1
+    ended = [of("request_success_total", finished_reason=r) for r in ("stop", "length", "abort")]
+    assert ended == [1, 1, 1]
+    assert (of("prompt_tokens_total"), of("generation_tokens_total")) == (7, 11)
+    # Two drafters with three drafts each, summed.
+    assert of("spec_decode_num_drafts_total") == 6
+    assert of("spec_decode_num_draft_tokens_total") == 24
+    assert of("spec_decode_num_accepted_tokens_total") == 10
+    places = [of("spec_decode_num_accepted_tokens_per_pos_total", position=p) for p in "012"]
+    assert places == [4, 4, 2]
+
+
+def test_vllms_counters_are_there_before_the_first_text():
+    metrics = Metrics((), (), lambda: Gauges(), "story")
+    found = samples(metrics)
+    fixed = {"model_name": "story", "engine": "0"}
+    assert value(found, "vllm:spec_decode_num_drafts_total", **fixed) == 0
+    assert value(found, "vllm:generation_tokens_total", **fixed) == 0
+
+
+def test_random_input_adds_no_series():
+    metrics, rng = served("story"), random.Random(0)
+    metrics.request(None, "none", 0.1)
+    metrics.request("/v1/recommend", "beam", 0.1)
+    metrics.request("/v1/recommend", "none", 0.1)
+    metrics.request(None, "beam", 0.1)
+    before = set(samples(metrics))
+    for _ in range(20_000):
+        word = "".join(rng.choices(string.printable, k=rng.randrange(1, 30)))
+        metrics.request(word, rng.choice(("beam", word)), rng.random())
+        metrics.request("/v1/recommend", word, rng.random())
+        metrics.failure(word)
+        metrics.texts_ended([word, None, "stop"], rng.random(), rng.random())
+    assert set(samples(metrics)) == before

@@ -1,0 +1,222 @@
+"""EAGLE's published layouts: written here tensor by tensor, read back, and refused where wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from recserve.models.drafters.eagle_files import load_eagle, save_eagle
+from recserve.models.loading import UnsupportedModel
+from recserve.speculation.drafter import FINAL_LAYER
+from tests.support.text_engines import eagle
+from tests.support.text_plain import VOCABULARY, drawn_model
+
+# drawn_model(0): hidden size 32, 2 layers, 4 query heads and 2 KV heads of 8, gate 48.
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-6,
+    "model_type": "llama",
+    "torch_dtype": "float16",
+}
+LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+
+
+def layer(prefix: str, inputs: int) -> dict[str, torch.Tensor]:
+    shapes = {
+        "self_attn.q_proj": (32, inputs),
+        "self_attn.k_proj": (16, inputs),
+        "self_attn.v_proj": (16, inputs),
+        "self_attn.o_proj": (32, 32),
+        "mlp.gate_proj": (48, 32),
+        "mlp.up_proj": (48, 32),
+        "mlp.down_proj": (32, 48),
+        "post_attention_layernorm": (32,),
+    }
+    return {f"{prefix}{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+def eagle1() -> tuple[dict, dict]:
+    weights = layer("layers.0.", 32)
+    weights |= {"fc.weight": torch.randn(32, 64), "fc.bias": torch.randn(32)}
+    return SIZES, weights
+
+
+def eagle3(prefix: str = "midlayer.") -> tuple[dict, dict]:
+    weights = layer(prefix, 64)
+    for name in ("hidden_norm", "input_layernorm"):
+        weights[f"{prefix}{name}.weight"] = torch.randn(32)
+    chosen = torch.zeros(VOCABULARY, dtype=torch.bool)
+    chosen[::2] = True
+    tokens = chosen.nonzero()[:, 0]
+    weights |= {
+        "fc.weight": torch.randn(32, 96),
+        "norm.weight": torch.randn(32),
+        "lm_head.weight": torch.randn(20, 32),
+        "d2t": tokens - torch.arange(20),
+        "t2d": chosen,
+    }
+    return SIZES | LAYERS | {"draft_vocab_size": 20}, weights
+
+
+def speculators() -> tuple[dict, dict]:
+    _, weights = eagle3("layers.0.")
+    weights |= {f"fc_norm.{n}.weight": torch.randn(32) for n in range(3)}
+    fields = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": SIZES,
+        "draft_vocab_size": 20,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": True,
+    }
+    return fields, weights
+
+
+def deepspec() -> tuple[dict, dict]:
+    """A full vocabulary, and norms of queries and keys."""
+    _, weights = eagle3("layers.0.")
+    del weights["d2t"], weights["t2d"]
+    weights["lm_head.weight"] = torch.randn(VOCABULARY, 32)
+    weights |= {f"layers.0.self_attn.{n}_norm.weight": torch.randn(8) for n in "qk"}
+    fields = SIZES | {"target_layer_ids": [0, 1, 2], "ttt_length": 7, "step_loss_decay": 0.8}
+    return fields | {"architectures": ["Qwen3Eagle3Model"]}, weights
+
+
+LAYOUTS = {"eagle-1": eagle1, "eagle-3": eagle3, "speculators": speculators, "deepspec": deepspec}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return drawn_model(0)
+
+
+def written(folder, fields, weights):
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_tensor_lies_in_its_place(name, tmp_path, target):
+    fields, weights = LAYOUTS[name]()
+    network = load_eagle(written(tmp_path, fields, weights), target)
+    config, own = network.config, network.layers[0]
+    prefix = "midlayer." if name == "eagle-3" else "layers.0."
+    qkv = [weights[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(own.qkv.weight, torch.cat(qkv))
+    gate_up = [weights[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    assert torch.equal(own.gate_up.weight, torch.cat(gate_up))
+    assert torch.equal(own.mlp_norm.weight, weights[f"{prefix}post_attention_layernorm.weight"])
+    assert torch.equal(network.fc.weight, weights["fc.weight"])
+    assert config.decoder.max_positions == target.config.decoder.max_positions
+    if name == "eagle-1":
+        assert torch.equal(network.fc.bias, weights["fc.bias"])  # `bias` absent means true
+        assert config.target_layers == (FINAL_LAYER,)
+        return
+    assert config.target_layers == (0, 1, 2)
+    assert torch.equal(network.feature_norm.weight, weights[f"{prefix}hidden_norm.weight"])
+    assert torch.equal(network.input_norms[0].weight, weights[f"{prefix}input_layernorm.weight"])
+    assert torch.equal(network.head.weight, weights["lm_head.weight"])
+    if name == "deepspec":
+        assert torch.equal(own.q_norm.weight, weights["layers.0.self_attn.q_norm.weight"])
+        assert network.token_map is None
+    else:
+        assert network.token_map.tolist() == list(range(0, VOCABULARY, 2))
+    if name == "speculators":
+        assert config.fc_norm and config.norm_output and config.norm_before_residual
+        assert torch.equal(network.fc_norm[2].weight, weights["fc_norm.2.weight"])
+
+
+def ids_in_d2t(fields, weights):
+    weights["d2t"] = weights["t2d"].nonzero()[:, 0]
+
+
+def no_d2t(fields, weights):
+    del weights["d2t"]
+
+
+def other_t2d(fields, weights):
+    weights["t2d"] = weights["t2d"].roll(1)
+
+
+def unknown_field(fields, weights):
+    fields["attention_sinks"] = 4
+
+
+def unknown_tensor(fields, weights):
+    weights["midlayer.self_attn.sinks"] = torch.zeros(4)
+
+
+def two_norms(fields, weights):
+    fields |= {"fc_norm": True, "norm_before_fc": True}
+
+
+def missing_norms(fields, weights):
+    fields["fc_norm"] = True
+
+
+def layer_too_deep(fields, weights):
+    fields["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}
+
+
+def another_embedding(fields, weights):
+    weights["embed_tokens.weight"] = torch.randn(VOCABULARY, 32)
+
+
+def another_size(fields, weights):
+    weights["fc.weight"] = torch.randn(32, 64)
+
+
+def not_finite(fields, weights):
+    weights["norm.weight"][3] = float("nan")
+
+
+def another_kind(fields, weights):
+    fields["speculators_model_type"] = "dflash"
+
+
+FAULTS = {
+    ids_in_d2t: "d2t",
+    no_d2t: "'d2t'",
+    other_t2d: "d2t and t2d",
+    unknown_field: "'attention_sinks'",
+    unknown_tensor: "sinks",
+    two_norms: "fc_norm and norm_before_fc",
+    missing_norms: "fc_norm.0.weight",
+    layer_too_deep: "layer 9 of its target, which has 2",
+    another_embedding: "embed_tokens.weight",
+    another_size: "fc.weight",
+    not_finite: "norm.weight",
+    another_kind: "'dflash'",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_named(fault, tmp_path, target):
+    fields, weights = eagle3()
+    fields = dict(fields)
+    fault(fields, weights)
+    with pytest.raises((UnsupportedModel, ValueError), match=FAULTS[fault]):
+        load_eagle(written(tmp_path, fields, weights), target)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eagle-1", "eagle-3"])
+def test_what_is_saved_is_what_was_there(fused, tmp_path, target):
+    network = eagle(target, fused, seed=2).network
+    save_eagle(network, tmp_path)
+    again = load_eagle(tmp_path, target)
+    for name, weight in network.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert ("midlayer.self_attn.q_proj.weight" in names) == fused
