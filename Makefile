@@ -31,18 +31,18 @@ $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
 PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow check format install docs package redis promtool newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow check format install docs package redis promtool chromium newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
 
-test: $(DEV) redis promtool
+test: $(DEV) redis promtool chromium
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(DEV) redis promtool
+test-slow: $(DEV) redis promtool chromium
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-all: $(DEV) redis promtool
+test-all: $(DEV) redis promtool chromium
 	$(PYTEST) $(PYTEST_ARGS)
 
 check: $(DEV)
@@ -71,6 +71,10 @@ redis:
 # The alert rules are tested by Prometheus' own tool; without it their tests skip loudly, and fail where CI is set.
 promtool:
 	@command -v promtool >/dev/null 2>&1 || sh deploy/install-promtool.sh
+
+# The playground is tested in a real browser; without one its tests skip loudly, and fail where CI is set.
+chromium:
+	@command -v chromium >/dev/null 2>&1 || command -v chromium-browser >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 || sh deploy/install-chromium.sh
 
 # Every kernel to machine code with the newest Triton, in a folder of its own: what the next upgrade will meet.
 newest-triton: $(DEV)

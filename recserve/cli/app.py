@@ -15,7 +15,13 @@ import typer
 from recserve.cli import answers, bundles, experiment_admin, experiments, serve, train
 
 FAILED = 1
-TRAIN_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn": "scikit-learn"}
+# Package and extra by the name of the module that is missing.
+EXTRAS = {
+    "matplotlib": ("matplotlib", "train"),
+    "ray": ("ray", "ray"),
+    "scipy": ("scipy", "train"),
+    "sklearn": ("scikit-learn", "train"),
+}
 
 app = typer.Typer(
     help="Generative recommendation server: build, train, serve, recommend and rank.",
@@ -29,6 +35,7 @@ for command in (
     bundles.build,
     bundles.evaluate,
     serve.serve,
+    serve.scale,
     answers.recommend,
     answers.rank,
     answers.batch,
@@ -96,10 +103,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILED) from None
     except ModuleNotFoundError as error:
-        library = TRAIN_EXTRA.get((error.name or "").split(".")[0])
+        missing = (error.name or "").split(".")[0]
+        library = EXTRAS.get(missing)
         if library is None or "--debug" in sys.argv:
             raise
-        message = f"this command needs {library}: pip install 'recserve[train]'"
+        message = f"this command needs {library[0]}: pip install 'recserve[{library[1]}]'"
         typer.echo(f"error: {message}", err=True)
         raise SystemExit(FAILED) from None
     except (ValueError, LookupError, OSError, RuntimeError) as error:

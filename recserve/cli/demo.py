@@ -4,7 +4,7 @@ The demo has four steps:
 
 1. It builds a bundle from synthetic data, or from the user's Parquet files.
 2. It trains a recommender and a ranker, together in less than a minute, and then a tiny language
-   model on the sources of the standard library.
+   model on the prose of Python's manual.
 3. It prints one slate, one ranking and one completion.
 4. It starts the server.
 
@@ -45,7 +45,7 @@ from recserve.schemas.items import (
 from recserve.schemas.text import CompletionRequest, CompletionResponse, SpeculationOptions
 from recserve.server.run import serve
 from recserve.service import Service
-from recserve.service.text.loader import TextSettings, load_text
+from recserve.service.text.loader import EXAMPLE_PROMPT, TextSettings, load_text
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.ranker.ranker import RankerRecipe, train_ranker
 from recserve.training.recommender.recommender import ITEMS_MASKED, train_recommender
@@ -54,6 +54,7 @@ from recserve.training.text.language_model import (
     standard_library,
     train_language_model,
 )
+from recserve.training.text.python_manual import python_manual
 
 HOST = "127.0.0.1"
 MINUTES = {"recommender": 0.5, "ranker": 0.25, "llm": 0.5}
@@ -68,10 +69,10 @@ RECOMMENDER = replace(
     validation_width=10,
 )
 RANKER = RankerRecipe(hidden_size=48, validation_users=300)
-LANGUAGE = LanguageRecipe(num_layers=2, steps=50)
+LANGUAGE = LanguageRecipe(num_layers=2, steps=50, batch=8, window=128)
 SOURCES_BYTES = 1_000_000
 DRAFTER = "suffix"
-PROMPT = "def __init__(self, "
+PROMPT = "When an exception is raised,"
 NUM_TOKENS = 64
 LLM = "llm"
 CPU = torch.device("cpu")
@@ -150,8 +151,9 @@ def make_llm(folder: Path, console: Console) -> None:
     """Trains a tiny language model."""
     limits = minutes("llm", console)
     with one_thread():
-        sources = standard_library(SOURCES_BYTES)
-        tell(train_language_model(sources, folder, limits, LANGUAGE, console), console)
+        texts = python_manual() or standard_library(SOURCES_BYTES)
+        tell(train_language_model(texts, folder, limits, LANGUAGE, console), console)
+    (folder / EXAMPLE_PROMPT).write_text(PROMPT, encoding="utf-8")
 
 
 def minutes(name: str, console: Console) -> TrainOptions:

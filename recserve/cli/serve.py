@@ -1,4 +1,4 @@
-"""Commands `demo`, `serve` and `doctor`."""
+"""Commands `demo`, `serve`, `scale` and `doctor`."""
 
 from __future__ import annotations
 
@@ -80,6 +80,50 @@ def serve(
     from recserve.server.run import serve as run_server
 
     raise typer.Exit(run_server(settings))
+
+
+def scale(
+    bundle: Annotated[Path | None, typer.Option(help="Folder of the bundle.")] = None,
+    store: StoreFlag = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with settings of `recserve serve`.")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas; the fewest of autoscaling.")] = 2,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Most replicas; default: no autoscaling.")
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Most requests in progress per replica.")
+    ] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Most waiting requests; beyond it clients get 429.")
+    ] = 1024,
+    cpus: Annotated[float, typer.Option(help="CPU cores of a replica.")] = 1,
+    gpus: Annotated[float, typer.Option(help="GPUs of a replica, or a share of one.")] = 0,
+    host: Annotated[str, typer.Option(help="Address; any but loopback needs keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the proxy.")] = 8080,
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster to run on; default: a new local one.")
+    ] = None,
+) -> None:
+    """Serve with several replicas on Ray Serve until SIGINT or SIGTERM.
+
+    Send a user's id as the header X-Session-Id, so that one replica gets all requests of the user.
+    """
+    from recserve.server.ray_serve import ReplicaOptions, run
+
+    given = {"bundle": bundle, "store": store}
+    options = ReplicaOptions(
+        settings={name: str(value) for name, value in given.items() if value is not None},
+        config=config,
+        min_replicas=replicas,
+        max_replicas=max_replicas,
+        max_requests=max_requests,
+        max_waiting=max_waiting,
+        cpus=cpus,
+        gpus=gpus,
+    )
+    run(options, host, port, address)
 
 
 def doctor(

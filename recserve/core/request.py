@@ -9,6 +9,7 @@ import numpy as np
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
+from recserve.core.slate_tree import SlateTree
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
@@ -80,6 +81,7 @@ class SlateQuery:
             mix.
         caps: Limits on the items of each group, applied greedily from the best down. If a search
             finds too few items under the caps, it is repeated without the items of full groups.
+        explain: Whether the slate comes with the tree of its search. The slate is the same.
     """
 
     root: Root
@@ -95,6 +97,7 @@ class SlateQuery:
     index: VectorIndex | None = None
     outcome: np.ndarray | None = None
     caps: tuple[Cap, ...] = ()
+    explain: bool = False
 
     @property
     def width(self) -> int:
@@ -235,6 +238,7 @@ class Slate:
             equals all the beam searches that were needed (search/capped.py).
         rounds: Tree forwards of all searches.
         timing: Time and work of the request.
+        tree: The scored prefixes. None without `explain`, and for searches that score no prefixes.
     """
 
     rows: np.ndarray
@@ -242,6 +246,7 @@ class Slate:
     exact: bool
     rounds: int
     timing: Timing = field(default_factory=Timing)
+    tree: SlateTree | None = None
 
 
 @dataclass(frozen=True)

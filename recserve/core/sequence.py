@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recserve.core.prefix_metadata import PrefixMetadata
 from recserve.core.request import Continuation, Request, Result, Timing
+from recserve.core.slate_tree import TracedRound
 from recserve.models.inputs import NodeInputs
 
 
@@ -35,6 +36,7 @@ class Sequence:
         timing: Time and work so far.
         flawed: True if a state of the trees was not finite. The request then fails.
         chosen: Items that earlier searches chose for the request. None in the first search.
+        traced: Prefixes that each forward scored, if the request wants an explanation.
     """
 
     request: Request
@@ -53,6 +55,7 @@ class Sequence:
     timing: Timing = field(default_factory=Timing)
     flawed: bool = False
     chosen: Continuation | None = None
+    traced: list[TracedRound] = field(default_factory=list)
 
     @property
     def computed(self) -> bool:

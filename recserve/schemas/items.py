@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from recserve.schemas.experiments import ExperimentLabel
+from recserve.schemas.explanation import Explanation
 
 MAX_K = 1000
 MAX_BEAM_WIDTH = 1000
@@ -227,23 +228,6 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     source: str
     semantic_id: list[int] | UnsetType = UNSET
     team: str | UnsetType = UNSET
-
-
-class Explanation(Struct, frozen=True, kw_only=True):
-    """The work behind a response.
-
-    Attributes:
-        history_events: Number of events that were read; the model used `history_used` of them.
-        root_tokens_cached: Prefix tokens found in the cache; the others were computed.
-        forwards: Number of forward passes over `nodes` tree nodes.
-    """
-
-    history_events: int
-    history_used: int
-    root_tokens_cached: int
-    root_tokens_computed: int
-    forwards: int
-    nodes: int
 
 
 class RecommendResponse(Envelope, frozen=True, kw_only=True):

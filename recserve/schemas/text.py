@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import Id, InvalidRequest, Name, RequestId, StrictStruct
+from recserve.schemas.token_source import TokenSource
 
 MAX_N = 16
 MAX_CHOICES = 128
@@ -72,10 +73,13 @@ class StreamOptions(StrictStruct, frozen=True, kw_only=True):
     Attributes:
         include_usage: Add a last chunk with the token counts of the whole response.
         continuous_usage_stats: Add to every chunk the token counts of its text so far.
+        include_token_sources: Add to every choice its text by token, and whether a draft proposed
+            the token.
         include_obfuscation: Ignored.
     """
 
     include_usage: bool = False
+    include_token_sources: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool | None = None
 
@@ -266,12 +270,13 @@ FinishReason = Literal["stop", "length"]
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """One text, or a piece of it in a stream."""
+    """One text, or a piece of it in a stream, where `token_sources` may be requested."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    token_sources: list[TokenSource] | UnsetType = UNSET
 
 
 class AssistantMessage(Struct, frozen=True, kw_only=True):
@@ -299,12 +304,13 @@ class ChatDelta(Struct, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):
-    """A piece of one chat response, with its index."""
+    """A piece of one chat response. `token_sources` as in CompletionChoice."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    token_sources: list[TokenSource] | UnsetType = UNSET
 
 
 class TextResponse(Struct, frozen=True, kw_only=True):

@@ -15,7 +15,11 @@ from recserve.core.request import DeadlineExceeded, QueueFull
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.experiments.serving.registry import UnknownExperiment
 from recserve.features.catalog.item_journal import JournalError
-from recserve.features.history.history import CorruptHistory, StoreUnavailable
+from recserve.features.history.history import (
+    CorruptHistory,
+    ListingUnsupported,
+    StoreUnavailable,
+)
 from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
 from recserve.server.body_decoder import MalformedBody
 from recserve.server.transport.trace import Trace
@@ -123,6 +127,7 @@ TABLE: dict[type[Exception], Row] = {
         "features_down",
         "the stored history of this user is damaged; delete the user to start again",
     ),
+    ListingUnsupported: Row(501, "unsupported_error", "listing_unsupported", "invalid"),
     NotReady: Row(503, "unavailable_error", "not_ready", "not_ready"),
     TooManyConnections: Row(
         503, "overloaded_error", "too_many_connections", "too_many_connections"

@@ -24,6 +24,7 @@ from recserve.schemas.items import (
     RecommendResponse,
 )
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
+from recserve.schemas.validation import validation_error
 from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.lifecycle import Lifecycle
@@ -245,6 +246,23 @@ def finished(trace: Trace, answer: A | Exception) -> A:
         raise answer
     trace.answered(getattr(answer, "timing_ms", None), getattr(answer, "strategy", "none"))
     return answer
+
+
+def query_of(request: Request, kind: type[T]) -> T:
+    """Converts the parameters of a request's URL to a message type.
+
+    Raises:
+        InvalidRequest: If a parameter is unknown, out of range or given twice.
+    """
+    given: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        if name in given:
+            raise InvalidRequest(name[:64], "expected one value, got several")
+        given[name] = value
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise validation_error(str(error), given, kind) from None
 
 
 _ENCODER = msgspec.json.Encoder()

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from recserve.schemas import browse as b
 from recserve.schemas import events as e
 from recserve.schemas import experiments as x
 from recserve.schemas import items as m
@@ -30,7 +31,10 @@ BODIES = {
     "rerank_v2": s.RerankRequest,
     "generative_scoring": s.GenerativeScoringRequest,
 }
+QUERIES = {"items": b.ItemsQuery, "users": b.UsersQuery}
 ANSWERS = {
+    "items": b.ItemPage,
+    "users": b.UserPage,
     "recommend": m.RecommendResponse,
     "rank": m.RankResponse,
     "rank_batch": m.RankBatchResponse,

@@ -41,6 +41,9 @@ from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
 from recserve.service.recommend.scorers import ItemScorer, LikelihoodScorer, RankerScorer
 from recserve.service.runtime import Runtime
 
+# Name of the scorer that each model implements.
+SCORER_OF = {"ranker": "ranker", "recommender": "likelihood"}
+
 
 @dataclass(frozen=True)
 class ItemParts:
@@ -80,10 +83,16 @@ class ItemParts:
                 "object": "model",
                 "created": 0,
                 "owned_by": "recserve",
-                "recserve": {**self.runtime.versions(), **fields},
+                "recserve": {**self.runtime.versions(), **fields, **self._scorer_of(name)},
             }
             for name, fields in self.models.described(self.runtime.engine.strategies).items()
         ]
+
+    def _scorer_of(self, model: str) -> dict[str, str]:
+        """Returns the field `scorer` of a model that can rank."""
+        scorer = SCORER_OF.get(model)
+        known = () if self.rankings is None else self.rankings.scorers
+        return {} if scorer is None or scorer not in known else {"scorer": scorer}
 
     def samples(self, num_users: int, num_items: int) -> dict[str, list[str]]:
         """Returns the ids of some users and of the most popular items."""

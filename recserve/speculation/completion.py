@@ -37,11 +37,13 @@ class TextCommit:
         tokens: New tokens in order. Empty only if the text ended at a stop token.
         logprobs: One entry per token; empty unless the request asks for log-probabilities.
         finish_reason: Why the text ended; None before the last commit.
+        num_accepted: Number of first tokens that a draft proposed and the target accepted.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)

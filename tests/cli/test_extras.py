@@ -67,3 +67,10 @@ def test_a_command_names_the_missing_extra(arguments):
     assert done.stderr.startswith("error: this command needs ")
     assert done.stderr.strip().endswith("pip install 'recserve[train]'")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_scale_names_the_extra_ray():
+    hidden = "import sys\nsys.modules['ray'] = None\n"
+    done = run(hidden + COMMAND, "scale", "--bundle", "none")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: this command needs ray: pip install 'recserve[ray]'\n"

@@ -59,6 +59,7 @@ OWNERS = {
     "jinja2": {"tokenizer"},
     "aiohttp": {"experiments"},
     "opentelemetry": {"server/telemetry/traces.py"},
+    "ray": {"server/ray_serve.py"},
     # The extra `train`; a serving install has none of them.
     "sklearn": {"features/vectors/vectors.py"},
     "scipy": {"features/vectors/vectors.py", "experiments"},

@@ -21,7 +21,9 @@ from recserve.kernels.cpu import native_library as library, native
 home = pathlib.Path(recserve.__file__).parent
 assert home.is_relative_to(sys.argv[1]), home
 assert (home / "py.typed").is_file()
-assert "<title>" in (home / "server" / "playground" / "index.html").read_text()
+playground = home / "server" / "playground"
+assert "<title>" in (playground / "index.html").read_text()
+assert {"app.js", "base.css", "mark.svg"} <= {file.name for file in playground.iterdir()}
 print(library.find_compiler() is None or native.library() is not None)
 """
 

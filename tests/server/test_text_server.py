@@ -1,5 +1,6 @@
 """A trained model behind HTTP: its known text, the same whatever drafts it, pages given back."""
 
+import json
 import random
 import re
 import time
@@ -220,3 +221,16 @@ def test_wrong_drafters_are_refused_when_loading(folder, tmp_path):
     assert list(open_drafters(models, network))[:2] == ["specinfer", "draft_model"]
     with pytest.raises(ValueError, match="no such folder"):
         load_text(TextSettings(tmp_path / "gone"), torch.device("cpu"))
+
+
+def test_token_sources_count_the_accepted_tokens(server):
+    """Of a real model and drafter: sources and texts agree with the counts of the response."""
+    body = {**ASK, "temperature": 0, "stream": True, "speculation": {"drafter": "suffix"}}
+    body["stream_options"] = {"include_token_sources": True}
+    lines = [line for line in server.post("/v1/completions", json=body).text.splitlines() if line]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_sources"]]
+    counts = chunks[-1]["metrics"]["speculative_decoding"]
+    assert "".join(token["text"] for token in tokens).startswith(KNOWN)
+    drafted = sum(token["source"] == "draft" for token in tokens)
+    assert drafted == counts["num_accepted_tokens"] > 0

@@ -125,7 +125,12 @@ class ScriptedEngine:
                 counts.add(4, len(part) - 1 if part else 0)
             rows = tuple(likely(token, params.logprobs) for token in part)
             reason = ("stop" if ends else "length") if last else None
-            commit = TextCommit(tuple(part), rows if params.logprobs is not None else (), reason)
+            commit = TextCommit(
+                tokens=tuple(part),
+                logprobs=rows if params.logprobs is not None else (),
+                finish_reason=reason,
+                num_accepted=0 if request.speculation.drafter == "none" else max(len(part) - 1, 0),
+            )
             stopped = bool(request.on_commit and request.on_commit(commit))
             if stopped or last:
                 return Completion(

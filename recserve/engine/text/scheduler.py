@@ -94,16 +94,14 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     def admit(
         self, request: TextQuery, future: Future[Any], submitted_s: float, drafter: Drafter
     ) -> bool:
-        """Takes a request in if its prompt's pages are free or another text is computing its
-        beginning.
+        """Takes a request if its pages are free or another text computes its beginning.
 
         Returns:
             False if the pages are not free or another text waits for pages.
         """
         if any(not s.waits for s in self.preempted):
             return False
-        prompt = request.prompt.tolist()
-        device = self.runner.pool.keys.device
+        prompt, device = request.prompt.tolist(), self.runner.pool.keys.device
         context = TextContext(
             id=next(self._ids),
             tokens=prompt,
@@ -313,9 +311,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         return True
 
     def _preempt_for_pages(self) -> None:
-        """Gives every text that steps a slot for node 0. Preempts the texts that are served
-        last.
-        """
+        """Gives every text that steps a slot for node 0, and preempts texts served last."""
         for sequence in [s for s in self.running if len(s.context.tokens) > s.capacity]:
             while sequence.pages and not self.pages.grow(sequence, sequence.length):
                 self._preempt(self.running[-1])

@@ -142,7 +142,7 @@ class TextSequence:
             counted: Whether the step has added the tokens to the token counts already.
         """
         request, written = self.request, self.context.tokens
-        left = self.end - len(written)
+        left, num_drafted = self.end - len(written), len(tokens) - 1
         if len(tokens) >= left:
             tokens, self.finish_reason = tokens[:left], "length"
         if request.params.stop_token_ids:
@@ -153,7 +153,12 @@ class TextSequence:
         if logprobs:
             self.logprobs += logprobs[: len(tokens)]
         if request.on_commit is not None:
-            news = TextCommit(tuple(tokens), tuple(logprobs[: len(tokens)]), self.finish_reason)
+            news = TextCommit(
+                tokens=tuple(tokens),
+                logprobs=tuple(logprobs[: len(tokens)]),
+                finish_reason=self.finish_reason,
+                num_accepted=min(num_drafted, len(tokens)),
+            )
             if request.on_commit(news) and self.finish_reason is None:
                 self.finish_reason = "stop"
         return tokens

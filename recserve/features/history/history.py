@@ -47,6 +47,10 @@ class StoreUnavailable(ConnectionError):
     """The store did not answer, rejected the call, or is full."""
 
 
+class ListingUnsupported(RuntimeError):
+    """The store cannot list its users."""
+
+
 class CorruptHistory(ValueError):
     """A user's stored value is damaged. It is neither used nor overwritten; `delete` removes it."""
 
@@ -143,6 +147,19 @@ class Applied:
 
 
 @dataclass(frozen=True)
+class StoredUsers:
+    """A page of users with stored events.
+
+    Attributes:
+        ids: User ids. Their order is the store's, and an id may come twice.
+        next: Cursor of the next page; None after the last one.
+    """
+
+    ids: list[str]
+    next: str | None
+
+
+@dataclass(frozen=True)
 class StoreOptions:
     """Options of a history store. A store ignores options that it does not need.
 
@@ -224,6 +241,20 @@ class HistoryStore(Protocol):
 
     def delete(self, user_id: str) -> bool:
         """Deletes a user's history, damaged or not. Returns whether there was one."""
+
+    def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
+        """Returns a page of users. The work of a call is bounded, so a page may be short.
+
+        Args:
+            prefix: First characters of the ids.
+            limit: Most users of the page.
+            after: Cursor of an earlier page; None starts at the beginning.
+
+        Raises:
+            ListingUnsupported: If the store cannot list its users.
+            ValueError: If the cursor is not one of this store.
+        """
+        raise ListingUnsupported("this history store cannot list its users")
 
     def close(self) -> None:
         """Releases the store."""

@@ -14,10 +14,12 @@ import numpy as np
 
 from recserve.features.history.history import (
     DEFAULT_CAP,
+    MAX_USER_ID_BYTES,
     Applied,
     Change,
     CorruptHistory,
     HistoryStore,
+    StoredUsers,
     StoreOptions,
     StoreUnavailable,
     pack,
@@ -102,6 +104,21 @@ class LmdbStore(HistoryStore):
         key = user_key(user_id)
         with self._failures(), self._environment.begin(write=True) as transaction:
             return bool(transaction.delete(key))
+
+    def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
+        """Returns a page of users in byte order of their ids; the cursor is the last id."""
+        first = prefix.encode()
+        if len(first) > MAX_USER_ID_BYTES:
+            return StoredUsers([], None)
+        start = first if after is None else max(first, user_key(after) + b"\0")
+        found: list[bytes] = []
+        with self._failures(), self._environment.begin() as reading, reading.cursor() as cursor:
+            there = cursor.set_range(start) if start else cursor.first()
+            while there and len(found) <= limit and cursor.key().startswith(first):
+                found.append(bytes(cursor.key()))
+                there = cursor.next()
+        ids = [key.decode() for key in found[:limit]]
+        return StoredUsers(ids, ids[-1] if len(found) > limit else None)
 
     def close(self) -> None:
         """Closes the file. The store cannot be used afterwards."""

@@ -6,6 +6,7 @@ the value with a new checksum. It takes one round trip and is atomic.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from recserve.features.history.history import (
     HistoryStore,
     Removal,
     StoredEvent,
+    StoredUsers,
     StoreOptions,
     StoreUnavailable,
     read_stored,
@@ -38,6 +40,7 @@ from recserve.features.history.history_merge import merge, runs
 
 PREFIX = b"recserve:history:"
 RETRIES = 2
+SCANS, SCANNED = 20, 1000  # SCAN calls of one listing, and about how many keys each looks at
 CORRUPT = "RECSERVE_CORRUPT"
 
 ADD, REPLACE, REPLACE_IN_PLACE, REMOVE = b"+", b"=", b"~", b"-"
@@ -205,6 +208,31 @@ class RedisStore(HistoryStore):
         key = PREFIX + user_key(user_id)
         with self._failures():
             return bool(self._client.delete(key))
+
+    def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
+        """Returns a page of users in no particular order.
+
+        A call scans at most SCANS * SCANNED keys of the database. The cursor is that of Redis'
+        SCAN, and the number of ids of that reply that were returned already.
+        """
+        match = re.fullmatch(r"(\d{1,20})\.(\d{1,6})", after or "0.0")
+        if match is None:
+            raise ValueError(f"after is {str(after)[:40]!r}; expected `next` of an earlier page")
+        cursor, skip = int(match[1]), int(match[2])
+        pattern = PREFIX + re.sub(rb"([*?\[\]^\\-])", rb"\\\1", prefix.encode()) + b"*"
+        ids: list[str] = []
+        with self._failures():
+            for _ in range(SCANS):
+                following, keys = self._client.scan(cursor, match=pattern, count=SCANNED)
+                new = [key[len(PREFIX) :].decode() for key in keys[skip:]]
+                room = limit - len(ids)
+                ids += new[:room]
+                if len(new) > room:
+                    return StoredUsers(ids, f"{cursor}.{skip + room}")
+                cursor, skip = int(following), 0
+                if not cursor:
+                    return StoredUsers(ids, None)
+        return StoredUsers(ids, f"{cursor}.0")
 
     def close(self) -> None:
         """Closes the connections."""

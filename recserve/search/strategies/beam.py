@@ -18,6 +18,7 @@ from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
 from recserve.search.prefixes import PrefixDraft, propose_beams
 from recserve.search.recommend_strategy import Heads, RecommendStrategy
+from recserve.search.strategies.slate_trees import trace_round, with_trees
 
 
 class BeamStrategy(TreeStrategy, RecommendStrategy):
@@ -87,6 +88,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """Returns beams as many levels deeper as the scored prefixes prove."""
+        trace_round(state, draft)
         scored = beam_verify.record(state, draft, slots, hidden)
         return beam_verify.advance(
             rerank.with_dense_candidate_scores(scored, self.model), self.model
@@ -94,7 +96,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
         """Returns the slates."""
-        return rerank.slates(state, exact=self.exact)
+        return with_trees(rerank.slates(state, exact=self.exact), state, self.model)
 
     def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
         return propose_beams(state, self.level_offsets, self.skip_single, extra)

@@ -25,6 +25,7 @@ from recserve.search.prefixes import PrefixDraft, draft_of_keys, propose_beams
 from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.specgr import NO_VERIFIED_ITEMS, DraftedItems, VerifiedItems
 from recserve.search.strategies.beam import level_offsets_of
+from recserve.search.strategies.slate_trees import trace_round, with_trees
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,10 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
         """Returns the drafted items' prefixes, and from the second round on those of the beams."""
         beams, pending = state.beams, state.pending
         if pending is not None and not state.guided:
-            return draft_of_keys(
+            draft = draft_of_keys(
                 beams.trie, pending.keys, len(beams.sequences), self.level_offsets, beams.scored
             )
+            return replace(draft, guessed=True)
         extra = None if pending is None else pending.keys
         return propose_beams(beams, self.level_offsets, self.skip_single, extra)
 
@@ -119,12 +121,13 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
 
         Requests with too few accepted items advance their beams and draft again below them.
         """
+        trace_round(state.beams, draft)
         beams = beam_verify.record(state.beams, draft, slots, hidden)
         return self._settled(replace(state, beams=beams))
 
     def finish(self, state: SpecGRState) -> Seq[Result | Continuation | NotFinite]:
         """Returns the slates."""
-        return specgr.slates(state.beams, state.verified)
+        return with_trees(specgr.slates(state.beams, state.verified), state.beams, self.model)
 
     def _settled(self, state: SpecGRState) -> SpecGRState:
         """Verifies, advances and drafts until a forward is needed or all is done.

@@ -30,6 +30,7 @@ from recserve.search.prefixes import PrefixDraft, draft_of_keys
 from recserve.search.proof_cache import cache_proof, cache_scored, cached_drafts, keys_of
 from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.beam import BeamStrategy, request_of
+from recserve.search.strategies.slate_trees import trace_round
 
 NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)
 # The plan of a head without a calibration: it always drafts.
@@ -130,6 +131,7 @@ class SpeculativeStrategy(BeamStrategy):
         """
         if not draft.guessed:
             return super().verify(state, draft, slots, hidden)
+        trace_round(state, draft)
         scored = beam_verify.record(state, draft, slots, hidden)
         scored = replace(rerank.with_dense_candidate_scores(scored, self.model), missing=None)
         drafts = cached_drafts(scored.sequences) if draft.cached else []

@@ -1,14 +1,15 @@
-"""The playground at GET /: one self-contained page with a strict content security policy."""
+"""The playground at GET /: one page of static files with a strict content security policy."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
-import re
+from dataclasses import dataclass
 from importlib.resources import files
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
@@ -16,39 +17,74 @@ from recserve.server.routes.paths import add_get_and_head
 
 NUM_USERS = 50
 NUM_ITEMS = 200
+PAGE = "index.html"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The browser runs and loads only what this server serves: no inline code, nothing from elsewhere.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
-def policy(page: str) -> str:
-    """Returns a content security policy that allows only the page's own scripts and styles."""
+@dataclass(frozen=True)
+class StaticFile:
+    """A file of the page.
 
-    def sources(tag: str) -> str:
-        blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digests = [hashlib.sha256(block.encode()).digest() for block in blocks]
-        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    Attributes:
+        body: Its bytes.
+        headers: Headers of a response with or without the body.
+    """
 
-    return (
-        f"default-src 'none'; script-src {sources('script')}; style-src {sources('style')}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
+    body: bytes
+    headers: dict[str, str]
+
+
+def static_files() -> dict[str, StaticFile]:
+    """Reads the files of the page from the package, by name."""
+    found = {}
+    for file in files(__package__).iterdir():
+        kind = TYPES.get("." + file.name.rpartition(".")[2])
+        if kind is None:
+            continue
+        body = file.read_bytes()
+        headers = {
+            "Content-Type": kind,
+            # The browser keeps the file and asks each time whether it has changed.
+            "Cache-Control": "no-cache",
+            "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+            "Content-Security-Policy": POLICY,
+            "Referrer-Policy": "no-referrer",
+        }
+        found[file.name] = StaticFile(body, headers)
+    return found
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Adds the page, and the sample users and items that it offers."""
-    page = (files(__package__) / "index.html").read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": policy(page),
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    body = page.encode()
+    """Adds the page, its files, and the sample users and items for stores that list no users."""
+    there = static_files()
 
-    async def playground() -> Response:
-        return Response(body, headers=headers, media_type="text/html; charset=utf-8")
+    def answer(request: Request, file: StaticFile) -> Response:
+        if request.headers.get("if-none-match") == file.headers["ETag"]:
+            return Response(None, 304, file.headers)
+        return Response(file.body, headers=file.headers)
 
-    add_get_and_head(app, "/", playground)
+    async def playground(request: Request) -> Response:
+        return answer(request, there[PAGE])
+
+    async def static(request: Request, name: str) -> Response:
+        if name not in there:
+            raise HTTPException(404)
+        return answer(request, there[name])
 
     @app.get("/playground/samples", include_in_schema=False)
     async def samples() -> Response:
         samples_of = exchange.service.samples
         return json_response(await asyncio.to_thread(samples_of, NUM_USERS, NUM_ITEMS))
+
+    add_get_and_head(app, "/", playground)
+    add_get_and_head(app, "/playground/{name}", static)

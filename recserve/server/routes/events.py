@@ -10,9 +10,10 @@ from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
+from recserve.schemas.browse import UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse
 from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
-from recserve.server.exchange import Exchange, json_response
+from recserve.server.exchange import Exchange, json_response, query_of
 from recserve.server.routes.paths import HistoryRoute, UserRoute
 from recserve.service.slate_log.records import attributed
 
@@ -27,6 +28,12 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         """Store events; the next answer takes them into account."""
         body = await exchange.body(request, BODY)
         return json_response(await asyncio.to_thread(_add, exchange, body))
+
+    @app.get("/v1/users", operation_id="users")
+    async def users(request: Request) -> Response:
+        """Return a page of the users with stored events; `prefix`, `limit` and `after`."""
+        query = query_of(request, UsersQuery)
+        return json_response(await asyncio.to_thread(exchange.service.users.listed, query))
 
     async def history(user_id: str) -> Response:
         """Return a user's events, oldest first."""

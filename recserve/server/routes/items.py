@@ -9,8 +9,9 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from recserve.schemas.browse import ItemsQuery
 from recserve.schemas.items import ItemsRequest, RollbackRequest
-from recserve.server.exchange import Exchange, json_response
+from recserve.server.exchange import Exchange, json_response, query_of
 
 ITEMS = msgspec.json.Decoder(ItemsRequest)
 ROLLBACK = msgspec.json.Decoder(RollbackRequest)
@@ -18,6 +19,12 @@ ROLLBACK = msgspec.json.Decoder(RollbackRequest)
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
     """Adds the routes of the catalogue; changes wait for the disk on a thread."""
+
+    @app.get("/v1/items", operation_id="items")
+    async def items(request: Request) -> Response:
+        """Return a page of the catalogue; `query`, `limit` and `after`."""
+        query = query_of(request, ItemsQuery)
+        return json_response(await asyncio.to_thread(exchange.service.items.listed, query))
 
     @app.put("/v1/items", operation_id="put_items")
     async def put_items(request: Request) -> Response:

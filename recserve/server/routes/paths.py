@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 HISTORY = b"history"
 ORDER = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-Endpoint = Callable[[], Response] | Callable[[], Awaitable[Response]]
+Endpoint = Callable[..., Response] | Callable[..., Awaitable[Response]]
 
 
 def add_get_and_head(

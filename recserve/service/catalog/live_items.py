@@ -23,8 +23,10 @@ from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.new_vectors import NewVectors
 from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
+from recserve.schemas.browse import ItemPage, ItemsQuery
 from recserve.schemas.items import ItemResponse, ItemsRequest, ItemsResponse, RollbackResponse
 from recserve.service.catalog.item_changes import ItemChanges
+from recserve.service.catalog.item_page import item_page
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.catalog.version_archive import VersionArchive
 from recserve.service.errors import UnknownItem
@@ -105,6 +107,10 @@ class LiveItems:
             popularity=items.popularity(row),
             catalog_version=items.name,
         )
+
+    def listed(self, query: ItemsQuery) -> ItemPage:
+        """Returns a page of the current version, most popular items first."""
+        return item_page(self.runtime.snapshot.items, query)
 
     def put(self, body: ItemsRequest) -> ItemsResponse:
         """Inserts and updates items; an invalid item does not affect the others.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from recserve.schemas.browse import UserPage, UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
+from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.history.histories import Rewritten
 from recserve.service.recommend.prewarm import Prewarm
@@ -43,6 +45,25 @@ class UserHistories:
         """
         return self.runtime.histories.listed(user_id, self.runtime.snapshot)
 
+    def listed(self, query: UsersQuery) -> UserPage:
+        """Returns a page of users with stored events.
+
+        Raises:
+            InvalidRequest: If the cursor is not one of the history store.
+            ListingUnsupported: If the history store cannot list its users.
+            StoreUnavailable: If the history store does not answer.
+        """
+        store = self.runtime.histories.store
+        try:
+            found = store.users(query.prefix, query.limit, query.after)
+            ids = _askable(found.ids)
+            if len(ids) < len(found.ids) and found.next is not None:
+                found = store.users(query.prefix, query.limit - len(ids), found.next)
+                ids += _askable(found.ids)
+        except ValueError as error:
+            raise InvalidRequest("after", str(error)) from None
+        return UserPage(users=ids, next=found.next)
+
     def delete(self, user_id: str) -> None:
         """Removes a user from the history store and from the prefix caches.
 
@@ -54,3 +75,8 @@ class UserHistories:
         if self.items.has_changed_rows(history):
             runtime.engine.forget_all()
         self.prewarm.forget({user_id: Rewritten(history, None)})
+
+
+def _askable(user_ids: list[str]) -> list[str]:
+    """Returns the ids that a request can name; longer ones are the service's own marks."""
+    return [user_id for user_id in user_ids if len(user_id) <= MAX_ID_LENGTH]

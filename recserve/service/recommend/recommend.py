@@ -9,9 +9,9 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap, first_k, still_open
 from recserve.core.request import Result, Slate, SlateQuery
 from recserve.features.catalog.filters import FilterError
+from recserve.schemas.explanation import Explanation
 from recserve.schemas.items import (
     Exclude,
-    Explanation,
     InvalidRequest,
     RecommendedItem,
     RecommendRequest,
@@ -23,6 +23,7 @@ from recserve.service.history.histories import History
 from recserve.service.pending import Pending, Stopwatch
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE, Choice, Chooser
 from recserve.service.recommend.diversity import caps_of
+from recserve.service.recommend.explanation import explanation
 from recserve.service.recommend.roots import RecommenderRoots
 from recserve.service.runtime import Runtime
 
@@ -118,6 +119,7 @@ class Recommendations:
             snapshot.index,
             outcome,
             caps,
+            body.explain,
         )
         watch.features_done()
         future = self.runtime.engine.submit(request)
@@ -200,11 +202,19 @@ class Recommendations:
             # popular item can fill the slate either.
             exact=slate is not None and slate.exact and not filled.size,
             rounds=0 if slate is None else slate.rounds,
-            explanation=draft.explanation(slate, self.roots) if draft.body.explain else UNSET,
+            explanation=self._explanation(draft, slate, rows),
             **self.runtime.envelope(
                 draft.request_id, draft.body.user, draft.snapshot, degraded, watch, timing
             ),
         )
+
+    def _explanation(
+        self, draft: _SlateBuilder, slate: Slate | None, rows: np.ndarray
+    ) -> Explanation | UnsetType:
+        if not draft.body.explain:
+            return UNSET
+        used = 0 if slate is None else self.roots.used(int(draft.history.rows.size))
+        return explanation(draft.snapshot.trie, slate, rows, draft.history.num_events, used)
 
 
 class _SlateBuilder:
@@ -290,19 +300,6 @@ class _SlateBuilder:
                 zip([*rows.tolist(), *filled.tolist()], answers, strict=True), start=1
             )
         ]
-
-    def explanation(self, slate: Slate | None, roots: RecommenderRoots) -> Explanation:
-        """Returns the work that the answer took: events, prefix tokens, passes and nodes."""
-        read = int(self.history.rows.size)
-        timing = None if slate is None else slate.timing
-        return Explanation(
-            history_events=self.history.num_events,
-            history_used=0 if slate is None else roots.used(read),
-            root_tokens_cached=0 if timing is None else timing.root_cached,
-            root_tokens_computed=0 if timing is None else timing.root_computed,
-            forwards=0 if timing is None else timing.forwards,
-            nodes=0 if timing is None else timing.nodes,
-        )
 
     def _codes(self, row: int) -> list[int] | UnsetType:
         if not self.body.explain:

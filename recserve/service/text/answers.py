@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from recserve.schemas.text import (
     AssistantMessage,
@@ -22,6 +22,7 @@ from recserve.schemas.text import (
     TokenLogprob,
     TopLogprob,
 )
+from recserve.schemas.token_source import TokenSource
 from recserve.service.text.stream import Piece, TextStream, WrittenToken
 from recserve.speculation.completion import FinishReason
 from recserve.tokenizer.token_bytes import shown
@@ -65,13 +66,15 @@ class CompletionShape:
     Args:
         table: Bytes of each token.
         logprobs: True to report log-probabilities.
+        sources: True to report the source of each token in chunks.
     """
 
     prefix = "cmpl"
 
-    def __init__(self, table: Table, logprobs: bool) -> None:
+    def __init__(self, table: Table, logprobs: bool, sources: bool = False) -> None:
         self.table = table
         self.logprobs = logprobs
+        self.sources = sources
 
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
         """Builds the whole response."""
@@ -80,7 +83,13 @@ class CompletionShape:
 
     def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextResponse:
         """Builds a chunk."""
-        choices = [self._choice(p.index, p.text, p.tokens, p.finish_reason) for p in pieces]
+        choices = [
+            structs.replace(
+                self._choice(p.index, p.text, p.tokens, p.finish_reason),
+                token_sources=token_sources(p) if self.sources else UNSET,
+            )
+            for p in pieces
+        ]
         return CompletionResponse(object="text_completion", choices=choices, **head)
 
     def _choice(
@@ -114,13 +123,15 @@ class ChatShape:
     Args:
         table: Bytes of each token.
         logprobs: True to report log-probabilities.
+        sources: True to report the source of each token in chunks.
     """
 
     prefix = "chatcmpl"
 
-    def __init__(self, table: Table, logprobs: bool) -> None:
+    def __init__(self, table: Table, logprobs: bool, sources: bool = False) -> None:
         self.table = table
         self.logprobs = logprobs
+        self.sources = sources
 
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
         """Builds the whole response."""
@@ -146,6 +157,7 @@ class ChatShape:
                 ),
                 logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
                 finish_reason=piece.finish_reason,
+                token_sources=token_sources(piece) if self.sources else UNSET,
             )
             for piece in pieces
         ]
@@ -164,6 +176,14 @@ class ChatShape:
             there = spelled(self.table, token)
             top.append(TopLogprob(shown(there), max(logprob, LOWEST), list(there)))
         return TokenLogprob(shown(own), max(likely.chosen, LOWEST), list(own), top)
+
+
+def token_sources(piece: Piece) -> list[TokenSource]:
+    """Returns the characters of a piece by token, with the source of each token."""
+    return [
+        TokenSource(text, "draft" if accepted else "target")
+        for text, accepted in zip(piece.token_texts, piece.token_accepted, strict=True)
+    ]
 
 
 def spelled(table: Table, token: int) -> bytes:

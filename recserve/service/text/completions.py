@@ -231,7 +231,8 @@ class Texts:
             why = "not supported with logprobs; those of a prompt are not computed"
             raise InvalidRequest("echo", why)
         prompts = completion_prompts(body, self.model)
-        shape = CompletionShape(self.model.tokenizer.all_bytes, body.logprobs is not None)
+        table, sources = self.model.tokenizer.all_bytes, _token_sources(body)
+        shape = CompletionShape(table, body.logprobs is not None, sources)
 
         def params(prompt: Prompt) -> SamplingParams:
             room = self.model.context - len(prompt.tokens)
@@ -253,7 +254,8 @@ class Texts:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         prompt = chat_prompt(body, self.model)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        shape = ChatShape(self.model.tokenizer.all_bytes, logprobs is not None)
+        table, sources = self.model.tokenizer.all_bytes, _token_sources(body)
+        shape = ChatShape(table, logprobs is not None, sources)
 
         def params(prompt: Prompt) -> SamplingParams:
             most = body.max_completion_tokens or body.max_tokens
@@ -346,3 +348,8 @@ class Texts:
                 future.cancel()
             raise
         return tuple(futures)
+
+
+def _token_sources(body: TextRequest) -> bool:
+    """Returns whether the chunks of a stream report the source of each token."""
+    return body.stream_options is not None and body.stream_options.include_token_sources

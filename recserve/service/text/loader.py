@@ -19,6 +19,8 @@ from recserve.speculation.drafters.registry import build_drafter, weightless_dra
 from recserve.speculation.verifiers.registry import verifiers
 from recserve.tokenizer.tokenizer import TextTokenizer
 
+# File of a model folder: a prompt whose continuation shows what the model can do.
+EXAMPLE_PROMPT, MAX_EXAMPLE = "example_prompt.txt", 2000
 log = logging.getLogger(__name__)
 
 
@@ -96,9 +98,18 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         device=device,
         drafters=drafters,
         default_drafter=next(iter(drafters)),
+        example_prompt=_example_prompt(folder),
     )
     pack_weights(network)
     return LoadedText(network, drafters, model)
+
+
+def _example_prompt(folder: Path) -> str | None:
+    path = folder / EXAMPLE_PROMPT
+    if not path.is_file():
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(MAX_EXAMPLE).strip() or None
 
 
 def _dtype(settings: TextSettings, device: torch.device) -> torch.dtype:

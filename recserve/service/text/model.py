@@ -42,6 +42,7 @@ class TextModel:
         drafters: Drafters of the engine by name.
         default_drafter: Drafter of requests that name none.
         default_verifier: Acceptance rule of requests that name none.
+        example_prompt: A prompt that suits the model; None if its folder names none.
     """
 
     name: str
@@ -54,6 +55,7 @@ class TextModel:
     drafters: Mapping[str, Drafter]
     default_drafter: str = "none"
     default_verifier: str = "sample"
+    example_prompt: str | None = None
 
     def check_name(self, name: str | None) -> None:
         """Raises UnknownModel if a request names another model."""
@@ -67,4 +69,6 @@ class TextModel:
             "drafters": list(self.drafters),
             "verifiers": list(verifiers()),
             "chat": self.tokenizer.template is not None,
+            "default_drafter": self.default_drafter,
+            "example_prompt": self.example_prompt,
         }

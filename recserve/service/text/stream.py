@@ -45,6 +45,8 @@ class Piece:
         first: True for the first piece.
         tokens: New tokens, if log-probabilities are requested.
         finish_reason: Why the text ended; None before the last piece.
+        token_texts: The characters of `text` by token; empty for an echoed prompt.
+        token_accepted: Whether a draft proposed each of these tokens.
         error: Error that ended the text.
     """
 
@@ -54,6 +56,8 @@ class Piece:
     first: bool = False
     tokens: tuple[WrittenToken, ...] = ()
     finish_reason: FinishReason | None = None
+    token_texts: tuple[str, ...] = ()
+    token_accepted: tuple[bool, ...] = ()
     error: BaseException | None = None
 
     @property
@@ -94,6 +98,10 @@ class TextStream:
         self._pieces: list[str] = []
         self._emitted = False
         self._ended = threading.Event()
+        self._last_accepted = False
+        # Characters of the tokens since the last piece, and whether a draft proposed the tokens.
+        self._token_texts: list[str] = []
+        self._token_accepted: list[bool] = []
         self.tokens: list[WrittenToken] = []
         self.finish_reason: FinishReason | None = None
         self.counts = SpeculationCounts()
@@ -123,6 +131,10 @@ class TextStream:
             shown.append(detokenizer.push(token))
             if commit.logprobs:
                 written.append(WrittenToken(token, offset, commit.logprobs[place]))
+        self._token_texts += shown
+        self._token_accepted += [place < commit.num_accepted for place in range(len(shown))]
+        if shown:
+            self._last_accepted = self._token_accepted[-1]
         text = "".join(shown)
         if text or written:
             self._emit(text, tuple(written))
@@ -153,6 +165,10 @@ class TextStream:
         self.finish_reason = "stop" if self._detokenizer.stopped else result.finish_reason
         self.counts = result.counts
         self.timing = result.timing
+        # Characters that were held back belong to the last token.
+        if rest:
+            self._token_texts.append(rest)
+            self._token_accepted.append(self._last_accepted)
         self._emit(rest, finish_reason=self.finish_reason)
 
     def _emit(
@@ -166,5 +182,15 @@ class TextStream:
         self._pieces.append(text)
         self.tokens += tokens
         if self._listener is not None:
-            piece = Piece(self.index, text, self.num_tokens, first, tokens, finish_reason)
+            piece = Piece(
+                index=self.index,
+                text=text,
+                num_tokens=self.num_tokens,
+                first=first,
+                tokens=tokens,
+                finish_reason=finish_reason,
+                token_texts=tuple(self._token_texts),
+                token_accepted=tuple(self._token_accepted),
+            )
             self._listener(piece)
+        self._token_texts, self._token_accepted = [], []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import redis
 
+from recserve.features.history import redis_store
 from recserve.features.history.history import (
     EVENT_TYPES,
     MAX_TIME_US,
@@ -476,3 +477,60 @@ def test_redis_key_of_another_type_is_refused(redis_url: str) -> None:
     with pytest.raises(CorruptHistory):
         store.append("u", [event(1)])
     store.close()
+
+
+def every_user(store: HistoryStore, prefix: str, limit: int) -> list[str]:
+    """All pages of the users with a prefix; checks the bound of each page."""
+    found: list[str] = []
+    after: str | None = None
+    for _ in range(1000):
+        page = store.users(prefix, limit, after)
+        assert len(page.ids) <= limit
+        found += page.ids
+        if page.next is None:
+            return found
+        after = page.next
+    raise AssertionError("the pages do not end")
+
+
+@pytest.mark.parametrize("limit", [1, 7, 100])
+def test_pages_list_every_user_with_a_prefix(store: HistoryStore, limit: int) -> None:
+    ids = [f"u{number:03d}" for number in range(60)] + [
+        "ü/1",
+        "a*",
+        "a[b]",
+        "ab",
+        "a?",
+        "a\\",
+        "a^-",
+    ]
+    store.append_many({user: [event(1)] for user in ids})
+    assert sorted(every_user(store, "", limit)) == sorted(ids)
+    assert sorted(every_user(store, "u01", limit)) == [f"u{number:03d}" for number in range(10, 20)]
+    for prefix in ("a*", "a[", "a?", "a\\", "a^", "ü"):
+        assert every_user(store, prefix, limit) == [one for one in ids if one.startswith(prefix)]
+    assert every_user(store, "nobody", limit) == every_user(store, "x" * 600, limit) == []
+
+
+def test_a_deleted_user_is_not_listed(store: HistoryStore) -> None:
+    store.append_many({user: [event(1)] for user in ("a", "b")})
+    store.delete("a")
+    assert every_user(store, "", 10) == ["b"]
+
+
+def test_redis_refuses_a_foreign_cursor(opened: Opened) -> None:
+    if opened.kind == "redis":
+        with pytest.raises(ValueError, match="after is 'u001'"):
+            opened.open().users("", 10, "u001")
+
+
+def test_a_listing_in_redis_is_bounded(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    if opened.kind != "redis":
+        pytest.skip("LMDB reads no more keys than it returns")
+    monkeypatch.setattr(redis_store, "SCANS", 1)
+    monkeypatch.setattr(redis_store, "SCANNED", 5)
+    store = opened.open()
+    store.append_many({f"u{number:03d}": [event(1)] for number in range(60)})
+    first = store.users("u059", 10, None)
+    assert first.next is not None and len(first.ids) <= 1
+    assert set(every_user(store, "u05", 3)) == {f"u05{number}" for number in range(10)}

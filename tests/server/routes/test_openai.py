@@ -586,3 +586,31 @@ def test_no_body_is_an_internal_error(server, engine, path, count):
         assert answer.status_code in (200, 404, 422, 504), (answer.text, body)
         counts[answer.status_code] = counts.get(answer.status_code, 0) + 1
     assert counts[200] > count / 50 and counts[422] > count / 5
+
+
+@pytest.mark.parametrize("drafter, source", [("none", set()), ("ngram", {"draft"})])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_names_the_source_of_each_token(server, chat, drafter, source):
+    """The scripted model commits 1, 3, 2, 1, 3, … tokens, of which a draft proposed all but one."""
+    ask = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
+    body = {**ask, "stream": True, "speculation": {"drafter": drafter}}
+    body["stream_options"] = {"include_token_sources": True}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    lines = [line for line in server.post(path, json=body).text.splitlines() if line]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for choice in choices:
+        text = choice["delta"].get("content", "") if chat else choice["text"]
+        assert "".join(token["text"] for token in choice["token_sources"]) == text
+    tokens = [token for choice in choices for token in choice["token_sources"]]
+    drafted = [token for token in tokens if token["source"] == "draft"]
+    counts = chunks[-1]["metrics"]["speculative_decoding"]
+    assert {token["source"] for token in tokens} == {"target"} | source
+    assert len(drafted) == (counts["num_accepted_tokens"] if counts else 0)
+
+
+def test_a_stream_has_no_token_sources_unless_asked(server):
+    answer = server.post("/v1/completions", json={"prompt": "hi", "stream": True})
+    assert "token_sources" not in answer.text
+    wrong = {"prompt": "hi", "stream_options": {"include_token_sources": True}}
+    assert server.post("/v1/completions", json=wrong).status_code == 422

@@ -1,0 +1,1 @@
+"""How many replicas a load needs: a simulated day, and its check against one real server."""

@@ -1,0 +1,251 @@
+"""Runs the server as replicas on Ray Serve; the only file of the server that imports ray.
+
+Each replica holds the same application that `recserve serve` runs. Ray's proxy takes the requests
+and routes them by consistent hashing of the header `X-Session-Id`, so that a user's requests reach
+the replica that has the user's prefix in its cache. Requests without the header spread evenly.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Ray reads these variables when it is imported or started.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from ray import serve
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from recserve.config import ServerConfig
+from recserve.features.catalog.item_journal import JournalError
+from recserve.server.app import create_app, load
+from recserve.server.lifecycle import Lifecycle
+
+NAME = "recserve"
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+# Replicas after the preferred one that a request may go to when that one is full.
+NUM_FALLBACKS = 2
+RETRY_AFTER_S = 1
+# Requests and responses do not pass through Ray's object store.
+OBJECT_STORE_BYTES = 128 * 2**20
+# Routes whose changes stay in one process.
+PER_PROCESS = ("/v1/items", "/admin")
+
+
+class ReplicaOptions(BaseModel):
+    """How many replicas serve, and how requests reach them.
+
+    Attributes:
+        settings: Settings of `recserve serve` by name, such as `bundle` and `store`.
+        config: YAML file with more settings. Every machine of the cluster needs it.
+        min_replicas: Fewest replicas.
+        max_replicas: Most replicas; by default as many as `min_replicas`, without autoscaling.
+        target_requests: Requests in progress per replica at which autoscaling aims.
+        max_requests: Most requests in progress per replica. Another request of the same user goes
+            to the next replica.
+        max_waiting: Most requests that wait in a proxy because all their replicas are full.
+            Another request gets 429.
+        cpus: CPU cores that Ray reserves for a replica; also its number of threads.
+        gpus: GPUs, or the share of a GPU, that Ray reserves for a replica.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settings: dict[str, Any] = {}
+    config: Path | None = None
+    min_replicas: int = Field(default=1, ge=1, le=10_000)
+    max_replicas: int | None = Field(default=None, ge=1, le=10_000)
+    target_requests: float = Field(default=16.0, gt=0, le=100_000)
+    max_requests: int = Field(default=64, ge=1, le=100_000)
+    max_waiting: int = Field(default=1024, ge=1, le=1_000_000)
+    cpus: float = Field(default=1.0, gt=0, le=1024)
+    gpus: float = Field(default=0.0, ge=0, le=64)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ReplicaOptions:
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError(
+                f"max_replicas: expected at least min_replicas = {self.min_replicas}, "
+                f"got {self.max_replicas}"
+            )
+        return self
+
+    def server_config(self, **flags: Any) -> ServerConfig:
+        """Returns the settings of a replica. Raises ConfigError.
+
+        Args:
+            flags: Settings that override those of the options.
+        """
+        return ServerConfig.load({**self.settings, **flags}, self.config)
+
+
+class SharedChangesOnly:
+    """ASGI middleware that refuses changes which would reach one replica only."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on. Raises JournalError for a change of the catalogue."""
+        changes = scope["type"] == "http" and scope["method"] not in ("GET", "HEAD")
+        if changes and scope["path"].startswith(PER_PROCESS):
+            raise JournalError("replicas share one catalogue: deploy a new bundle instead")
+        await self.app(scope, receive, send)
+
+
+@serve.ingress()
+class Replica:
+    """One replica: the application of `recserve serve`, without its listener."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = ReplicaOptions.model_validate(options)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Loads the models; Ray sends requests when this has returned."""
+        config = self._options.server_config()
+        app = create_app(config, load(config))
+        app.user_middleware.append(Middleware(SharedChangesOnly))
+        self._lifecycle: Lifecycle = app.state.lifecycle
+        return app
+
+    def check_health(self) -> None:
+        """Raises NotReady if the engine has stopped; Ray then replaces the replica."""
+        self._lifecycle.loaded.wait(1)
+        _ = self._lifecycle.service
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """Builds the application: `serve run recserve.server.ray_serve:app config=FILE`.
+
+    Args:
+        args: Fields of `ReplicaOptions`.
+
+    Raises:
+        ValueError: If an option is unknown or out of range.
+    """
+    options = ReplicaOptions.model_validate(args)
+    most = options.max_replicas or options.min_replicas
+    scaled: dict[str, Any] = {"num_replicas": options.min_replicas}
+    if most > options.min_replicas:
+        scaled = {
+            "autoscaling_config": {
+                "min_replicas": options.min_replicas,
+                "max_replicas": most,
+                "target_ongoing_requests": options.target_requests,
+            }
+        }
+    deployment = serve.deployment(
+        name=NAME,
+        max_ongoing_requests=options.max_requests,
+        max_queued_requests=options.max_waiting,
+        request_router_config={
+            "request_router_class": ROUTER,
+            "request_router_kwargs": {"num_fallback_replicas": NUM_FALLBACKS},
+        },
+        backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=options.server_config().drain_timeout_s,
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
+        **scaled,
+    )
+    return deployment(Replica).bind(options.model_dump(mode="json"))
+
+
+def deploy(options: ReplicaOptions) -> None:
+    """Starts the application, or replaces its replicas one after the other by new ones.
+
+    Args:
+        options: The new options. Requests in progress finish on the old replicas.
+
+    Raises:
+        RuntimeError: If the new replicas do not become healthy.
+    """
+    serve.run(app(options.model_dump(mode="json")), name=NAME, route_prefix="/")
+
+
+@contextmanager
+def running(
+    options: ReplicaOptions, host: str = "127.0.0.1", port: int = 8080, address: str | None = None
+) -> Iterator[str]:
+    """Serves on Ray and yields the HTTP address; at the end the replicas drain and stop.
+
+    Args:
+        options: How many replicas serve, and what.
+        host: Address that the proxy listens on. Any but loopback needs keys.
+        port: Port of the proxy.
+        address: Address of a Ray cluster; None starts one on this machine, without a dashboard.
+
+    Raises:
+        ConfigError: If a setting is invalid.
+        ValueError: If this machine has fewer cores or GPUs than the replicas need.
+        OSError: If the port is in use.
+        RuntimeError: If the replicas do not become healthy.
+    """
+    options.server_config(host=host, port=port)
+    if address is None:
+        ray.init(
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+        )
+    else:
+        ray.init(address=address)
+    try:
+        if address is None:
+            _check_resources(options)
+            _check_port(host, port)
+        serve.start(http_options={"host": host, "port": port})
+        try:
+            deploy(options)
+            yield f"http://{host}:{port}"
+        finally:
+            # Replicas finish their requests before the proxy goes. A cluster that was there before
+            # keeps its proxy and its other applications.
+            serve.delete(NAME)
+    finally:
+        if address is None:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+
+
+def _check_resources(options: ReplicaOptions) -> None:
+    """Raises ValueError if the fewest replicas do not fit; Ray would wait for ever."""
+    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    for name, resource, each in (("cpus", "CPU", options.cpus), ("gpus", "GPU", options.gpus)):
+        needed, most = options.min_replicas * each, there.get(resource, 0.0)
+        if needed > most:
+            raise ValueError(
+                f"{name}: {options.min_replicas} replicas of {each:g} need {needed:g}, "
+                f"this machine has {most:g}"
+            )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raises OSError if nothing can listen there; Ray's own error has forty lines."""
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise OSError(f"port {port} of {host} cannot be used: {error.strerror}") from None
+
+
+def run(options: ReplicaOptions, host: str, port: int, address: str | None) -> None:
+    """Serves until SIGINT or SIGTERM; arguments and errors are those of `running`."""
+    stopped = threading.Event()
+    with running(options, host, port, address) as url:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stopped.set())
+        print(f"serving on {url}; stop with Ctrl-C", flush=True)
+        stopped.wait()

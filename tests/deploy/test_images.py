@@ -1,0 +1,130 @@
+"""Dockerfiles and the compose file, by their structure; deploy/try.sh runs the steps of one."""
+
+import json
+import re
+import shlex
+
+import pytest
+import typer.main
+import yaml
+
+from recserve.cli import app
+from recserve.config import ServerConfig
+from recserve.server.transport.gate import OPEN_PATHS
+from tests.support.paths import ROOT
+
+DEPLOY = ROOT / "deploy"
+IMAGES = ("cpu", "cuda")
+
+
+def instructions(image):
+    """Returns (instruction, rest) of each line of a Dockerfile, continued lines joined."""
+    text = (DEPLOY / f"Dockerfile.{image}").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [tuple(line.split(None, 1)) for line in lines]
+
+
+def serve_flags(words):
+    """Returns the flags of `recserve serve`, as the command line parses them."""
+    assert words[0] == "serve"
+    command = typer.main.get_command(app).commands["serve"]
+    return command.make_context("serve", list(words[1:])).params
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_image_runs_as_an_unprivileged_user(image):
+    steps = instructions(image)
+    assert steps[-1][0] == "CMD"
+    users = [rest for name, rest in steps if name == "USER"]
+    assert users == ["1000:1000"]
+    after = [name for name, _ in steps[[name for name, _ in steps].index("USER") :]]
+    assert "RUN" not in after and "COPY" not in after
+    assert "useradd --uid 1000 " in " ".join(rest for name, rest in steps if name == "RUN")
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_image_installs_the_pinned_versions(image):
+    runs = [rest for name, rest in instructions(image) if name == "RUN"]
+    installs = [rest for rest in runs if "pip install" in rest]
+    assert len(installs) == 2
+    assert all(
+        "--constraint constraints.txt" in one and "--no-cache-dir" in one for one in installs
+    )
+    assert all("rm -rf /var/lib/apt/lists/*" in one for one in runs if "apt-get" in one)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_image_writes_below_data_only(image):
+    settings = dict(rest.split("=", 1) for name, rest in instructions(image) if name == "ENV")
+    folders = {name: value for name, value in settings.items() if value.startswith("/data")}
+    assert {"HOME", "XDG_CACHE_HOME", "RECSERVE_JOURNAL"} <= set(folders)
+    (command,) = (json.loads(rest) for name, rest in instructions(image) if name == "CMD")
+    assert serve_flags(command)["store"] == "lmdb:/data/history"
+    assert "mkdir -p /bundle /data && chown 1000:1000 /data" in [
+        rest for name, rest in instructions(image) if name == "RUN"
+    ]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_health_check_asks_the_port_of_the_command(image):
+    steps = dict(instructions(image))
+    flags = serve_flags(json.loads(steps["CMD"]))
+    (url,) = re.findall(r"http://127\.0\.0\.1:\d+[\w/]+", steps["HEALTHCHECK"])
+    assert url.startswith(f"http://127.0.0.1:{flags['port']}/")
+    assert url.removeprefix(f"http://127.0.0.1:{flags['port']}") in OPEN_PATHS
+    assert steps["EXPOSE"] == str(flags["port"])
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_copied_files_are_in_the_build_context(image):
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
+    for name, rest in instructions(image):
+        if name == "COPY":
+            for source in shlex.split(rest)[:-1]:
+                assert (ROOT / source).exists() and source in allowed
+
+
+@pytest.fixture(scope="module")
+def compose():
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+
+
+def test_services_are_published_on_this_machine_only(compose):
+    assert set(compose["services"]) == {"grafana", "prometheus", "recserve", "redis"}
+    for service in compose["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        assert service["restart"] == "unless-stopped"
+        assert re.search(r":[\w.-]+$", service["image"]) and "latest" not in service["image"]
+
+
+def test_what_compose_names_is_there(compose):
+    services, volumes = compose["services"], set(compose["volumes"])
+    used = set()
+    for name, service in services.items():
+        assert set(service.get("depends_on", ())) <= set(services), name
+        assert set(service.get("secrets", ())) <= set(compose["secrets"]), name
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("./"):
+                folder = source.split("/")[1]
+                if not (DEPLOY / folder).exists():
+                    pytest.skip(f"NO deploy/{folder} in this checkout: compose was not checked")
+                assert (DEPLOY / source).exists(), source
+            elif not source.startswith("$"):
+                used.add(source)
+    assert used == volumes
+    build = services["recserve"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).exists()
+
+
+def test_the_composed_server_accepts_its_settings(compose, monkeypatch):
+    monkeypatch.setenv("RECSERVE_API_KEYS", "0123456789abcdef")
+    service = compose["services"]["recserve"]
+    flags = {name: value for name, value in serve_flags(service["command"]).items() if value}
+    flags["drafters"] = flags.pop("drafter", None)
+    config = ServerConfig.load(flags)
+    assert config.store == "redis://redis:6379/0"
+    assert service["ports"] == [f"127.0.0.1:8080:{config.port}"]
+    grace = float(service["stop_grace_period"].removesuffix("s"))
+    assert grace > config.drain_delay_s + config.drain_timeout_s
+    assert service["read_only"] is True and service["cap_drop"] == ["ALL"]

@@ -1,0 +1,171 @@
+"""Replicas on a local Ray: same slates, affinity, a killed replica, rolling update, overload."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+ray = pytest.importorskip("ray", reason="NO ray on this machine: the Ray Serve tests did not run")
+
+from recserve.config import ConfigError  # noqa: E402
+from recserve.server.ray_serve import ReplicaOptions, app, deploy, running  # noqa: E402
+from tests.support.redis_server import free_port  # noqa: E402
+from tests.support.tiny_bundle import NUM_USERS, tiny_bundle  # noqa: E402
+
+USERS = [f"user{number:06d}" for number in range(NUM_USERS)]
+REFERENCE = """
+import sys
+import msgspec
+from recserve import RecommendRequest, Service
+from recserve.schemas.items import UserRef
+with Service.open(sys.argv[1], sys.argv[2], "cpu") as service:
+    for user in sys.stdin.read().split():
+        answer = service.recommend(RecommendRequest(user=UserRef(id=user), k=5))
+        print(msgspec.json.encode(answer).decode())
+"""
+
+
+@dataclass
+class Cluster:
+    """A running application, the bundles that it may serve, and the slates of one process."""
+
+    client: httpx.Client
+    bundle: Path
+    other: Path
+    expected: list[str]
+
+    def options(self, bundle: Path, **values) -> ReplicaOptions:
+        settings = {"bundle": str(bundle), "store": f"lmdb:{bundle}.history", "device": "cpu"}
+        return ReplicaOptions(settings=settings, min_replicas=2, cpus=0.5, **values)
+
+    def recommend(self, user: str, sticky: bool = True, explain: bool = False) -> httpx.Response:
+        body = {"user": {"id": user}, "k": 5, "explain": explain}
+        headers = {"X-Session-Id": user} if sticky else {}
+        return self.client.post("/v1/recommend", json=body, headers=headers)
+
+    def hit_share(self, sticky: bool) -> float:
+        """Asks new replicas three times for each user; returns the share of cached tokens."""
+        deploy(self.options(self.bundle))
+        cached = total = 0
+        for user in USERS * 3:
+            work = self.recommend(user, sticky, explain=True).json()["explanation"]
+            cached += work["root_tokens_cached"]
+            total += work["root_tokens_cached"] + work["root_tokens_computed"]
+        return cached / total
+
+
+def comparable(answer: str) -> str:
+    """Returns the JSON of an answer without ids and times."""
+    fields = json.loads(answer)
+    for name in ("request_id", "attribution_token", "timing_ms"):
+        del fields[name]
+    return json.dumps(fields)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("ray")
+    bundle = tiny_bundle(folder / "one", ranker=False)
+    other = tiny_bundle(folder / "two", recommender=True)
+    with pytest.MonkeyPatch.context() as patch:
+        # Otherwise each process measures which kernels are faster, and the last bits may differ.
+        patch.setenv("RECSERVE_KERNELS", "torch")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        done = subprocess.run(
+            [sys.executable, "-c", REFERENCE, bundle, f"lmdb:{folder}/reference"],
+            input="\n".join(USERS), env=os.environ, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        expected = [comparable(line) for line in done.stdout.splitlines()]
+        made = Cluster(httpx.Client(), bundle, other, expected)
+        with running(made.options(bundle), port=free_port()) as address:
+            made.client = httpx.Client(base_url=address, timeout=60)
+            yield made
+
+
+def test_unknown_options_and_wrong_order_are_refused():
+    with pytest.raises(ValueError, match="min_replica\n"):
+        app({"min_replica": 2})
+    with pytest.raises(ValueError, match="at least min_replicas = 4, got 2"):
+        app({"min_replicas": 4, "max_replicas": 2})
+
+
+def test_an_open_address_needs_keys(tmp_path):
+    options = ReplicaOptions(settings={"bundle": str(tmp_path)})
+    with pytest.raises(ConfigError, match="no api_keys"), running(options, host="0.0.0.0"):
+        pass
+
+
+@pytest.mark.slow
+def test_replicas_that_do_not_fit_this_machine_are_refused(tmp_path):
+    options = ReplicaOptions(settings={"bundle": str(tmp_path)}, min_replicas=3, cpus=1000)
+    message = "cpus: 3 replicas of 1000 need 3000, this machine has "
+    with pytest.raises(ValueError, match=message), running(options, port=free_port()):
+        pass
+
+
+@pytest.mark.slow
+def test_replicas_give_the_slates_of_one_process(cluster):
+    got = [comparable(cluster.recommend(user).text) for user in USERS]
+    assert got == cluster.expected
+    assert len(set(got)) > 1
+
+
+@pytest.mark.slow
+def test_a_user_stays_with_one_replica(cluster):
+    """The first of three requests computes the prefix; no replica computes it again."""
+    assert cluster.hit_share(sticky=True) == pytest.approx(2 / 3)
+    assert cluster.hit_share(sticky=False) < 0.6
+
+
+@pytest.mark.slow
+def test_changes_of_one_process_are_refused(cluster):
+    answer = cluster.client.put("/v1/items", json={"items": [{"item_id": "x"}]})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "items_read_only"
+    assert cluster.client.get("/v1/items/item000001").status_code == 200
+
+
+@pytest.mark.slow
+def test_a_dead_replica_loses_no_later_request(cluster):
+    names = [
+        one["name"]
+        for one in ray.util.list_named_actors(all_namespaces=True)
+        if one["name"].startswith("SERVE_REPLICA::recserve")
+    ]
+    assert len(names) == 2
+    ray.kill(ray.get_actor(names[0], namespace="serve"))
+    for user in USERS * 2:
+        assert cluster.recommend(user).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_rolling_update_answers_every_request(cluster):
+    before = cluster.recommend(USERS[0]).json()["model_version"]
+    with ThreadPoolExecutor(1) as pool:
+        update = pool.submit(deploy, cluster.options(cluster.other))
+        answers = []
+        while not update.done():
+            answers.append(cluster.recommend(USERS[len(answers) % NUM_USERS]))
+        update.result()
+    assert {answer.status_code for answer in answers} == {200}
+    assert answers[0].json()["model_version"] == before
+    assert cluster.recommend(USERS[0]).json()["model_version"] != before
+
+
+@pytest.mark.slow
+def test_an_overloaded_application_answers_429(cluster):
+    deploy(cluster.options(cluster.other, max_requests=1, max_waiting=1))
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(cluster.recommend, USERS * 4))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert refused and len(refused) < len(answers)
+    assert {answer.status_code for answer in refused} == {429}
+    assert {answer.headers["Retry-After"] for answer in refused} == {"1"}
