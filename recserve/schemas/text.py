@@ -317,8 +317,7 @@ class TextResponse(Struct, frozen=True, kw_only=True):
     """Fields of every text response and chunk.
 
     Attributes:
-        usage: Token counts. In a stream they come last, or in every chunk with
-            `continuous_usage_stats`.
+        usage: Token counts; in a stream last, or in every chunk (`continuous_usage_stats`).
         metrics: Draft statistics; in a stream in the last chunk.
         experiment: Experiment and arm, where the request is in one; in the place of `metrics`.
     """
