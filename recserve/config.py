@@ -47,6 +47,9 @@ class ServerConfig(BaseSettings):
             bundle.
         journal: Folder for changes of items. By default a folder next to the bundle.
         device: Where the models run.
+        bundles_dir: Folder of the bundles that an operator may load while the server runs. With
+            it, `store` and `journal` are by default in its subfolders `.history` and `.items`, so
+            that all bundles share them.
         api_keys: Accepted keys, of 16 characters or more. A client sends one of them as
             `Authorization: Bearer KEY`.
         admin_keys: Keys of the routes below `/admin/`, of 16 characters or more. Without any these
@@ -104,6 +107,7 @@ class ServerConfig(BaseSettings):
     store: str | None = None
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    bundles_dir: Path | None = None
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     admin_keys: Annotated[list[SecretStr], NoDecode] = []
     insecure: bool = False

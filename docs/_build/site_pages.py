@@ -84,7 +84,7 @@ def configuration() -> str:
     for name, field in ServerConfig.model_fields.items():
         text = field.description or described.get(name, "")
         default = "" if field.default is None else f"`{field.default}`"
-        default = "" if default == "`()`" else default
+        default = "" if default in ("`()`", "`[]`") else default
         lines.append(f"| `{name}` | {_type(field)} | {default} | {_cell(text)} |")
     lines += ["", f"The environment variable of a key is `{ENV_PREFIX}` and its name in capitals."]
     return "\n".join(lines)
@@ -135,7 +135,7 @@ def _words(annotation: Any) -> str:
         "bool": "boolean",
     }
     words = next((word for name, word in kinds.items() if name in text), text)
-    return f"list of {words}s" if "tuple" in text else words
+    return f"list of {words}s" if "tuple" in text or "list[" in text else words
 
 
 def metrics() -> str:

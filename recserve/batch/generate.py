@@ -1,22 +1,24 @@
 """Turns a table of users into a table of slates and a table of rejected rows.
 
 The generator reads and writes no files, so any runner that maps tables can call it, local or
-distributed. Every input row has a `user_id`. The columns `history`, `k`, `strategy` and
-`exclude_seen` are optional, and so is each of their values.
+distributed. Every input row has a `user_id`. The columns `history`, `k`, `strategy`, `exclude_seen`
+and `filter` are optional, and so is each of their values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
+from recserve.batch.part import Generated
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import column, is_text
-from recserve.schemas.items import MAX_K, RecommendRequest, RecommendResponse
+from recserve.schemas.items import MAX_K, InvalidRequest, RecommendRequest, RecommendResponse
 from recserve.schemas.validation import converted
 
 ANSWERS = pa.schema(
@@ -49,7 +51,9 @@ COLUMNS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "k": (pa.types.is_integer, "an integer"),
     "strategy": (is_text, "string"),
     "exclude_seen": (pa.types.is_boolean, "bool"),
+    "filter": (is_text, "string"),
 }
+MAX_FILTER_LENGTH = 65_536
 
 Recommend = Callable[[Sequence[RecommendRequest]], Sequence[RecommendResponse | Exception]]
 
@@ -78,19 +82,6 @@ class Defaults:
             raise ValueError(f"k is {self.k}; expected 1..{MAX_K}")
 
 
-@dataclass(frozen=True)
-class Generated:
-    """Result of one table of users.
-
-    Attributes:
-        answers: Slates with schema ANSWERS, with users in input order.
-        errors: Rejected rows with schema ERRORS, in input order.
-    """
-
-    answers: pa.Table
-    errors: pa.Table
-
-
 def check_schema(schema: Any, path: Path) -> tuple[str, ...]:
     """Checks the columns of an input file.
 
@@ -112,6 +103,7 @@ def check_schema(schema: Any, path: Path) -> tuple[str, ...]:
     return tuple(name for name in schema.names if name not in COLUMNS)
 
 
+@dataclass(frozen=True)
 class Generator:
     """Computes slates for a table of users.
 
@@ -120,14 +112,38 @@ class Generator:
             rejects that row. Any other exception ends the job.
         defaults: Settings for rows that do not set them.
         in_flight: Number of requests passed to `recommend` at once, at least 1.
+        reset: Called at the start of each part; forgets what `recommend` has cached.
+        versions: What `recommend` is: versions of models and catalogue, for the job's record.
+
+    Raises:
+        ValueError: If `in_flight` is below 1.
     """
 
-    def __init__(self, recommend: Recommend, defaults: Defaults, in_flight: int = 64) -> None:
-        if in_flight < 1:
-            raise ValueError(f"in_flight is {in_flight}; expected at least 1")
-        self.recommend = recommend
-        self.defaults = defaults
-        self.in_flight = in_flight
+    recommend: Recommend
+    defaults: Defaults
+    in_flight: int = 64
+    reset: Callable[[], None] = lambda: None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    columns = tuple(COLUMNS)
+    suffix = ".parquet"
+
+    def __post_init__(self) -> None:
+        if self.in_flight < 1:
+            raise ValueError(f"in_flight is {self.in_flight}; expected at least 1")
+
+    @property
+    def group_rows(self) -> int:
+        """Number of rows that are computed together."""
+        return self.in_flight
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What determines the slates besides the input."""
+        return {**asdict(self.defaults), "in_flight": self.in_flight, **self.versions}
+
+    def begin_part(self) -> None:
+        """Forgets what earlier rows left behind."""
+        self.reset()
 
     def __call__(
         self, users: pa.Table, first_row: int = 0, done: Callable[[int], None] | None = None
@@ -165,7 +181,11 @@ class Generator:
             if done is not None:
                 done(len(rows))
         errors.sort(key=lambda error: error["row"])
-        return Generated(_answer_table(answers), pa.Table.from_pylist(errors, schema=ERRORS))
+        return Generated(
+            answers=_answer_table(answers),
+            errors=pa.Table.from_pylist(errors, schema=ERRORS),
+            example=f"row {errors[0]['row']}: {errors[0]['reason']}" if errors else "",
+        )
 
     def _groups(self, users: pa.Table) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yields the first row and the rows of each group, with known columns only."""
@@ -190,9 +210,23 @@ class Generator:
                 "strategy": given("strategy", self.defaults.strategy),
                 "beam_width": self.defaults.beam_width,
                 "exclude": {"seen": given("exclude_seen", self.defaults.exclude_seen)},
+                "filter": _filter(row.get("filter")),
             },
             RecommendRequest,
         )
+
+
+def _filter(text: str | None) -> Any:
+    """Returns the filter of a row as plain values. Raises InvalidRequest."""
+    if text is None:
+        return None
+    if len(text) > MAX_FILTER_LENGTH:
+        expected = f"expected at most {MAX_FILTER_LENGTH} characters"
+        raise InvalidRequest("filter", f"{expected}, got a string of length {len(text)}")
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest("filter", f"expected JSON, got {text[:60]!r} ({error})") from None
 
 
 def _checked(result: RecommendResponse | Exception) -> RecommendResponse | Exception:

@@ -1,34 +1,30 @@
-"""Runs a batch job on one machine: reads one file and writes parts with a manifest.
+"""Runs a batch job: gives partitions to a runner and records the finished parts.
 
-The job writes into a hidden folder next to the output and renames that folder at the end. A reader
-of the output therefore never sees a partial job. Part names and bytes depend on input, bundle and
+A part is entered in the manifest as soon as its file is on the disk. The same job, run again in the
+same folder, computes only what the manifest lacks. Part names and bytes depend on input, models and
 options only.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from recserve.batch.generate import check_schema
+from recserve.batch.manifest import OutputFolder, check_output
+from recserve.batch.part import Advance, JobPart, Step, Task, write_part
+from recserve.batch.source import InputFile, Partition, partitions, scan
 
-from recserve.batch.generate import Generated, Generator, check_schema
-from recserve.bundle.new_folder import new_folder
-from recserve.features.tables.parquet import SchemaError
-
-MANIFEST = "_manifest.jsonl"
-ERRORS_FOLDER = "_errors"
+# The share of rejected rows is judged from this number of rows on.
+JUDGED_ROWS = 1000
 
 
-class OutputExists(ValueError):
-    """The output folder is not empty and may not be replaced."""
+class TooManyErrors(RuntimeError):
+    """More rows are rejected than the job allows; what is finished stays in the output folder."""
 
 
 @dataclass(frozen=True)
@@ -36,44 +32,94 @@ class Job:
     """Input, output and options of one batch job.
 
     Attributes:
-        input: Parquet file of users.
+        input: Parquet file of users, or a folder of them.
         output: Folder for the parts and the manifest.
-        rows_per_part: Input rows of a part, at least 1.
+        rows_per_part: Most input rows of a part, at least 1.
         overwrite: True replaces the output of an earlier job.
+        max_error_rate: Share of rejected rows, 0 to 1, that ends the job. It is judged once
+            JUDGED_ROWS rows have been seen.
 
     Raises:
-        ValueError: If `rows_per_part` is below 1.
+        ValueError: If `rows_per_part` is below 1, or `max_error_rate` is not a share.
     """
 
     input: Path
     output: Path
     rows_per_part: int = 20_000
     overwrite: bool = False
+    max_error_rate: float = 0.1
 
     def __post_init__(self) -> None:
         if self.rows_per_part < 1:
             raise ValueError(f"rows_per_part is {self.rows_per_part}; a part needs at least 1 row")
+        if not 0 <= self.max_error_rate <= 1:
+            raise ValueError(f"max_error_rate is {self.max_error_rate}; expected 0 to 1")
+
+
+class PartRunner(Protocol):
+    """Computes partitions: in this process, in others, or on other machines."""
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the output files."""
+        ...
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What determines the output besides the input, as far as it is known before `begin`."""
+        ...
+
+    def begin(self, lock: int) -> Mapping[str, object]:
+        """Starts the runner.
+
+        Args:
+            lock: Handle of the locked output folder. Processes that write there keep it open.
+
+        Returns:
+            What determines the output besides the input.
+        """
+        ...
+
+    def run(self, partitions: Sequence[Partition], folder: Path) -> Iterator[Step]:
+        """Computes partitions in any order, and yields what happens."""
+        ...
+
+    def close(self) -> None:
+        """Ends all work at once."""
+        ...
 
 
 @dataclass(frozen=True)
-class JobPart:
-    """One part, as a line of the manifest.
+class InProcess:
+    """Computes partitions one after another in this process.
 
     Attributes:
-        part: File name of the part.
-        first_row: Input row number of the part's first user.
-        users: Number of input rows.
-        rows: Number of rows in the part's file.
-        errors: Number of rejected input rows.
-        sha256: Hash of the part's file, 64 hex digits.
+        task: Computes the rows.
     """
 
-    part: str
-    first_row: int
-    users: int
-    rows: int
-    errors: int
-    sha256: str
+    task: Task
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the output files."""
+        return self.task.suffix
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What determines the output besides the input."""
+        return self.task.facts
+
+    def begin(self, lock: int) -> Mapping[str, object]:
+        """Returns the same as `facts`: the models are open already."""
+        return self.task.facts
+
+    def run(self, partitions: Sequence[Partition], folder: Path) -> Iterator[Step]:
+        """Computes partitions in order."""
+        for partition in partitions:
+            yield from write_part(self.task, partition, folder)
+
+    def close(self) -> None:
+        """Does nothing: the task belongs to the caller."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +127,22 @@ class Progress:
     """Progress of a running job.
 
     Attributes:
-        done: Input rows processed.
+        done: Input rows processed, by earlier runs of the job too.
         total: Input rows in all.
-        errors: Input rows rejected in parts that are complete.
-        seconds: Time since the start.
+        errors: How many of the processed rows were rejected.
+        seconds: Time since the models of this run were loaded.
+        rows_per_s: Rows per second of this run.
+        seconds_left: Expected time to the end; None before the first rows.
+        parts: Finished parts.
     """
 
     done: int
     total: int
     errors: int
     seconds: float
+    rows_per_s: float
+    seconds_left: float | None
+    parts: int
 
 
 @dataclass(frozen=True)
@@ -99,13 +151,15 @@ class Report:
 
     Attributes:
         parts: Manifest lines in input order.
-        seconds: Duration of the job.
+        seconds: Duration of this run.
         unused_columns: Input columns that were ignored.
+        resumed: Number of parts that earlier runs had finished.
     """
 
     parts: tuple[JobPart, ...]
     seconds: float
     unused_columns: tuple[str, ...]
+    resumed: int = 0
 
     @property
     def users(self) -> int:
@@ -123,114 +177,149 @@ class Report:
         return sum(part.errors for part in self.parts)
 
 
-def check(job: Job) -> tuple[int, tuple[str, ...]]:
+Check = Callable[[InputFile], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked job.
+
+    Attributes:
+        job: The job.
+        partitions: All partitions in input order.
+        facts: Identity of the input and its division into parts.
+        unused_columns: Input columns that are ignored.
+    """
+
+    job: Job
+    partitions: tuple[Partition, ...]
+    facts: Mapping[str, object]
+    unused_columns: tuple[str, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of input rows."""
+        return sum(partition.rows for partition in self.partitions)
+
+
+def check_users(file: InputFile) -> tuple[str, ...]:
+    """Checks the columns of a file of users and returns the ignored ones. Raises SchemaError."""
+    return check_schema(file.schema, file.path)
+
+
+def check(job: Job, check_file: Check = check_users) -> Plan:
     """Checks input and output of a job. Call it before a model is loaded.
 
-    Returns:
-        The number of input rows, and the names of ignored columns.
+    Args:
+        job: The job.
+        check_file: Checks one input file and returns the names of its ignored columns.
 
     Raises:
         SchemaError: If the input is unreadable or empty, or has a missing or mistyped column.
         OutputExists: If the output exists, is not empty, and may not be replaced.
+        ValueError: If the output lies in the input folder, whose files it would join.
     """
-    if not job.input.is_file():
-        raise SchemaError(f"{job.input}: no such file")
-    try:
-        with pq.ParquetFile(job.input) as file:
-            schema, rows = file.schema_arrow, file.metadata.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise SchemaError(f"{job.input}: not a readable Parquet file ({error})") from error
-    unused = check_schema(schema, job.input)
-    if rows == 0:
-        raise SchemaError(f"{job.input}: the file has no rows; expected at least one")
-    free = not job.output.exists() or (job.output.is_dir() and not any(job.output.iterdir()))
-    replaceable = job.overwrite and (job.output / MANIFEST).is_file()
-    if not free and not replaceable:
-        hint = (
-            f"--overwrite needs a folder with a {MANIFEST}"
-            if job.overwrite
-            else "--overwrite replaces the output of an earlier job"
-        )
-        raise OutputExists(f"{job.output} is not empty; choose another folder ({hint})")
-    return rows, unused
+    if job.output.resolve().is_relative_to(job.input.resolve()):
+        raise ValueError(f"output is {job.output}, inside the input {job.input}; choose another")
+    check_output(job.output, job.overwrite)
+    files = scan(job.input, job.rows_per_part)
+    unused = [name for file in files for name in check_file(file)]
+    content = "\n".join(f"{file.sha256} {file.name}" for file in files)
+    facts = {
+        "format": 1,
+        "input_files": len(files),
+        "input_sha256": hashlib.sha256(content.encode()).hexdigest(),
+        "rows_per_part": job.rows_per_part,
+    }
+    parts = tuple(partitions(files, job.rows_per_part))
+    return Plan(job, parts, facts, tuple(dict.fromkeys(unused)))
 
 
-def run(job: Job, generate: Generator, progress: Callable[[Progress], None]) -> Report:
-    """Runs a whole job.
+def run(
+    job: Job | Plan, runner: PartRunner, progress: Callable[[Progress], None] = lambda _: None
+) -> Report:
+    """Runs a job, or what an earlier run has left of it.
 
     Args:
-        job: Input, output and options.
-        generate: Computes the slates of one part.
-        progress: Called after each group of requests.
+        job: A job, or what `check` returned for it.
+        runner: Computes the parts, in this process or in others.
+        progress: Called after each group of rows.
 
     Raises:
-        Exception: Whatever `check` or `generate` raises. No new output is left then.
+        OutputExists: If the output folder belongs to another job.
+        TooManyErrors: If the share of rejected rows exceeds the job's limit.
+        Exception: Whatever the runner raises. Finished parts stay for the next run.
     """
-    total, unused = check(job)
+    plan = check(job) if isinstance(job, Job) else job
     started = time.monotonic()
-    done = errors = 0
-
-    def report(rows: int) -> None:
-        nonlocal done
-        done += rows
-        progress(Progress(done, total, errors, time.monotonic() - started))
-
-    parts: list[JobPart] = []
-    with new_folder(job.output) as folder:
-        with (folder / MANIFEST).open("w", encoding="utf-8") as manifest:
-            for number, (first_row, users) in enumerate(_slices(job)):
-                generated = generate(users, first_row, report)
-                errors += generated.errors.num_rows
-                parts.append(
-                    _write(folder, f"part-{number:05d}.parquet", first_row, users, generated)
-                )
-                manifest.write(json.dumps(asdict(parts[-1])) + "\n")
-            manifest.flush()
-            os.fsync(manifest.fileno())
-        # `new_folder` renames only onto a free path.
-        if job.output.exists():
-            shutil.rmtree(job.output)
-    return Report(tuple(parts), time.monotonic() - started, unused)
-
-
-def _slices(job: Job) -> Iterator[tuple[int, pa.Table]]:
-    """Yields the first row and the table of each part, reading one part at a time."""
-    with pq.ParquetFile(job.input) as file:
-        first_row = 0
-        waiting: list[pa.RecordBatch] = []
-        rows = 0
-        for batch in file.iter_batches(batch_size=job.rows_per_part):
-            # A batch can end in the middle of a part: its rest waits for the next batch.
-            while rows + batch.num_rows >= job.rows_per_part:
-                need = job.rows_per_part - rows
-                yield first_row, pa.Table.from_batches([*waiting, batch.slice(0, need)])
-                first_row += job.rows_per_part
-                batch, waiting, rows = batch.slice(need), [], 0
-            if batch.num_rows:
-                waiting.append(batch)
-                rows += batch.num_rows
-        if rows:
-            yield first_row, pa.Table.from_batches(waiting)
+    with OutputFolder(plan.job.output, plan.job.overwrite) as folder:
+        folder.claim({**plan.facts, **runner.facts})
+        names = [partition.name + runner.suffix for partition in plan.partitions]
+        resumed = sum(name in folder.done for name in names)
+        count = _Count(plan, [folder.done[n] for n in names if n in folder.done])
+        count.judge()
+        if not folder.whole:
+            try:
+                folder.claim(runner.begin(folder.lock))
+                count.start()
+                left = [
+                    partition
+                    for partition, name in zip(plan.partitions, names, strict=True)
+                    if name not in folder.done
+                ]
+                for step in runner.run(left, folder.path):
+                    if isinstance(step, JobPart):
+                        folder.add(step)
+                        count.finished()
+                    else:
+                        progress(count.advance(step))
+                        count.judge()
+            finally:
+                runner.close()
+        parts = folder.finish(plan.partitions, runner.suffix)
+    return Report(tuple(parts), time.monotonic() - started, plan.unused_columns, resumed)
 
 
-def _write(
-    folder: Path, name: str, first_row: int, users: pa.Table, generated: Generated
-) -> JobPart:
-    path = folder / name
-    pq.write_table(generated.answers, path, compression="zstd")
-    if generated.errors.num_rows:
-        (folder / ERRORS_FOLDER).mkdir(exist_ok=True)
-        pq.write_table(generated.errors, folder / ERRORS_FOLDER / name, compression="zstd")
-    return JobPart(
-        name,
-        first_row,
-        users.num_rows,
-        generated.answers.num_rows,
-        generated.errors.num_rows,
-        _sha256(path),
-    )
+class _Count:
+    """Counts rows, rejected rows and parts, and judges the share of rejected rows."""
 
+    def __init__(self, plan: Plan, done: Sequence[JobPart]) -> None:
+        self._limit, self._started = plan.job.max_error_rate, 0.0
+        self._before = sum(part.users for part in done)
+        errors = sum(part.errors for part in done)
+        self._example = ""
+        self._now = Progress(self._before, plan.num_rows, errors, 0.0, 0.0, None, len(done))
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    def start(self) -> None:
+        """Starts the clock: the models are loaded."""
+        self._started = time.monotonic()
+
+    def finished(self) -> None:
+        """Counts a finished part."""
+        self._now = replace(self._now, parts=self._now.parts + 1)
+
+    def advance(self, step: Advance) -> Progress:
+        """Counts a group of rows."""
+        self._example = self._example or step.example
+        seconds = time.monotonic() - self._started
+        done = self._now.done + step.rows
+        rate = (done - self._before) / max(seconds, 1e-9)
+        self._now = replace(
+            self._now,
+            done=done,
+            errors=self._now.errors + step.errors,
+            seconds=round(seconds, 3),
+            rows_per_s=round(rate, 1),
+            seconds_left=round((self._now.total - done) / max(rate, 1e-9), 1),
+        )
+        return self._now
+
+    def judge(self) -> None:
+        """Raises TooManyErrors if too many rows were rejected so far."""
+        done, errors = self._now.done, self._now.errors
+        if done >= JUDGED_ROWS and errors > self._limit * done:
+            raise TooManyErrors(
+                f"{errors} of {done} rows were rejected, which is more than {self._limit:.1%}"
+                f"{f' ({self._example})' if self._example else ''}. Finished parts are kept; the "
+                "same command with a higher --max-error-rate continues"
+            )

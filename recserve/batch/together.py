@@ -1,4 +1,4 @@
-"""Computes a group of slates in one deterministic engine batch.
+"""Computes a group of requests in one deterministic engine batch.
 
 The last bits of a floating-point sum depend on the requests that share a forward pass. The engine
 normally batches the requests that have arrived when it steps. This module therefore submits a group
@@ -11,15 +11,26 @@ For the same reason `auto` means `beam` wherever beam search is available. Outsi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from msgspec import structs
 
 from recserve.batch.generate import Recommend
+from recserve.core.finite import NotFinite
+from recserve.engine.engine import Engine
 from recserve.schemas.items import RecommendRequest, RecommendResponse
 from recserve.service import Service
-from recserve.service.pending import Pending
+from recserve.service.errors import UnknownModel
 from recserve.service.recommend.auto_strategy import AUTO, BEAM
+
+
+class NoAnswer(ValueError):
+    """The models have no valid result for this request."""
+
+
+B = TypeVar("B")
+A = TypeVar("A")
 
 
 def together(service: Service) -> Recommend:
@@ -28,27 +39,60 @@ def together(service: Service) -> Recommend:
     Args:
         service: Service that receives no other requests while the job runs.
     """
+    engine = service.runtime.engine
+
+    def begin(body: RecommendRequest) -> Callable[[], RecommendResponse]:
+        if body.strategy == AUTO and BEAM in engine.strategies:
+            body = structs.replace(body, strategy=BEAM)
+        return service.begin_recommend(body).wait
 
     def recommend(bodies: Sequence[RecommendRequest]) -> list[RecommendResponse | Exception]:
-        with service.runtime.engine.held():
-            begun = [_begin(service, body) for body in bodies]
-        return [one if isinstance(one, Exception) else _outcome(one) for one in begun]
+        return submit_together(engine, begin, bodies)
 
     return recommend
 
 
-def _begin(service: Service, body: RecommendRequest) -> Pending[RecommendResponse] | Exception:
-    """Submits a request and returns its pending response, or the error that rejected it."""
-    if body.strategy == AUTO and BEAM in service.runtime.engine.strategies:
-        body = structs.replace(body, strategy=BEAM)
+def reset(engine: Engine) -> None:
+    """Empties the prefix caches and orders the free pages as at the start.
+
+    The bits of later results then do not depend on earlier requests.
+    """
+    with engine.held():
+        for scheduler in engine.schedulers.values():
+            scheduler.cache.clear()
+            scheduler.allocator.sort_free()
+
+
+def submit_together(
+    engine: Engine, begin: Callable[[B], Callable[[], A]], bodies: Sequence[B]
+) -> list[A | Exception]:
+    """Computes requests that enter the engine between the same two steps.
+
+    Args:
+        engine: The engine that `begin` submits to.
+        begin: Submits a request and returns a function that waits for its answer.
+        bodies: The requests.
+
+    Returns:
+        An answer or an error per request. A ValueError concerns that request alone.
+    """
+    with engine.held():
+        begun = [_begun(begin, body) for body in bodies]
+    return [one if isinstance(one, Exception) else _outcome(one) for one in begun]
+
+
+def _begun(begin: Callable[[B], Callable[[], A]], body: B) -> Callable[[], A] | Exception:
+    """Submits a request; returns the error if it is rejected."""
     try:
-        return service.begin_recommend(body)
-    except ValueError as error:
+        return begin(body)
+    except (ValueError, UnknownModel) as error:
         return error
 
 
-def _outcome(work: Pending[RecommendResponse]) -> RecommendResponse | Exception:
+def _outcome(wait: Callable[[], A]) -> A | Exception:
     try:
-        return work.wait()
+        return wait()
+    except NotFinite as error:
+        return NoAnswer(str(error))
     except Exception as error:
         return error

@@ -1,9 +1,9 @@
-"""Commands `recommend`, `rank`, `batch` and `history`, which use the service without a server."""
+"""Commands `recommend`, `rank` and `history`, which use the service without a server."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from recserve.service import Service
 
 Body = TypeVar("Body")
-BAD_USAGE = 2
 
 
 def recommend(
@@ -103,57 +102,6 @@ def rank(
         typer.echo(f"not in the catalogue: {', '.join(answer.missing_item_ids)}", err=True)
 
 
-def batch(
-    bundle: BundleFlag,
-    input: Annotated[
-        Path, typer.Option(help="Parquet: user_id; optional: history, k, strategy, ...")
-    ],
-    output: Annotated[Path, typer.Option(help="Folder of the answers; created when the job ends.")],
-    k: Annotated[int, typer.Option("-k", "--k", help="Default for rows without k.")] = 50,
-    strategy: Annotated[str, typer.Option(help="Default for rows without one.")] = "auto",
-    beam_width: Annotated[int | None, typer.Option(min=1, help="Beam width.")] = None,
-    rows_per_part: Annotated[int, typer.Option(min=1, help="Users per output file.")] = 20_000,
-    in_flight: Annotated[int, typer.Option(min=1, max=1024, help="Users computed together.")] = 64,
-    engine: Annotated[Literal["local"], typer.Option(help="Where the work runs.")] = "local",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier job's output.")
-    ] = False,
-    progress: Annotated[
-        Literal["rich", "json"], typer.Option(help="A progress bar, or lines of JSON, on stderr.")
-    ] = "rich",
-    store: StoreFlag = None,
-    device: DeviceFlag = "auto",
-) -> None:
-    """Recommend items for every user of a Parquet file.
-
-    The exit status is 1 if the job fails and 2 if an argument is invalid.
-    """
-    from recserve.batch.generate import Defaults, Generator
-    from recserve.batch.job import Job, check, run
-    from recserve.batch.together import together
-    from recserve.cli.terminal import counted, job_progress
-
-    job = Job(input, output, rows_per_part, overwrite)
-    try:
-        unused = check(job)[1]
-        defaults = Defaults(k, strategy, beam_width=beam_width)
-    except ValueError as error:
-        raise _called_wrongly(str(error)) from None
-    if unused:
-        typer.echo(f"{input}: columns not used: {', '.join(unused)}", err=True)
-    with _service(bundle, store, device) as service:
-        there = ("auto", *service.runtime.engine.strategies)
-        if strategy not in there:
-            raise _called_wrongly(f"strategy is {strategy!r}; expected one of {', '.join(there)}")
-        with job_progress(progress) as tell:
-            report = run(job, Generator(together(service), defaults, in_flight), tell)
-    refused = f", {report.errors} refused (see _errors)" if report.errors else ""
-    typer.echo(
-        f"{counted(report.users, 'user')}, {counted(report.rows, 'row')} in "
-        f"{counted(len(report.parts), 'part')}{refused}, {report.seconds:.1f} s"
-    )
-
-
 def show(user: str, bundle: BundleFlag, store: StoreFlag = None, as_json: JsonFlag = False) -> None:
     """Print the stored events of a user, oldest first."""
     from recserve.cli.terminal import history_table, titles
@@ -168,11 +116,6 @@ def delete(user: str, bundle: BundleFlag, store: StoreFlag = None) -> None:
     with _service(bundle, store, "cpu") as service:
         service.delete_user(user)
     typer.echo(f"deleted all stored events of {user}")
-
-
-def _called_wrongly(message: str) -> typer.Exit:
-    typer.echo(f"error: {message}", err=True)
-    return typer.Exit(BAD_USAGE)
 
 
 def _service(bundle: Path, store: str | None, device: Device) -> Service:

@@ -12,11 +12,13 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundles, experiment_admin, experiments, serve, train
+from recserve.cli import answers, bundle_swap, bundles, experiment_admin, experiments, serve, train
+from recserve.cli.batch import batch
 
 FAILED = 1
 # Package and extra by the name of the module that is missing.
 EXTRAS = {
+    "httpx": ("httpx", "client"),
     "matplotlib": ("matplotlib", "train"),
     "ray": ("ray", "ray"),
     "scipy": ("scipy", "train"),
@@ -38,7 +40,7 @@ for command in (
     serve.scale,
     answers.recommend,
     answers.rank,
-    answers.batch,
+    batch,
     serve.doctor,
     experiments.bench,
     experiments.ab,
@@ -47,10 +49,16 @@ for command in (
 
 app.add_typer(train.app, name="train")
 
-bundle_app = typer.Typer(help="Verify, calibrate or export a bundle.", no_args_is_help=True)
+bundle_app = typer.Typer(
+    help="Verify, calibrate or export a bundle, or load it into a running server.",
+    no_args_is_help=True,
+)
 bundle_app.command()(bundles.verify)
 bundle_app.command()(bundles.calibrate)
 bundle_app.command()(bundles.export)
+bundle_app.command()(bundle_swap.load)
+bundle_app.command()(bundle_swap.rollback)
+bundle_app.command()(bundle_swap.status)
 app.add_typer(bundle_app, name="bundle")
 
 experiments_app = typer.Typer(help="List, stop or start experiments.", no_args_is_help=True)

@@ -131,10 +131,10 @@ def job_progress(form: str) -> Iterator[Callable[[Progress], None]]:
     with Bar(
         *columns, TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=console
     ) as bar:
-        task = bar.add_task("users", total=None, rate="")
+        task = bar.add_task("rows", total=None, rate="")
 
         def tell(progress: Progress) -> None:
-            rate = f"{progress.done / max(progress.seconds, 1e-9):.0f}/s"
+            rate = f"{progress.rows_per_s:.0f} rows/s"
             rate += f", {progress.errors} refused" if progress.errors else ""
             bar.update(task, completed=progress.done, total=progress.total, rate=rate)
 

@@ -28,6 +28,10 @@ SeedFlag = Annotated[
     int, typer.Option("--seed", min=0, help="Seed of weights, order and sampling.")
 ]
 ResumeFlag = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")]
+FromFlag = Annotated[
+    Path | None,
+    typer.Option("--from", help="Older bundle whose head to start from, if its loss is lower."),
+]
 TextFlag = Annotated[
     list[Path], typer.Option("--text", help="Training text, plain or .zst; repeatable.")
 ]
@@ -101,6 +105,7 @@ def drafter(
             help="A network of its own, or the recommender's level heads, which are only measured."
         ),
     ] = "recurrent",
+    start_from: FromFlag = None,
     epochs: EpochsFlag = None,
     max_minutes: MinutesFlag = None,
     seed: SeedFlag = 0,
@@ -119,12 +124,14 @@ def drafter(
         return
     if bundle is None:
         raise typer.BadParameter("--bundle is missing; a head for item search needs it")
-    _print(train_drafter(Bundle.open(bundle), replace(options, name=name, head=head)))
+    options = replace(options, name=name, head=head, start_from=start_from)
+    _print(train_drafter(Bundle.open(bundle), options))
 
 
 @app.command()
 def retriever(
     bundle: BundleFlag,
+    start_from: FromFlag = None,
     epochs: EpochsFlag = None,
     max_minutes: MinutesFlag = None,
     seed: SeedFlag = 0,
@@ -136,7 +143,7 @@ def retriever(
     from recserve.training.recommender.retriever import train_retriever
 
     options = _options(epochs, max_minutes, seed, device, resume)
-    _print(train_retriever(Bundle.open(bundle), options))
+    _print(train_retriever(Bundle.open(bundle), replace(options, start_from=start_from)))
 
 
 @app.command()

@@ -20,6 +20,7 @@ SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
+SWAP_RESULTS = ("loaded", "refused")
 # Tokens at this draft position or deeper count at the last one, POSITIONS - 1.
 POSITIONS = 32
 ROUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
@@ -174,6 +175,14 @@ class Metrics:
         self.tokens = Counter(
             "recserve_text_tokens", "Prompt and completion tokens", ["kind"], registry=self.registry
         )
+        self.bundle_swaps = Counter(
+            "recserve_bundle_swaps",
+            "Replacements of the served bundle, by result",
+            ["result"],
+            registry=self.registry,
+        )
+        for result in SWAP_RESULTS:
+            self.bundle_swaps.labels(result)
         self.first_token = Histogram(
             "recserve_first_token_seconds",
             "Time from the first byte of a request to the first piece of its text",

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import fields
 from importlib.metadata import version as installed
 
 from fastapi import FastAPI
@@ -15,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ServerConfig
-from recserve.engine.engine_config import EngineConfig
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.registry import Experiments
 from recserve.experiments.serving.settings import parse_experiments
@@ -24,14 +22,18 @@ from recserve.search.strategies.registry import strategy_classes
 from recserve.server import playground
 from recserve.server.arms.check import check_arms
 from recserve.server.arms.collector import ExperimentCollector
+from recserve.server.bundle_swaps import BundleSwaps
 from recserve.server.errors import REASONS
 from recserve.server.exchange import Exchange
 from recserve.server.lifecycle import Lifecycle
+from recserve.server.loader import ServiceLoader
 from recserve.server.openapi import describe
 from recserve.server.routes import (
+    bundle_admin,
     completions,
     events,
     health,
+    inference,
     items,
     models,
     rank,
@@ -43,16 +45,8 @@ from recserve.server.routes.paths import allowed_methods
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.gate import Gate
 from recserve.service import Service
-from recserve.service.model_loader import resolve_device
-from recserve.service.options import ServiceOptions
 from recserve.service.recommend.recommend import POPULAR
 from recserve.service.service import SCORERS
-from recserve.service.text.loader import TextSettings, load_text
-
-# Names that EngineConfig and ServerConfig share; these settings pass through unchanged.
-ENGINE_SETTINGS = sorted(
-    {field.name for field in fields(EngineConfig)} & set(ServerConfig.model_fields)
-)
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +61,17 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config: Settings of the server.
         service: An open service to use; None opens the one that `config` names.
     """
-    telemetry = Telemetry.open(config)
+    loader = ServiceLoader(config)
+
     experiments = Experiments(Experiment(one) for one in parse_experiments(config.experiments))
 
     def opened() -> Service:
-        found = load(config) if service is None else service
+        found = loader.first() if service is None else service
         check_arms(found, experiments)
         return found
 
     lifecycle = Lifecycle(opened)
+    telemetry = Telemetry.open(config)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -105,16 +101,11 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         telemetry.slate_log,
         experiments,
     )
-    item_routes = (recommend, rank, events, items, experiment_routes)
-    for routes in (
-        *item_routes,
-        models,
-        completions,
-        text_scores,
-        health,
-        playground,
-    ):
+    item_routes = (recommend, rank, inference, events, items, experiment_routes)
+    for routes in (*item_routes, models, completions, text_scores, health, playground):
         routes.add_routes(app, exchange)
+    swaps = BundleSwaps(lifecycle, loader, config.bundle, config.bundles_dir, metrics.bundle_swaps)
+    bundle_admin.add_routes(app, exchange, swaps)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     metrics.arms = experiments.labels
     metrics.registry.register(ExperimentCollector(experiments))
@@ -131,6 +122,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle
+    app.state.swaps = swaps
     app.state.metrics = metrics
     return app
 
@@ -145,25 +137,4 @@ async def _to_gate(request: Request, error: Exception) -> Response:
 
 def load(config: ServerConfig) -> Service:
     """Opens the service that the settings name, with a running engine."""
-    engine = EngineConfig(**{name: getattr(config, name) for name in ENGINE_SETTINGS})
-    text = None
-    if config.llm is not None:
-        settings = TextSettings(
-            config.llm, config.llm_name, config.llm_dtype, config.chat_template, config.drafters
-        )
-        text = load_text(settings, resolve_device(config.device))
-    if config.bundle is None:
-        assert text is not None
-        return Service.of_text(text, engine)
-    secret = config.signing_key
-    options = ServiceOptions(
-        engine=engine,
-        dtype=config.dtype,
-        signing_key=None if secret is None else secret.get_secret_value().encode(),
-        journal=config.journal,
-        text=text,
-    )
-    service = Service.open(config.bundle, config.store, config.device, options)
-    if config.shadow is not None:
-        service.compare_with(config.shadow, config.shadow_share)
-    return service
+    return ServiceLoader(config).first()

@@ -71,6 +71,14 @@ class NotReady(RuntimeError):
     """The server is loading, is draining or has failed."""
 
 
+class SwapConflict(RuntimeError):
+    """The bundle cannot be replaced now: a replacement runs, or there is no previous bundle."""
+
+
+class UnknownBundle(LookupError):
+    """The folder of bundles has no bundle of this name."""
+
+
 class ClientGone(ConnectionError):
     """The client closed the connection before its answer was ready."""
 
@@ -105,7 +113,9 @@ TABLE: dict[type[Exception], Row] = {
     UnknownItem: Row(404, "not_found_error", "unknown_item", "not_found"),
     UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
     UnknownVersion: Row(404, "not_found_error", "unknown_catalog_version", "not_found"),
+    UnknownBundle: Row(404, "not_found_error", "unknown_bundle", "not_found"),
     RequestTimeout: Row(408, "timeout_error", "request_timeout", "request_timeout"),
+    SwapConflict: Row(409, "conflict_error", "bundle_conflict", "invalid"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
     ContextExceeded: Row(422, "invalid_request_error", "context_length_exceeded", "invalid"),

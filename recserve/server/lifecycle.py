@@ -1,30 +1,36 @@
-"""The state of a server process: loading, ready, draining, closed."""
+"""The state of a server process: loading, ready, replacing the service, draining, closed."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from recserve.engine.engine import Engine
 from recserve.metrics import Gauges
 from recserve.server.errors import NotReady
 from recserve.service import Service
+from recserve.service.memory import release_freed
 
 log = logging.getLogger(__name__)
+SWITCH_INTERVAL_S = 0.0005  # while a bundle is loaded; Python's own value is 5 ms
 # Their messages are for the operator. Any other exception is a bug and is logged with a traceback.
 EXPECTED_ERRORS = (ValueError, LookupError, OSError, RuntimeError)
 
 
 class Lifecycle:
-    """Loads the service, holds it while it takes requests, and closes it.
+    """Loads the service, holds it while it takes requests, replaces it, and closes it.
 
     Attributes:
         loaded: Set when loading has ended, with or without success.
         failure: The error that ended loading; None unless loading failed.
         draining: True once the server takes no new requests.
-        in_flight: Number of unanswered requests; only the event loop changes it.
     """
 
     def __init__(self, load: Callable[[], Service]) -> None:
@@ -36,10 +42,35 @@ class Lifecycle:
         self._load = load
         self._service: Service | None = None
         self._thread: threading.Thread | None = None
+        self._replacing = threading.Lock()
+        # A request belongs to the generation in which it began. An old service is closed once no
+        # request of its generation or of an earlier one is left.
+        self._generation = 0
+        self._unanswered: Counter[int] = Counter()
+        self._changed = threading.Condition()
+        self._closing = False
         self.loaded = threading.Event()
         self.failure: BaseException | None = None
         self.draining = False
-        self.in_flight = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Number of unanswered requests."""
+        return self._unanswered.total()
+
+    def enter(self) -> int:
+        """Counts a request that begins. Returns its generation, for `leave`."""
+        with self._changed:
+            self._unanswered[self._generation] += 1
+            return self._generation
+
+    def leave(self, generation: int) -> None:
+        """Counts a request that ends."""
+        with self._changed:
+            self._unanswered[generation] -= 1
+            if not self._unanswered[generation]:
+                del self._unanswered[generation]
+                self._changed.notify_all()
 
     def start(self) -> None:
         """Starts loading on a thread."""
@@ -81,11 +112,86 @@ class Lifecycle:
         """Returns the metrics of the engine; None before it is loaded."""
         return None if self._service is None else self._service.gauges()
 
+    def swap(
+        self,
+        load: Callable[[Service], Service],
+        hand_over: Callable[[Service, Service, Callable[[], None]], None],
+    ) -> None:
+        """Replaces the service; the old one answers until then, and finishes its requests.
+
+        It returns after the old service has been closed, so it runs on a thread of its own.
+
+        Args:
+            load: Opens the new service beside the old one.
+            hand_over: Called with the old service, the new one, and a function that publishes the
+                new one.
+
+        Raises:
+            NotReady: If the server does not take requests.
+            Exception: An error of `load` or `hand_over`; the old service goes on answering.
+        """
+        with self._replacing:
+            old = self.service
+            with _undisturbed():
+                new = load(old)
+            try:
+                hand_over(old, new, lambda: self._publish(new))
+            except BaseException:
+                new.close()
+                raise
+            self._await_requests()
+            old.close()
+            gone = weakref.ref(old), weakref.ref(old.engine)
+            del old
+            _collect(gone)
+
     def close(self) -> None:
-        """Waits for a load in progress, then closes the service."""
-        self.draining = True
+        """Waits for a load or a replacement in progress, then closes the service."""
+        self.draining = self._closing = True
         if self._thread is not None:
             self._thread.join()
-        if self._service is not None:
-            self._service.close()
-            gc.unfreeze()
+        with self._replacing:
+            if self._service is not None:
+                self._service.close()
+                gc.unfreeze()
+
+    def _publish(self, service: Service) -> None:
+        """Makes new requests go to another service. Raises NotReady while draining."""
+        if self.draining:
+            raise NotReady("the server is shutting down")
+        gc.freeze()
+        with self._changed:
+            self._service = service
+            self._generation += 1
+
+    def _await_requests(self) -> None:
+        """Waits until all requests of earlier generations have ended, or until `close`."""
+        with self._changed:
+            while any(g < self._generation for g in self._unanswered) and not self._closing:
+                self._changed.wait(0.1)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keeps requests fast while the block loads a bundle on another thread.
+
+    - Threads take turns more often, because a request hands over between several of them.
+    - No garbage collection traverses the objects that are being loaded.
+    """
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        sys.setswitchinterval(interval_s)
+
+
+def _collect(gone: tuple[weakref.ref[Service], weakref.ref[Engine]]) -> None:
+    """Frees a closed service. Reference counts do most of it; a collection is the last resort."""
+    if any(reference() is not None for reference in gone):
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+    release_freed()

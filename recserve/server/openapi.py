@@ -5,15 +5,18 @@ Routes decode raw bodies themselves for speed, so the framework does not know th
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from recserve.schemas import admin as a
 from recserve.schemas import browse as b
 from recserve.schemas import events as e
 from recserve.schemas import experiments as x
+from recserve.schemas import inference as i
 from recserve.schemas import items as m
 from recserve.schemas import scoring as s
 from recserve.schemas import text as t
@@ -30,6 +33,8 @@ BODIES = {
     "rerank": s.RerankRequest,
     "rerank_v2": s.RerankRequest,
     "generative_scoring": s.GenerativeScoringRequest,
+    "load_bundle": a.BundleLoadRequest,
+    "infer": i.InferRequest,
 }
 QUERIES = {"items": b.ItemsQuery, "users": b.UsersQuery}
 ANSWERS = {
@@ -52,7 +57,15 @@ ANSWERS = {
     "experiments": x.ExperimentsResponse,
     "stop_experiment": x.ExperimentStatus,
     "start_experiment": x.ExperimentStatus,
+    "server_metadata": i.ServerMetadata,
+    "model_metadata": i.ModelMetadata,
+    "model_ready": i.ModelReady,
+    "infer": i.InferResponse,
+    "load_bundle": a.BundleStatus,
+    "rollback_bundle": a.BundleStatus,
+    "bundle_status": a.BundleStatus,
 }
+STATUS = {"load_bundle": "202", "rollback_bundle": "202"}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
@@ -68,6 +81,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
     for operations in said["paths"].values():
         for operation in operations.values():
             name = operation["operationId"]
+            if "description" in operation:
+                operation["description"] = inspect.cleandoc(operation["description"])
             if name in BODIES:
                 content = {"application/json": {"schema": by_kind[BODIES[name]]}}
                 operation["requestBody"] = {"required": True, "content": content}
@@ -79,5 +94,5 @@ def describe(app: FastAPI) -> dict[str, Any]:
             answered: dict[str, Any] = {"description": "Success."}
             if name in ANSWERS:
                 answered["content"] = {"application/json": {"schema": by_kind[ANSWERS[name]]}}
-            operation["responses"]["200"] = answered
+            operation["responses"][STATUS.get(name, "200")] = answered
     return said

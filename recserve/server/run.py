@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 from dataclasses import replace
 from types import FrameType
 
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
+from recserve.server.bundle_swaps import BundleSwaps
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.telemetry.logs import show_log
 from recserve.server.transport.connection import Connection, connection_class
@@ -81,8 +83,13 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     )
 
 
+def reload(swaps: BundleSwaps) -> None:
+    """Starts a thread that loads the configured bundle again if it has changed."""
+    threading.Thread(target=swaps.reload, name="reload", daemon=True).start()
+
+
 def serve(config: ServerConfig) -> int:
-    """Serves until a signal arrives.
+    """Serves until a signal arrives. SIGHUP loads the configured bundle again if it has changed.
 
     Args:
         config: Settings of the server.
@@ -96,6 +103,9 @@ def serve(config: ServerConfig) -> int:
     app = create_app(config)
     lifecycle: Lifecycle = app.state.lifecycle
     settings = uvicorn_config(app, config)
+    if hasattr(signal, "SIGHUP"):
+        swaps: BundleSwaps = app.state.swaps
+        signal.signal(signal.SIGHUP, lambda *_: reload(swaps))
     # Uses uvloop if it is installed; plain asyncio.run would ignore that setting.
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         runner.run(DrainingServer(settings, lifecycle, config.drain_delay_s).serve())

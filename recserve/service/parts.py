@@ -74,6 +74,8 @@ class ItemParts:
         self.items.close()
         self.runtime.engine.close()
         self.runtime.histories.close()
+        # Whoever still holds this service must not keep its successors in memory.
+        self.items.successor = self.users.successor = None
 
     def described(self) -> list[dict[str, Any]]:
         """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""
@@ -107,7 +109,11 @@ class ItemParts:
 
 
 def open_parts(
-    folder: Path, store: str | None, device: Device, options: ServiceOptions
+    folder: Path,
+    store: str | None,
+    device: Device,
+    options: ServiceOptions,
+    predecessor: ItemParts | None = None,
 ) -> ItemParts:
     """Opens a bundle and starts its engine.
 
@@ -117,6 +123,8 @@ def open_parts(
             the bundle's own events.
         device: Device of the models.
         options: The other options.
+        predecessor: Parts that this bundle will replace. Their store and signing key are shared,
+            and the store gets the bundle's events of new users only.
 
     Raises:
         BundleError: If the bundle is damaged.
@@ -133,31 +141,58 @@ def open_parts(
         graph=load_item_graph(bundle, place),
         index=item_index(models.recommender, models.heads),
     )
-    url = default_store(folder) if store is None else store
-    opened_store = open_store(url)
-    import_events(opened_store, bundle)
+    histories = _histories(folder, store, predecessor)
     network, drafters = options.text.parts if options.text else (None, None)
     engine = build_engine(
         EngineModels(models.recommender, models.ranker, models.heads, network, drafters),
         options.engine,
     )
-    engine.record(snapshot.trie)
-    engine.start()
-    key = secrets.token_bytes(32) if options.signing_key is None else options.signing_key
-    runtime = Runtime(
-        engine=engine,
-        snapshot=snapshot,
-        histories=Histories(opened_store, blocks=opened_store.blocks),
-        signer=Signer(key),
-        model_version=bundle.manifest.model_version,
-        device=place,
-    )
-    journal = default_journal(folder) if options.journal is None else options.journal
-    name = f"{bundle.manifest.catalog_version}.jsonl"
-    return _assemble(bundle, models, runtime, ItemJournal(journal / name))
+    try:
+        engine.record(snapshot.trie)
+        engine.start()
+        runtime = Runtime(
+            engine=engine,
+            snapshot=snapshot,
+            histories=histories,
+            signer=_signer(options, predecessor),
+            model_version=bundle.manifest.model_version,
+            device=place,
+        )
+        journal = default_journal(folder) if options.journal is None else options.journal
+        path = journal / f"{bundle.manifest.catalog_version}.jsonl"
+        parts = _assemble(bundle, models, runtime, ItemJournal(path), predecessor)
+        import_events(histories.store, bundle, only_new_users=predecessor is not None)
+    except BaseException:
+        engine.close()
+        histories.close()
+        raise
+    return parts
 
 
-def _assemble(bundle: Bundle, models: Models, runtime: Runtime, journal: ItemJournal) -> ItemParts:
+def _histories(folder: Path, store: str | None, predecessor: ItemParts | None) -> Histories:
+    """Opens the history store, or shares that of the predecessor."""
+    if predecessor is not None:
+        shared = predecessor.runtime.histories
+        histories = Histories(shared.store, blocks=shared.blocks)
+        histories.owns_store = False
+        return histories
+    opened = open_store(default_store(folder) if store is None else store)
+    return Histories(opened, blocks=opened.blocks)
+
+
+def _signer(options: ServiceOptions, predecessor: ItemParts | None) -> Signer:
+    if predecessor is not None:
+        return predecessor.runtime.signer
+    return Signer(secrets.token_bytes(32) if options.signing_key is None else options.signing_key)
+
+
+def _assemble(
+    bundle: Bundle,
+    models: Models,
+    runtime: Runtime,
+    journal: ItemJournal,
+    predecessor: ItemParts | None,
+) -> ItemParts:
     manifest, scorers = bundle.manifest, dict[str, ItemScorer]()
     ranking, ranker_roots, recommender_roots, recommendations = None, None, None, None
     if models.ranker is not None:
@@ -178,7 +213,10 @@ def _assemble(bundle: Bundle, models: Models, runtime: Runtime, journal: ItemJou
         recommendations = Recommendations(runtime, recommender_roots, weight, outcomes)
         scorers["likelihood"] = LikelihoodScorer(recommender_roots)
     prewarm = Prewarm(runtime, recommender_roots, ranker_roots)
-    items = LiveItems(runtime, models, bundle, journal, ranking)
+    # The predecessor may still write to this file. Then it hands over content and file later.
+    used = None if predecessor is None else predecessor.items.journal
+    shared = used is not None and used.path.resolve() == journal.path.resolve()
+    items = LiveItems(runtime, models, bundle, None if shared else journal, ranking)
     items.replay()
     return ItemParts(
         bundle=bundle,

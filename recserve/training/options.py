@@ -25,6 +25,8 @@ class TrainOptions:
         learning_rate: Peak learning rate, above 0.
         name: Which drafter is trained.
         head: Kind of draft head; `levels` uses the recommender's own level heads.
+        start_from: Older bundle whose head the training of a drafter or a retriever starts from, if
+            that has a lower loss than a fresh start.
 
     Raises:
         ValueError: If a value is out of range. The message names the field, its bound and the
@@ -41,6 +43,7 @@ class TrainOptions:
     learning_rate: float | None = None
     name: Literal["speculative", "nezha"] = "speculative"
     head: Literal["recurrent", "levels"] = "recurrent"
+    start_from: Path | None = None
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.epochs < 1:
@@ -62,6 +65,8 @@ class TrainOptions:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}")
 
+        if self.head == "levels" and self.start_from is not None:
+            raise ValueError("start_from is set and head is 'levels', which trains nothing")
         if self.head == "levels" and self.name == "nezha":
             raise ValueError("head is 'levels' and name 'nezha'; nezha needs a recurrent head")
 

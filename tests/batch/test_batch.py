@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recserve.batch.generate import ANSWERS, Defaults, Generator, check_schema
-from recserve.batch.job import Job, OutputExists, check, run
+from recserve.batch.job import InProcess, Job, check, run
+from recserve.batch.manifest import OutputExists
 from recserve.batch.together import together
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import SchemaError
@@ -75,8 +76,9 @@ def test_parts_hold_every_user_in_order(tmp_path):
     source = write(tmp_path / "in.parquet", user_id=users)
     seen = []
     job = Job(source, tmp_path / "out", rows_per_part=3)
-    report = run(job, Generator(recommend, Defaults(k=2), in_flight=2), seen.append)
+    report = run(job, InProcess(Generator(recommend, Defaults(k=2), in_flight=2)), seen.append)
     table = read(tmp_path / "out")
+    assert (tmp_path / "out" / "_SUCCESS").read_bytes() == b""
     assert table.schema.equals(ANSWERS)
     assert table["user_id"].to_pylist() == [u for u in users for _ in range(2)]
     assert table["rank"].to_pylist() == [1, 2] * 7
@@ -90,7 +92,7 @@ def test_parts_hold_every_user_in_order(tmp_path):
 
 def test_manifest_names_rows_and_hash_of_each_part(tmp_path):
     source = write(tmp_path / "in.parquet", user_id=["a", "bad", "c"])
-    run(Job(source, tmp_path / "out", 2), Generator(recommend, Defaults(k=1)), lambda p: None)
+    run(Job(source, tmp_path / "out", 2), InProcess(Generator(recommend, Defaults(k=1))))
     lines = manifest(tmp_path / "out")
     assert [(line["first_row"], line["users"], line["rows"], line["errors"]) for line in lines] == [
         (0, 2, 1, 1),
@@ -109,7 +111,7 @@ def test_bad_rows_go_to_errors_with_their_row(tmp_path):
         history=[["x"], None, None, None, ["x", None], None],
     )
     job = Job(source, tmp_path / "out")
-    report = run(job, Generator(recommend, Defaults(k=2), in_flight=4), lambda p: None)
+    report = run(job, InProcess(Generator(recommend, Defaults(k=2), in_flight=4)))
     assert read(tmp_path / "out")["user_id"].to_pylist() == ["a"]
     assert report.errors == 5
     errors = pq.read_table(tmp_path / "out" / "_errors" / "part-00000.parquet").to_pylist()
@@ -150,10 +152,35 @@ def test_row_values_override_the_defaults():
     assert first.beam_width == second.beam_width == 20
 
 
+def test_filters_are_json_and_a_bad_one_rejects_its_row():
+    asked = []
+
+    def remember(bodies):
+        asked.extend(bodies)
+        return recommend(bodies)
+
+    filters = ['{"eq": ["category", "x"]}', None, "{", "[1]", "[" * 70_000, "[" * 60_000]
+    users = pa.table({"user_id": list("abcdef"), "filter": filters})
+    errors = Generator(remember, Defaults(k=1))(users).errors.to_pylist()
+    assert [body.filter for body in asked] == [{"eq": ["category", "x"]}, None]
+    assert [error["row"] for error in errors] == [2, 3, 4, 5]
+    assert "filter: expected JSON, got '{'" in errors[0]["reason"]
+    assert errors[1]["reason"].startswith("filter: expected ")
+    assert "at most 65536 characters, got a string of length 70000" in errors[2]["reason"]
+    assert errors[3]["reason"].startswith("filter: ")
+
+
+def test_the_output_may_not_lie_in_the_input(tmp_path):
+    write(tmp_path / "in.parquet", user_id=["a"])
+    for output in (tmp_path, tmp_path / "out"):
+        with pytest.raises(ValueError, match="inside the input"):
+            check(Job(tmp_path, output))
+
+
 def test_same_input_gives_the_same_bytes(tmp_path):
     source = write(tmp_path / "in.parquet", user_id=[f"u{i}" for i in range(50)])
     for name in ("one", "two"):
-        run(Job(source, tmp_path / name, 20), Generator(recommend, Defaults()), lambda p: None)
+        run(Job(source, tmp_path / name, 20), InProcess(Generator(recommend, Defaults())))
     names = sorted(p.name for p in (tmp_path / "one").iterdir())
     assert names == sorted(p.name for p in (tmp_path / "two").iterdir())
     for name in names:
@@ -167,19 +194,20 @@ def test_row_groups_do_not_move_the_parts(tmp_path):
     pq.write_table(table, tmp_path / "whole.parquet")
     for name in ("grouped", "whole"):
         job = Job(tmp_path / f"{name}.parquet", tmp_path / name, rows_per_part=4)
-        run(job, Generator(recommend, Defaults(k=1)), lambda p: None)
-    assert manifest(tmp_path / "grouped") == manifest(tmp_path / "whole")
+        run(job, InProcess(Generator(recommend, Defaults(k=1))))
+    grouped, whole = manifest(tmp_path / "grouped"), manifest(tmp_path / "whole")
+    assert [{**line, "input": "whole.parquet"} for line in grouped] == whole
     assert [line["users"] for line in manifest(tmp_path / "whole")] == [4, 4, 2]
 
 
-def test_a_failing_model_leaves_no_output(tmp_path):
+def test_a_failing_model_leaves_no_part(tmp_path):
     def fail(bodies):
         raise RuntimeError("device lost")
 
     source = write(tmp_path / "in.parquet", user_id=["a"])
     with pytest.raises(RuntimeError, match="device lost"):
-        run(Job(source, tmp_path / "out"), Generator(fail, Defaults()), lambda p: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
+        run(Job(source, tmp_path / "out"), InProcess(Generator(fail, Defaults())))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["_job.json"]
 
 
 def test_a_store_that_is_down_ends_the_job(tmp_path):
@@ -190,8 +218,8 @@ def test_a_store_that_is_down_ends_the_job(tmp_path):
         return recommend(bodies, ["history_unavailable", "cold_start"])
 
     with pytest.raises(StoreUnavailable):
-        run(Job(source, tmp_path / "out"), Generator(without_store, Defaults()), lambda p: None)
-    assert not (tmp_path / "out").exists()
+        run(Job(source, tmp_path / "out"), InProcess(Generator(without_store, Defaults())))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["_job.json"]
 
 
 def test_a_damaged_history_refuses_its_row(tmp_path):
@@ -201,22 +229,34 @@ def test_a_damaged_history_refuses_its_row(tmp_path):
         first, *rest = bodies
         return [*recommend([first], ["history_damaged"]), *recommend(rest)]
 
-    report = run(Job(source, tmp_path / "out"), Generator(damaged, Defaults()), lambda p: None)
+    report = run(Job(source, tmp_path / "out"), InProcess(Generator(damaged, Defaults())))
     assert report.errors == 1
     assert set(read(tmp_path / "out")["user_id"].to_pylist()) == {"b"}
 
 
-def test_an_output_that_is_there_is_kept_unless_told(tmp_path):
+def test_a_finished_job_is_not_computed_again_unless_told(tmp_path):
     source = write(tmp_path / "in.parquet", user_id=["a"])
     output = tmp_path / "out"
-    generator = Generator(recommend, Defaults(k=1))
-    run(Job(source, output), generator, lambda p: None)
+    asked = []
+
+    def counted(bodies):
+        asked.extend(bodies)
+        return recommend(bodies)
+
+    runner = InProcess(Generator(counted, Defaults(k=1)))
+    first = run(Job(source, output), runner)
     (output / "mine.txt").write_text("x")
-    with pytest.raises(OutputExists, match="--overwrite replaces the output of an earlier job"):
-        run(Job(source, output), generator, lambda p: None)
+    again = run(Job(source, output), runner)
+    assert again.parts == first.parts and (again.resumed, len(asked)) == (1, 1)
     assert (output / "mine.txt").exists()
-    run(Job(source, output, overwrite=True), generator, lambda p: None)
-    assert sorted(p.name for p in output.iterdir()) == ["_manifest.jsonl", "part-00000.parquet"]
+    run(Job(source, output, overwrite=True), runner)
+    assert len(asked) == 2
+    assert sorted(p.name for p in output.iterdir()) == [
+        "_SUCCESS",
+        "_job.json",
+        "_manifest.jsonl",
+        "part-00000.parquet",
+    ]
 
 
 def test_a_folder_that_no_job_wrote_is_never_replaced(tmp_path):
@@ -225,7 +265,7 @@ def test_a_folder_that_no_job_wrote_is_never_replaced(tmp_path):
     (tmp_path / "home" / "letter.txt").write_text("x")
     job = Job(source, tmp_path / "home", overwrite=True)
     with pytest.raises(OutputExists, match="needs a folder with a _manifest.jsonl"):
-        run(job, Generator(recommend, Defaults()), lambda p: None)
+        run(job, InProcess(Generator(recommend, Defaults())))
     assert (tmp_path / "home" / "letter.txt").exists()
 
 
@@ -238,6 +278,7 @@ def test_a_folder_that_no_job_wrote_is_never_replaced(tmp_path):
         ({"user_id": ["a"], "history": [[1]]}, ["history", "list<string>"]),
         ({"user_id": ["a"], "k": [1.5]}, ["k", "double", "an integer"]),
         ({"user_id": ["a"], "exclude_seen": ["yes"]}, ["exclude_seen", "bool"]),
+        ({"user_id": ["a"], "filter": [1]}, ["filter", "string"]),
         ({"user_id": pa.array([], pa.string())}, ["no rows"]),
     ],
 )

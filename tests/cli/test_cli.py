@@ -91,7 +91,7 @@ def test_version_is_printed():
         (["train", "ranker", "--bundle", "b", "--epochs", "0"], "--epochs"),
         (["evaluate", "--bundle", "b", "--k", "5,x"], "5,x"),
         (["recommend", "--bundle", "b", "--filter", "{"], "JSON"),
-        (["batch", "--bundle", "b", "--input", "i", "--output", "o", "--engine", "ray"], "ray"),
+        (["batch", "--bundle", "b", "--input", "i", "--output", "o", "--engine", "dask"], "dask"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_names_it(arguments, words):
@@ -225,6 +225,11 @@ def test_batch_writes_the_answers_of_recommend(bundle, store, tmp_path):
     assert files == sorted(p.relative_to(outputs[1]) for p in outputs[1].rglob("*") if p.is_file())
     for name in files:
         assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes(), name
+    again = ("batch", "--bundle", bundle, "--store", store, "--input", source, "--output", output)
+    other = run(*again, "-k", 5, "--rows-per-part", 3)
+    assert other.exit_code == 2 and "k was 6 and is 5" in other.stderr
+    done = run(*again, "-k", 6, "--rows-per-part", 3)
+    assert done.exit_code == 0 and "in 2 parts (2 by earlier runs)" in done.stdout
 
 
 def test_batch_called_wrongly_ends_with_2(bundle, store, tmp_path):
@@ -240,6 +245,10 @@ def test_batch_called_wrongly_ends_with_2(bundle, store, tmp_path):
     wrong = run(*arguments, "--input", source, "--strategy", "bean")
     assert wrong.exit_code == 2 and "strategy is 'bean'; expected one of auto, beam" in wrong.stderr
     assert run(*arguments, "--input", tmp_path / "none.parquet").exit_code == 2
+    ignored = run(*arguments, "--input", source, "--llm-name", "x")
+    assert ignored.exit_code == 2 and "--llm-name has no effect with --bundle" in ignored.stderr
+    both = run(*arguments, "--input", source, "--llm", tmp_path)
+    assert both.exit_code == 2 and "give either --bundle or --llm" in both.stderr
 
 
 def test_build_train_and_evaluate(tmp_path):

@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "server": TOP | {"experiments"},
     "batch": TOP,
     "experiments": {"schemas"},
-    "cli": TOP | {"training", "server", "batch", "experiments"},
+    "client": {"schemas"},
+    "cli": TOP | {"training", "server", "batch", "experiments", "client"},
     "__main__": {"cli"},
     "__init__": TOP,
 }
@@ -58,8 +59,9 @@ OWNERS = {
     "tokenizers": {"tokenizer"},
     "jinja2": {"tokenizer"},
     "aiohttp": {"experiments"},
+    "httpx": {"client", "cli/bundle_swap.py"},
     "opentelemetry": {"server/telemetry/traces.py"},
-    "ray": {"server/ray_serve.py"},
+    "ray": {"batch/ray_workers.py", "server/ray_serve.py"},
     # The extra `train`; a serving install has none of them.
     "sklearn": {"features/vectors/vectors.py"},
     "scipy": {"features/vectors/vectors.py", "experiments"},

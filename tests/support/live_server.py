@@ -22,7 +22,13 @@ from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.service import Service
 
 # A full garbage collection at the start takes long in a process with thousands of tests.
-COLLECTOR = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
+COLLECTOR = SimpleNamespace(
+    collect=lambda: 0,
+    freeze=gc.freeze,
+    unfreeze=gc.unfreeze,
+    enable=gc.enable,
+    disable=gc.disable,
+)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import torch
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.features.ranking.ranking_tables import RankingTables
-from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
 from recserve.models.config import DecoderConfig
+from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
@@ -27,21 +28,48 @@ def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> 
     """Writes a bundle of 500 items and 40 users under `folder` and returns its path."""
     files = write_synthetic(folder / "data", SyntheticOptions(NUM_ITEMS, NUM_USERS, 12, seed=3))
     out = folder / "bundle"
+    built(files, out)
+    return with_models(out, ranker, recommender)
+
+
+def built(files: SyntheticFiles, out: Path, seed: int = 0) -> None:
+    """Builds a bundle without models."""
     options = BuildOptions(
-        files.items, files.events, out, levels=2, codes=16, text_dim=16, collaborative_dim=0
+        files.items,
+        files.events,
+        out,
+        levels=2,
+        codes=16,
+        text_dim=16,
+        collaborative_dim=0,
+        seed=seed,
     )
     build_bundle(options, log=lambda _: None)
+
+
+def with_models(
+    out: Path,
+    ranker: bool = True,
+    recommender: bool = True,
+    seed: int = 5,
+    every_strategy: bool = False,
+) -> Path:
+    """Adds untrained models to a bundle and returns its path.
+
+    With `every_strategy` the recommender has level heads and a retriever too.
+    """
     bundle = Bundle.open(out)
     catalog = bundle.catalog()
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     if recommender:
         config = RecommenderConfig(
             DecoderConfig(32, 2, 2, 1, 16, 64),
             catalog.index.codebook_sizes,
-            num_items=NUM_ITEMS,
+            num_items=len(catalog),
             vector_dim=catalog.vectors.shape[1],
             id_embedding=True,
             dense_head=True,
+            level_heads=every_strategy,
             max_history_items=16,
         )
         save_recommender(Recommender(config), bundle.directory("recommender"))
@@ -51,6 +79,10 @@ def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> 
             folder = bundle.directory(f"drafters/{name}")
             save_self_draft(SelfDraftHead(shape), folder)
             bundle.commit(f"drafters/{name}", {})
+    if every_strategy:
+        shape = RetrieverConfig(32, 24, ("click",), (1.0,), "events", (1, 2), (0.6, 0.4))
+        save_retriever(DenseRetriever(shape), bundle.directory("retriever"))
+        bundle.commit("retriever", {})
     if ranker:
         recipe = RankerRecipe(hidden_size=32, long_items=16, recent_items=8, block=4)
         train = bundle.events().leave_one_out().train

@@ -54,3 +54,7 @@ class PageAllocator:
             assert self._references[page] >= 0, "released more often than shared"
             if not self._references[page]:
                 self._free.append(page)
+
+    def sort_free(self) -> None:
+        """Orders the free pages as in a new allocator."""
+        self._free = deque(sorted(self._free))

@@ -91,6 +91,11 @@ class Difference:
     changes: tuple[ItemChange, ...]
     hidden: tuple[str, ...]
 
+    @property
+    def item_ids(self) -> set[str]:
+        """Ids of all items that differ."""
+        return {change.record.item_id for change in self.changes} | set(self.hidden)
+
 
 def difference(version: CatalogVersion) -> Difference:
     """Returns the shortest change set from the bundle to the content of a version.

@@ -23,6 +23,7 @@ from recserve.features.tables.parquet import (
 )
 
 RESERVED = ("item_id", "title", "categories")
+PIECE = 1024  # rows that are converted at a time; a server answers requests meanwhile
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,17 @@ def item_table(table: pa.Table) -> ItemTable:
     """Returns an ItemTable from checked columns: `item_id`, `title`, `categories`, attributes."""
     others = [name for name in table.column_names if name not in RESERVED]
     return ItemTable(
-        table.column("item_id").to_pylist(),
-        table.column("title").to_pylist(),
-        table.column("categories").to_pylist(),
+        _values(table.column("item_id")),
+        _values(table.column("title")),
+        _values(table.column("categories")),
         table.select(others),
     )
+
+
+def _values(values: pa.ChunkedArray) -> list[Any]:
+    """Returns the values of a column. Other threads run between two pieces."""
+    starts = range(0, len(values), PIECE)
+    return [value for start in starts for value in values.slice(start, PIECE).to_pylist()]
 
 
 def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[ItemTable, BadRows]:

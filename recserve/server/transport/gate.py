@@ -78,7 +78,7 @@ class Gate:
                 message["headers"] = [*message["headers"], *trace.headers()]
             await send(message)
 
-        self.lifecycle.in_flight += 1
+        generation = self.lifecycle.enter()
         try:
             try:
                 headers = Headers(scope=scope)
@@ -97,7 +97,7 @@ class Gate:
                 if not started and not isinstance(error, ClientGone):
                     await error_response(error)(scope, receive, answer)
         finally:
-            self.lifecycle.in_flight -= 1
+            self.lifecycle.leave(generation)
             self._count(scope, trace)
 
     def _check(self, scope: Scope, headers: Headers) -> None:

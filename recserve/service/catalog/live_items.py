@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +52,9 @@ class LiveItems:
         models: Networks that get a row for every new item.
         journal: Journal of the changes; None keeps the changes in memory only.
         ranking: The ranker's item tables; None without a ranker.
+        successor: Live catalogue of the service that replaces this one. It gets the changes that
+            arrive after the replacement. None before that.
+        recent: Ids of the items that have changed since this service began to answer.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class LiveItems:
         self.models = models
         self.journal = journal
         self.ranking = ranking
+        self.successor: LiveItems | None = None
+        self.recent: set[str] = set()
         self._bundle = bundle
         self._tools: tuple[NewVectors, IdAssigner] | None = None
         self._lock = threading.Lock()
@@ -119,38 +126,26 @@ class LiveItems:
             JournalError: If the journal cannot be written.
         """
         with self._lock:
-            before = self.runtime.snapshot
-            incoming = ItemChanges(before, *self._made_tools())
-            incoming.take(body.items)
-            changes = incoming.finish()
-            if changes:
-                self._commit(JournalEntry(before.items.number + 1, tuple(changes)))
-            rows = before.rows_of([change.record.item_id for change in changes])
-            updated = sum(row >= 0 for row in rows)
-            return ItemsResponse(
-                catalog_version=self.runtime.snapshot.items.name,
-                inserted=len(changes) - updated,
-                updated=updated,
-                rejected=sorted(incoming.rejected, key=lambda one: one.index),
-                degraded=sorted(incoming.degraded, key=lambda one: one.index),
-            )
+            if self.successor is None:
+                return self._put(body)
+        return self.successor.put(body)
 
-    def hide(self, item_id: str) -> str:
-        """Removes an item from all answers.
-
-        Returns:
-            Name of the version without the item.
+    def hide(self, *item_ids: str) -> str:
+        """Removes items from all answers and returns the name of the version without them.
 
         Raises:
-            UnknownItem: If the catalogue does not have the item.
+            UnknownItem: If the catalogue does not have one of them.
             JournalError: If the journal cannot be written.
         """
         with self._lock:
-            items = self.runtime.snapshot.items
-            if items.visible.get(item_id) < 0:
-                raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
-            self._commit(JournalEntry(items.number + 1, hidden=(item_id,)))
-            return self.runtime.snapshot.items.name
+            if self.successor is None:
+                items = self.runtime.snapshot.items
+                for item_id in item_ids:
+                    if items.visible.get(item_id) < 0:
+                        raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+                self._commit(JournalEntry(items.number + 1, hidden=item_ids))
+                return self.runtime.snapshot.items.name
+        return self.successor.hide(*item_ids)
 
     def rollback(self, name: str) -> RollbackResponse:
         """Publishes a new version with the items of an earlier one.
@@ -163,15 +158,76 @@ class LiveItems:
             JournalError: If the journal cannot be written.
         """
         with self._lock:
-            there = self._archive.get(name)
-            snapshot = self.runtime.snapshot
-            current = snapshot.items
-            items = restored(there.items, current, current.number + 1)
-            self._condense_journal(items)
-            self._lineage += 1
-            self._publish(items, there.base_trie, snapshot.index)
-            self._record_on_a_thread()
-            return RollbackResponse(catalog_version=items.name, restored=name)
+            if self.successor is None:
+                there = self._archive.get(name)
+                current = self.runtime.snapshot.items
+                items = restored(there.items, current, current.number + 1)
+                self.recent |= difference(current).item_ids | difference(items).item_ids
+                self._restore(items, there.base_trie)
+                return RollbackResponse(catalog_version=items.name, restored=name)
+        return self.successor.rollback(name)
+
+    def own_embedding_size(self) -> int | None:
+        """Returns the length of the user's embeddings; None if the build made the vectors."""
+        build, catalog = self._bundle.manifest.build, self.runtime.snapshot.catalog
+        content = int(catalog.vectors.shape[1]) - int(build.get("collaborative_dim", 0))
+        return content if build.get("own_vectors") else None
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Makes changes wait until the block ends; requests are answered meanwhile."""
+        with self._lock:
+            yield
+
+    def adopt(self, version: CatalogVersion) -> None:
+        """Takes over the content of another live catalogue of the same bundle catalogue.
+
+        The content keeps its version name, unless this catalogue has used a later one.
+
+        Args:
+            version: A version of the other catalogue.
+
+        Raises:
+            JournalError: If the journal cannot be written.
+        """
+        with self._lock:
+            bundle = self._archive.bundle
+            current, said = self.runtime.snapshot.items, difference(version)
+            number = max(version.number, current.number + (current.number > version.number))
+            items = restored(bundle.items, current, number)
+            if said.changes or said.hidden:
+                items = changed(items, number, said.changes, said.hidden)
+            self._restore(items, bundle.base_trie)
+
+    def close(self) -> None:
+        """Waits for a fold in progress, then releases the journal for other processes."""
+        if self._folding is not None:
+            self._folding.join()
+        if self.journal is not None:
+            self.journal.close()
+
+    def _restore(self, items: CatalogVersion, base_trie: Trie) -> None:
+        """Publishes a version that does not descend from the current one."""
+        self._condense_journal(items)
+        self._lineage += 1
+        self._publish(items, base_trie, self.runtime.snapshot.index)
+        self._record_on_a_thread()
+
+    def _put(self, body: ItemsRequest) -> ItemsResponse:
+        before = self.runtime.snapshot
+        incoming = ItemChanges(before, *self._made_tools())
+        incoming.take(body.items)
+        changes = incoming.finish()
+        if changes:
+            self._commit(JournalEntry(before.items.number + 1, tuple(changes)))
+        updated = sum(row >= 0 for row in before.rows_of(c.record.item_id for c in changes))
+        return ItemsResponse(
+            catalog_version=self.runtime.snapshot.items.name,
+            inserted=len(changes) - updated,
+            updated=updated,
+            rejected=sorted(incoming.rejected, key=lambda one: one.index),
+            degraded=sorted(incoming.degraded, key=lambda one: one.index),
+        )
 
     def has_changed_rows(self, history: History) -> bool:
         """Returns True if an earlier version may have mapped this history to other rows.
@@ -187,19 +243,14 @@ class LiveItems:
         rows.update(names & items.visible.base.keys())
         return history.num_events > history.rows.size or max(rows.values(), default=0) > 1
 
-    def close(self) -> None:
-        """Waits for a fold in progress, then releases the journal for other processes."""
-        if self._folding is not None:
-            self._folding.join()
-        if self.journal is not None:
-            self.journal.close()
-
     def _commit(self, entry: JournalEntry) -> None:
         """Writes a change set to the journal, then publishes it."""
         if self.journal is not None:
             self.journal.append(entry)
         current = self.runtime.snapshot
         items = changed(current.items, entry.number, entry.changes, entry.hidden)
+        self.recent.update(change.record.item_id for change in entry.changes)
+        self.recent.update(entry.hidden)
         self._publish(items, current.base_trie, current.index)
         self._fold_if_large()
 
@@ -259,10 +310,9 @@ class LiveItems:
         """Returns the tools for new items; the first call reads them from the bundle."""
         if self._tools is None:
             bundle, catalog = self._bundle, self.runtime.snapshot.catalog
-            build = bundle.manifest.build
-            content = catalog.vectors.shape[1] - int(build.get("collaborative_dim", 0))
-            raw = bool(build.get("own_vectors")) and content == catalog.vectors.shape[1]
-            vectors = NewVectors(catalog, bundle.text_encoder(), content, raw)
+            size, dim = self.own_embedding_size(), int(catalog.vectors.shape[1])
+            content = dim - int(bundle.manifest.build.get("collaborative_dim", 0))
+            vectors = NewVectors(catalog, bundle.text_encoder(), content, size == dim)
             self._tools = vectors, IdAssigner(catalog.index, bundle.quantizer())
         return self._tools
 

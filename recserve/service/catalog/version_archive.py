@@ -60,6 +60,11 @@ class VersionArchive:
         self._newest: OrderedDict[str, ArchivedVersion] = OrderedDict()
         self._older: OrderedDict[str, ArchivedVersion] = OrderedDict()
 
+    @property
+    def bundle(self) -> ArchivedVersion:
+        """The version of the bundle."""
+        return self._first
+
     def add(self, items: CatalogVersion, base_trie: Trie) -> None:
         """Adds the newest version, or replaces it after its base trie has changed.
 

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from recserve.features.catalog.catalog import item_key
 from recserve.features.history.history import (
     EVENT_TYPES,
     Change,
+    CorruptHistory,
     HistoryStore,
     Removal,
     Replacement,
@@ -129,10 +131,16 @@ def _key(event: EventInput) -> int:
     return event_key(f"{event.item_id}\0{event.timestamp}\0{event.type}")
 
 
-def import_events(store: HistoryStore, bundle: Bundle) -> None:
+def import_events(store: HistoryStore, bundle: Bundle, only_new_users: bool = False) -> None:
     """Copies the events of a bundle into a store, once per store and events file.
 
     The store records the import, so that a deleted user stays deleted.
+
+    Args:
+        store: The store.
+        bundle: The bundle.
+        only_new_users: Copies nothing for users who have stored events. A bundle that was built
+            from a log of this server's events would otherwise add each of them a second time.
     """
     entry = bundle.manifest.files.get(EVENTS)
     if entry is None:
@@ -149,8 +157,11 @@ def import_events(store: HistoryStore, bundle: Bundle) -> None:
     times, values = events.times.tolist(), events.values.tolist()
     started = time.monotonic()
     for first in range(0, events.num_users, USERS_PER_WRITE):
-        part = range(first, min(first + USERS_PER_WRITE, events.num_users))
+        part: Sequence[int] = range(first, min(first + USERS_PER_WRITE, events.num_users))
         gathered = {}
+        if only_new_users:
+            stored = store.get_many([events.user_ids[user] for user in part])
+            part = [u for u, had in zip(part, stored, strict=True) if not _has_events(had)]
         for user in part:
             start, stop = int(events.offsets[user]), int(events.offsets[user + 1])
             base = _user_base(events.user_ids[user])
@@ -166,6 +177,10 @@ def import_events(store: HistoryStore, bundle: Bundle) -> None:
         events.num_users,
         time.monotonic() - started,
     )
+
+
+def _has_events(stored: np.ndarray | CorruptHistory) -> bool:
+    return isinstance(stored, CorruptHistory) or stored.size > 0
 
 
 def _user_base(user_id: str) -> int:

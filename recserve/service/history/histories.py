@@ -102,12 +102,14 @@ class Histories:
         store: The store.
         blocks: True if a call may wait for a network.
         default_value: Value of an event that does not have one.
+        owns_store: True if `close` closes the store; False while another service owns it.
     """
 
     def __init__(self, store: HistoryStore, blocks: bool, default_value: float = 1.0) -> None:
         self.store = store
         self.blocks = blocks
         self.default_value = default_value
+        self.owns_store = True
 
     def read(
         self, user: UserRef | None, inline: Sequence[str] | None, snapshot: Snapshot
@@ -196,8 +198,9 @@ class Histories:
         return history
 
     def close(self) -> None:
-        """Closes the store."""
-        self.store.close()
+        """Closes the store, unless another service owns it."""
+        if self.owns_store:
+            self.store.close()
 
     def _inline(self, item_ids: Sequence[str], snapshot: Snapshot) -> History:
         found = snapshot.history_rows(item_ids)

@@ -14,10 +14,16 @@ from recserve.service.runtime import Runtime
 
 
 class UserHistories:
-    """Adds, lists and deletes events, and keeps the prefix caches consistent with them."""
+    """Adds, lists and deletes events, and keeps the prefix caches consistent with them.
+
+    Attributes:
+        successor: Runtime of the service that replaces this one; it shares the store. Requests
+            that are still in flight here also clear its caches. None before a replacement.
+    """
 
     def __init__(self, runtime: Runtime, items: LiveItems, prewarm: Prewarm) -> None:
         self.runtime, self.items, self.prewarm = runtime, items, prewarm
+        self.successor: Runtime | None = None
 
     def add(self, body: EventsRequest) -> EventsResponse:
         """Stores events and corrections, and drops the cached prefixes that they invalidate.
@@ -29,6 +35,8 @@ class UserHistories:
         """
         added = self.runtime.histories.add(body, self.runtime.snapshot)
         self.prewarm.forget(added.rewritten)
+        if self.successor is not None and added.rewritten:
+            self.successor.engine.forget_all()
         answer = added.answer
         if not body.warm:
             return answer
@@ -75,6 +83,8 @@ class UserHistories:
         if self.items.has_changed_rows(history):
             runtime.engine.forget_all()
         self.prewarm.forget({user_id: Rewritten(history, None)})
+        if self.successor is not None:
+            self.successor.engine.forget_all()
 
 
 def _askable(user_ids: list[str]) -> list[str]:

@@ -43,6 +43,9 @@ class BadToken(ValueError):
 class Signer:
     """Creates and verifies tokens with one key.
 
+    Attributes:
+        key: The key.
+
     Raises:
         ValueError: If the key has less than 16 bytes.
     """
@@ -50,7 +53,7 @@ class Signer:
     def __init__(self, key: bytes) -> None:
         if len(key) < MAC_BYTES:
             raise ValueError(f"a signing key needs {MAC_BYTES} bytes or more, got {len(key)}")
-        self._key = key
+        self.key = key
         self._encoder = msgspec.json.Encoder()
         self._decoder = msgspec.json.Decoder(Attribution)
 
@@ -81,7 +84,7 @@ class Signer:
 
     def user(self, user_id: str) -> str:
         """Returns the keyed hash that stands for a user in the tokens of this key."""
-        key = self._key[: hashlib.blake2s.MAX_KEY_SIZE]
+        key = self.key[: hashlib.blake2s.MAX_KEY_SIZE]
         digest = hashlib.blake2s(user_id.encode(), key=key, digest_size=USER_BYTES, person=b"user")
         return base64.urlsafe_b64encode(digest.digest()).decode()
 
@@ -91,4 +94,4 @@ class Signer:
         return packed.rstrip(b"=").decode()
 
     def _mac(self, payload: bytes) -> bytes:
-        return hmac.digest(self._key, payload, "sha256")[:MAC_BYTES]
+        return hmac.digest(self.key, payload, "sha256")[:MAC_BYTES]

@@ -38,7 +38,7 @@ from recserve.service.text.prompts import (
     speculation,
     stop_strings,
 )
-from recserve.service.text.stream import Listener, Piece, TextCall, TextStream
+from recserve.service.text.stream import Listener, Piece, TextReceiver, TextStream
 from recserve.service.text.text_scores import TextScores
 from recserve.speculation.completion import Completion, SpeculationCounts, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -209,7 +209,7 @@ class Texts:
             UnknownModel: If the body names another model.
             Exception: What the engine refuses the request with.
         """
-        call = TextCall(self._check(body), request_id, deadline_s, listener)
+        call = TextReceiver(self._check(body), request_id, deadline_s, listener)
         if body.echo and body.logprobs is not None:
             why = "not supported with logprobs; those of a prompt are not computed"
             raise InvalidRequest("echo", why)
@@ -232,7 +232,7 @@ class Texts:
         listener: Listener | None = None,
     ) -> PendingTexts:
         """Starts the responses to a conversation. Arguments and errors as in `begin_completion`."""
-        call = TextCall(self._check(body), request_id, deadline_s, listener)
+        call = TextReceiver(self._check(body), request_id, deadline_s, listener)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         prompt = chat_prompt(body, self.model)
@@ -262,7 +262,7 @@ class Texts:
         prompts: Sequence[Prompt],
         params: Callable[[Prompt], SamplingParams],
         shape: Shape,
-        call: TextCall,
+        call: TextReceiver,
     ) -> PendingTexts:
         drafting = speculation(body.speculation, body.temperature, self.model)
         stops = stop_strings(body)

@@ -71,7 +71,7 @@ Listener = Callable[[Piece], None]
 
 
 @dataclass(frozen=True)
-class TextCall:
+class TextReceiver:
     """How a caller receives the texts of one request body.
 
     Attributes:

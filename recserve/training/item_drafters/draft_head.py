@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.kernels.trie.trie import Trie
 from recserve.models.drafters.level_draft import LevelDraftHead
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
-from recserve.models.drafters.prefix_head import PrefixHead, save_prefix_head
+from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head, save_prefix_head
 from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
@@ -39,6 +40,7 @@ from recserve.training.recommender.frozen_recommender import FrozenRecommender
 from recserve.training.recommender.history_trees import HistoryTrees
 from recserve.training.recommender.objectives import node_paths
 from recserve.training.schedule import Schedule
+from recserve.training.warm_start import Start, choose_start, old_section
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,9 @@ def train_drafter(
         console: Where progress is printed; None means standard error.
 
     Raises:
-        BundleError: If the bundle has no recommender, or one without beam search.
+        BundleError: If the bundle has no recommender, or one without beam search, or if
+            `options.start_from` has no such head.
+        ValueError: If the head of `options.start_from` has other codes or another size.
     """
     recipe = recipe or RECIPES[options.name]
     section = f"drafters/{options.name}"
@@ -166,6 +170,7 @@ def train_drafter(
     if options.head == "levels":
         return _level_heads(bundle, frozen, recipe)
     trainee = DrafterTrainee(options.name, recipe, frozen, options.seed)
+    start = None if options.start_from is None else _warm_start(trainee, options.start_from)
     directory = bundle.directory(section)
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     if options.name == "speculative":
@@ -173,8 +178,28 @@ def train_drafter(
             trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases
         )
     save_prefix_head(trainee.model, directory)
-    _record(bundle, section, report)
+    _record(bundle, section, report, start)
     return report
+
+
+def _warm_start(trainee: DrafterTrainee, old: Path) -> Start:
+    """Starts from the head of an older bundle if its loss is lower.
+
+    The output codes and code embeddings belong to one recommender, the recurrent cells less so.
+    Thus the old cells alone are one of the starts.
+
+    Raises:
+        BundleError: If the older bundle has no such head.
+        ValueError: If that head has other codes or another size.
+    """
+    section = f"drafters/{trainee.name}"
+    folder = old_section(Bundle.open(old), section).directory(section)
+    head = load_prefix_head(folder, trainee.target)
+    if not isinstance(head, SelfDraftHead):
+        raise BundleError(f"{old}: {section} is made of level heads, which have no weights")
+    weights = head.state_dict()
+    cells = {name: value for name, value in weights.items() if name.startswith("cells.")}
+    return choose_start(trainee, {"old head": weights, "old cells": cells})
 
 
 def _level_heads(bundle: Bundle, frozen: FrozenRecommender, recipe: DrafterRecipe) -> TrainReport:
@@ -196,8 +221,10 @@ def _level_heads(bundle: Bundle, frozen: FrozenRecommender, recipe: DrafterRecip
     return report
 
 
-def _record(bundle: Bundle, section: str, report: TrainReport) -> None:
-    values = {"validation": report.metrics, "seconds": round(report.seconds, 1)}
+def _record(bundle: Bundle, section: str, report: TrainReport, start: Start | None = None) -> None:
+    values: dict[str, Any] = {"validation": report.metrics, "seconds": round(report.seconds, 1)}
+    if start is not None:
+        values["start"] = start.to_dict()
     bundle.commit(section, values | {"recommender": bundle.digest("recommender")})
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from recserve.bundle.bundle import Bundle
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.tables.count_min import CountMinSketch
 from recserve.features.vectors.vector_index import FaissIndex
 from recserve.models.attention import DenseAttention
@@ -30,6 +31,7 @@ from recserve.models.dense_retriever import (
     DenseRetriever,
     RetrieverConfig,
     item_vectors,
+    load_retriever,
     save_retriever,
 )
 from recserve.models.recommender import Recommender
@@ -42,6 +44,7 @@ from recserve.training.recommender.frozen_recommender import FrozenRecommender
 from recserve.training.recommender.futures import FutureBatch, Futures
 from recserve.training.recommender.objectives import MASKED, hits
 from recserve.training.schedule import Schedule
+from recserve.training.warm_start import choose_start, old_section
 
 SECTION = "retriever"
 LOOKAHEADS = (0.0, 0.25, 0.5, 1.0)
@@ -211,6 +214,12 @@ def retrieval_loss(
     return F.cross_entropy(torch.cat([nearest[:, None], logits], dim=1), first)
 
 
+def _same_shapes(one: DenseRetriever, other: DenseRetriever) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    names = one.config.outcomes == other.config.outcomes
+    return names and all(a.shape == b.shape for a, b in pairs)
+
+
 def train_retriever(
     bundle: Bundle,
     options: TrainOptions,
@@ -229,20 +238,30 @@ def train_retriever(
         The report of the run.
 
     Raises:
-        BundleError: If the bundle has no recommender.
+        BundleError: If the bundle has no recommender, or if the retriever of `options.start_from`
+            is missing or has other outcomes.
     """
     recipe = recipe or RetrieverRecipe()
     frozen = FrozenRecommender.open(bundle, options.torch_device())
     trainee = RetrieverTrainee(recipe, frozen, options.seed)
+    start = None
+    if options.start_from is not None:
+        folder = old_section(Bundle.open(options.start_from), SECTION).directory(SECTION)
+        old = load_retriever(folder, frozen.model)
+        if old.config != trainee.model.config and not _same_shapes(old, trainee.model):
+            raise BundleError(f"{options.start_from}: its retriever has other outcomes or offsets")
+        start = choose_start(trainee, {"old head": old.state_dict()})
     directory = bundle.directory(SECTION)
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     with torch.no_grad():
         ahead = trainee.look_ahead()
     save_retriever(trainee.model, directory)
-    values = {
+    values: dict[str, Any] = {
         "validation": report.metrics,
         "look_ahead": ahead,
         "seconds": round(report.seconds, 1),
     }
+    if start is not None:
+        values["start"] = start.to_dict()
     bundle.commit(SECTION, values | {"recommender": bundle.digest("recommender")})
     return report

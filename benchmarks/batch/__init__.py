@@ -1,0 +1,1 @@
+"""Batch jobs: memory and rows per second by the size of the input, and kills at random points."""

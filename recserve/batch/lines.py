@@ -1,0 +1,169 @@
+"""Text jobs on JSON lines, in the format of OpenAI's batch files.
+
+An input line has `custom_id`, `method`, `url` and `body`. An output line has `id`, `custom_id`,
+`response` and `error`. Lines of rejected requests go to `_errors`, with the row number in `line`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pyarrow as pa
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from recserve.batch.part import Generated
+from recserve.batch.source import LINE, LINES, MAX_LINE_BYTES
+from recserve.batch.texts import TextAnswer, TextCall, answer_together, call_name, text_call
+from recserve.batch.together import NoAnswer, reset
+from recserve.engine.runtime.scheduler import RequestTooLarge
+from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
+from recserve.schemas.validation import converted
+from recserve.service import Service
+from recserve.service.errors import ContextExceeded, UnknownModel
+
+INVALID = "invalid_request_error"
+
+
+class BatchLine(Struct, frozen=True, kw_only=True):
+    """One line of the input."""
+
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    method: Literal["POST"] = "POST"
+    url: str
+    body: dict[str, Any]
+
+
+class BatchResponse(Struct, frozen=True, kw_only=True):
+    """The HTTP response of one line."""
+
+    status_code: int
+    request_id: str
+    body: TextAnswer | ErrorResponse
+
+
+class BatchAnswer(Struct, frozen=True, kw_only=True):
+    """One line of the output. `line` is the row number of a rejected line."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse
+    error: None = None
+    line: int | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class LineTask:
+    """Answers lines of requests.
+
+    Attributes:
+        service: Service with a language model that receives no other requests.
+        seed: Seed of the job, from which texts without a seed derive theirs.
+        in_flight: Number of lines that are answered together.
+        versions: What determines the answers besides.
+    """
+
+    service: Service
+    seed: int = 0
+    in_flight: int = 256
+    versions: Mapping[str, object] = field(default_factory=dict)
+    columns = (LINE,)
+    suffix = ".jsonl"
+
+    @property
+    def group_rows(self) -> int:
+        """Number of lines that are answered together."""
+        return self.in_flight
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What determines the answers besides the input."""
+        return {"seed": self.seed, "in_flight": self.in_flight, **self.versions}
+
+    def begin_part(self) -> None:
+        """Empties the caches of the engine."""
+        reset(self.service.engine)
+
+    def __call__(self, users: pa.Table, first_row: int) -> Generated:
+        """Returns output lines and lines of rejected requests; blank lines are left out."""
+        lines = users.column(LINE).to_pylist()
+        rows = [row for row, line in enumerate(lines) if line.strip()]
+        ids: list[str | None] = []
+        calls: list[TextCall | Exception] = []
+        for row in rows:
+            custom_id, call = self._call(lines[row], first_row + row)
+            ids.append(custom_id)
+            calls.append(call)
+        answers = iter(answer_together(self.service, [c for c in calls if isinstance(c, TextCall)]))
+        good: list[bytes] = []
+        bad: list[bytes] = []
+        example = ""
+        for row, custom_id, call in zip(rows, ids, calls, strict=True):
+            answer = call if isinstance(call, Exception) else next(answers)
+            number = first_row + row
+            if isinstance(answer, Exception):
+                example = example or f"line {number}: {answer}"
+            rejected = isinstance(answer, Exception)
+            (bad if rejected else good).append(self._line(number, custom_id, answer))
+        return Generated(_table(good), _table(bad), example)
+
+    def _call(self, line: bytes, row: int) -> tuple[str | None, TextCall | Exception]:
+        """Returns the id and the request of a line, or the reason to reject it."""
+        custom_id: str | None = None
+        try:
+            if len(line) > MAX_LINE_BYTES:
+                raise InvalidRequest(None, f"expected a line of at most {MAX_LINE_BYTES} bytes")
+            given = msgspec.json.decode(line)
+            if isinstance(given, dict) and isinstance(given.get("custom_id"), str):
+                custom_id = given["custom_id"][:512]
+            asked = converted(given, BatchLine)
+            return custom_id, text_call(asked.url, asked.body, call_name(self.seed, row, custom_id))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return custom_id, MalformedLine(f"the line is not valid JSON: {error}")
+        except ValueError as error:
+            return custom_id, error
+
+    def _line(self, row: int, custom_id: str | None, answer: TextAnswer | Exception) -> bytes:
+        name = call_name(self.seed, row, custom_id)
+        failed = isinstance(answer, Exception)
+        status, body = error_body(answer) if isinstance(answer, Exception) else (200, answer)
+        return msgspec.json.encode(
+            BatchAnswer(
+                id=f"batch_req_{name}",
+                custom_id=custom_id,
+                response=BatchResponse(status_code=status, request_id=name, body=body),
+                line=row if failed else UNSET,
+            )
+        )
+
+
+class MalformedLine(ValueError):
+    """A line is not JSON."""
+
+
+# Status, type and code of each class of errors; those of the HTTP routes.
+STATUSES: tuple[tuple[type[Exception], int, str, str], ...] = (
+    (MalformedLine, 400, INVALID, "malformed_body"),
+    (UnknownModel, 404, "not_found_error", "unknown_model"),
+    (ContextExceeded, 422, INVALID, "context_length_exceeded"),
+    (InvalidRequest, 422, INVALID, "out_of_range"),
+    (RequestTooLarge, 422, INVALID, "request_too_large"),
+    (NoAnswer, 500, "server_error", "internal"),
+    (ValueError, 422, INVALID, "out_of_range"),
+)
+
+
+def error_body(error: Exception) -> tuple[int, ErrorResponse]:
+    """Returns the HTTP status and body of a rejected request. Raises any other error."""
+    for kind, status, type_, code in STATUSES:
+        if isinstance(error, kind):
+            param = error.param if isinstance(error, InvalidRequest) else None
+            detail = ErrorDetail(message=str(error), type=type_, param=param, code=code)
+            return status, ErrorResponse(error=detail)
+    raise error
+
+
+def _table(lines: Sequence[bytes]) -> pa.Table:
+    return pa.Table.from_arrays([pa.array(lines, pa.large_binary())], schema=LINES)

@@ -1,0 +1,88 @@
+"""Columns of text jobs on Parquet: of the prompts, the completions and the rejected rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from recserve.batch.source import InputFile
+from recserve.features.tables.parquet import SchemaError, column, is_text
+
+COMPLETIONS = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("custom_id", pa.string()),
+        pa.field("index", pa.int32(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("finish_reason", pa.string()),
+        pa.field("prompt_tokens", pa.int32(), nullable=False),
+        pa.field("completion_tokens", pa.int32(), nullable=False),
+        pa.field("model", pa.string(), nullable=False),
+    ]
+)
+PROMPT_ERRORS = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("custom_id", pa.string()),
+        pa.field("reason", pa.string(), nullable=False),
+    ]
+)
+
+
+def _is_number(kind: Any) -> bool:
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
+
+
+def _is_texts(kind: Any) -> bool:
+    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and is_text(kind.value_type)
+
+
+def _is_turns(kind: Any) -> bool:
+    return bool(
+        (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+        and pa.types.is_struct(kind.value_type)
+        and {"role", "content"}
+        <= {kind.value_type.field(n).name for n in range(kind.value_type.num_fields)}
+    )
+
+
+Accepts = Callable[[Any], bool]
+SOURCES: dict[str, tuple[Accepts, str]] = {
+    "prompt": (is_text, "string"),
+    "messages": (_is_turns, "list<struct<role: string, content: string>>"),
+}
+OPTIONS: dict[str, tuple[Accepts, str]] = {
+    **dict.fromkeys(
+        ("max_tokens", "min_tokens", "n", "seed", "top_k"), (pa.types.is_integer, "an integer")
+    ),
+    **dict.fromkeys(
+        (
+            *("temperature", "top_p", "min_p", "repetition_penalty"),
+            *("presence_penalty", "frequency_penalty"),
+        ),
+        (_is_number, "a number"),
+    ),
+    "stop": (_is_texts, "list<string>"),
+}
+PROMPT_COLUMNS: dict[str, tuple[Accepts, str]] = {
+    "custom_id": (is_text, "string"),
+    **SOURCES,
+    **OPTIONS,
+}
+
+
+def check_prompts(file: InputFile) -> tuple[str, ...]:
+    """Checks the columns of a file of prompts and returns the ignored ones. Raises SchemaError."""
+    names = file.schema.names
+    if len([name for name in SOURCES if name in names]) != 1:
+        raise SchemaError(
+            f"{file.path}: expected a column prompt or a column messages; the file has "
+            f"{', '.join(names)}"
+        )
+    empty = file.schema.empty_table()
+    for name, (accepts, expected) in PROMPT_COLUMNS.items():
+        if name in names:
+            column(empty, file.path, name, accepts, expected)
+    return tuple(name for name in names if name not in PROMPT_COLUMNS)

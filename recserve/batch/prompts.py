@@ -1,0 +1,111 @@
+"""Text jobs on Parquet: prompts or conversations in, completions out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from recserve.batch.part import Generated
+from recserve.batch.prompt_columns import (
+    COMPLETIONS,
+    OPTIONS,
+    PROMPT_COLUMNS,
+    PROMPT_ERRORS,
+    SOURCES,
+)
+from recserve.batch.texts import TextCall, answer_together, call_name, text_call
+from recserve.batch.together import reset
+from recserve.schemas.text import ChatResponse, CompletionChoice, CompletionResponse, Usage
+from recserve.service import Service
+
+
+@dataclass(frozen=True)
+class PromptTask:
+    """Completes the prompts of a table.
+
+    Attributes:
+        service: Service with a language model that receives no other requests.
+        seed: Seed of the job, from which texts without a seed derive theirs.
+        in_flight: Number of rows that are answered together.
+        versions: What determines the texts besides.
+    """
+
+    service: Service
+    seed: int = 0
+    in_flight: int = 256
+    versions: Mapping[str, object] = field(default_factory=dict)
+    columns = tuple(PROMPT_COLUMNS)
+    suffix = ".parquet"
+
+    @property
+    def group_rows(self) -> int:
+        """Number of rows that are answered together."""
+        return self.in_flight
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What determines the texts besides the input."""
+        return {"seed": self.seed, "in_flight": self.in_flight, **self.versions}
+
+    def begin_part(self) -> None:
+        """Empties the caches of the engine."""
+        reset(self.service.engine)
+
+    def __call__(self, users: pa.Table, first_row: int) -> Generated:
+        """Returns completions with schema COMPLETIONS, and errors with schema PROMPT_ERRORS."""
+        rows = users.to_pylist()
+        calls = [self._call(row, first_row + place) for place, row in enumerate(rows)]
+        results = iter(answer_together(self.service, [c for c in calls if isinstance(c, TextCall)]))
+        texts: list[dict[str, Any]] = []
+        errors: list[dict[str, Any]] = []
+        for place, (row, call) in enumerate(zip(rows, calls, strict=True)):
+            answer = call if isinstance(call, ValueError) else next(results)
+            head = {"row": first_row + place, "custom_id": row.get("custom_id")}
+            if isinstance(answer, CompletionResponse | ChatResponse):
+                texts += [{**head, **choice} for choice in _choices(answer)]
+            elif isinstance(answer, ValueError):
+                errors.append({**head, "reason": str(answer)})
+            else:
+                assert isinstance(answer, Exception)
+                raise answer
+        return Generated(
+            answers=pa.Table.from_pylist(texts, schema=COMPLETIONS),
+            errors=pa.Table.from_pylist(errors, schema=PROMPT_ERRORS),
+            example=f"row {errors[0]['row']}: {errors[0]['reason']}" if errors else "",
+        )
+
+    def _call(self, row: dict[str, Any], number: int) -> TextCall | ValueError:
+        body = {n: row[n] for n in (*SOURCES, *OPTIONS) if row.get(n) is not None}
+        if "messages" in body:
+            body["messages"] = [_turn(turn) for turn in body["messages"]]
+        url = "/v1/chat/completions" if "messages" in row else "/v1/completions"
+        try:
+            return text_call(url, body, call_name(self.seed, number, row.get("custom_id")))
+        except ValueError as error:
+            return error
+
+
+def _turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the fields of a message that are not null."""
+    return turn and {name: value for name, value in turn.items() if value is not None}
+
+
+def _choices(answer: CompletionResponse | ChatResponse) -> list[dict[str, Any]]:
+    assert isinstance(answer.usage, Usage)
+    shared = {
+        "prompt_tokens": answer.usage.prompt_tokens,
+        "completion_tokens": answer.usage.completion_tokens,
+        "model": answer.model,
+    }
+    return [
+        {
+            "index": choice.index,
+            "text": choice.text if isinstance(choice, CompletionChoice) else choice.message.content,
+            "finish_reason": choice.finish_reason,
+            **shared,
+        }
+        for choice in answer.choices
+    ]

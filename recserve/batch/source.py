@@ -1,0 +1,256 @@
+"""Divides input files into partitions, and reads the rows of a partition in small tables.
+
+A partition is a run of at most `rows_per_part` rows of one file. Its place in the sorted list of
+files gives its number, and so the name of its output. Parquet files are read by row groups, JSON
+lines by byte ranges. No file is ever in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recserve.features.tables.parquet import SchemaError
+
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+LINE = "line"
+LINES = pa.schema([pa.field(LINE, pa.large_binary(), nullable=False)])
+MAX_LINE_BYTES = 1 << 20  # a longer line is cut, and its row is rejected
+READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Rows of one input file that become one output file.
+
+    Attributes:
+        number: Number of the partition in the job, from 0.
+        path: Absolute path of the input file.
+        input: Name of the file, relative to the input folder.
+        first_row: Row of the file at which the partition begins.
+        rows: Number of rows, at least 1.
+        first_byte: Place of the first row in a file of JSON lines.
+    """
+
+    number: int
+    path: str
+    input: str
+    first_row: int
+    rows: int
+    first_byte: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the output file without its suffix."""
+        return f"part-{self.number:05d}"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One input file.
+
+    Attributes:
+        path: Path of the file.
+        name: Path relative to the input folder, or the name of the file.
+        sha256: Hash of the content, 64 hex digits.
+        num_rows: Number of rows.
+        starts: Place of the first row of each partition in a file of JSON lines; else empty.
+        schema: Arrow schema.
+    """
+
+    path: Path
+    name: str
+    sha256: str
+    num_rows: int
+    starts: tuple[int, ...]
+    schema: pa.Schema
+
+
+def is_lines(path: Path) -> bool:
+    """Returns whether a file holds JSON lines, by its suffix."""
+    return path.suffix in LINE_SUFFIXES
+
+
+def input_paths(source: Path) -> list[Path]:
+    """Returns the input files in the order of their names.
+
+    Args:
+        source: A file, or a folder of Parquet files or of JSON lines. Names that begin with `.` or
+            `_` are left out.
+
+    Raises:
+        SchemaError: If there is no file, or the folder mixes formats.
+    """
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise SchemaError(f"{source}: no such file")
+    found = [
+        path
+        for path in source.rglob("*")
+        if path.suffix in (".parquet", *LINE_SUFFIXES)
+        and path.is_file()
+        and not any(part[0] in "._" for part in path.relative_to(source).parts)
+    ]
+    if not found:
+        raise SchemaError(f"{source}: no .parquet or .jsonl files in this folder")
+    if len({is_lines(path) for path in found}) > 1:
+        raise SchemaError(f"{source}: the folder has .parquet and .jsonl files; expected one kind")
+    return sorted(found, key=lambda path: path.relative_to(source).as_posix())
+
+
+def check_lines(file: InputFile) -> tuple[str, ...]:
+    """Checks that a file holds lines; no column of it is ignored. Raises SchemaError."""
+    if not is_lines(file.path):
+        raise SchemaError(f"{file.path}: expected a name that ends with {LINE_SUFFIXES[0]}")
+    return ()
+
+
+def scan(source: Path, rows_per_part: int) -> list[InputFile]:
+    """Counts the rows of all input files and hashes their contents.
+
+    Raises:
+        SchemaError: If a file is unreadable, or no file has a row.
+    """
+    files = []
+    for path in input_paths(source):
+        name = path.name if path == source else path.relative_to(source).as_posix()
+        files.append(
+            _lines_file(path, name, rows_per_part) if is_lines(path) else _table(path, name)
+        )
+    if not any(file.num_rows for file in files):
+        raise SchemaError(f"{source}: the input has no rows; expected at least one")
+    return files
+
+
+def partitions(files: Sequence[InputFile], rows_per_part: int) -> list[Partition]:
+    """Returns the partitions of all files in input order; none crosses the end of a file."""
+    found: list[Partition] = []
+    for file in files:
+        firsts = range(0, file.num_rows, rows_per_part)
+        for place, (first, end) in enumerate(pairwise([*firsts, file.num_rows])):
+            found.append(
+                Partition(
+                    number=len(found),
+                    path=str(file.path.resolve()),
+                    input=file.name,
+                    first_row=first,
+                    rows=end - first,
+                    first_byte=file.starts[place] if file.starts else 0,
+                )
+            )
+    return found
+
+
+def read(partition: Partition, group_rows: int, columns: Iterable[str]) -> Iterator[pa.Table]:
+    """Yields the rows of a partition in tables of `group_rows` rows; the last may be shorter.
+
+    Args:
+        partition: The partition.
+        group_rows: Rows of a table, at least 1.
+        columns: Names of the columns to read; others and missing ones are left out.
+    """
+    if is_lines(Path(partition.path)):
+        yield from _read_lines(partition, group_rows)
+        return
+    with pq.ParquetFile(partition.path, buffer_size=READ_BYTES) as file:
+        groups, skip = _row_groups(file.metadata, partition)
+        names = [name for name in file.schema_arrow.names if name in set(columns)]
+        batches = file.iter_batches(batch_size=group_rows, row_groups=groups, columns=names)
+        yield from _regrouped(batches, skip, partition.rows, group_rows)
+
+
+def _table(path: Path, name: str) -> InputFile:
+    try:
+        with pq.ParquetFile(path) as file:
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise SchemaError(f"{path}: not a readable Parquet file ({error})") from error
+    repeated = sorted({column for column in schema.names if schema.names.count(column) > 1})
+    if repeated:
+        raise SchemaError(f"{path}: column {repeated[0]} appears more than once")
+    with path.open("rb") as content:
+        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+    return InputFile(path, name, sha256, rows, (), schema)
+
+
+def _lines_file(path: Path, name: str, rows_per_part: int) -> InputFile:
+    """Counts the lines of a file and notes where each partition begins."""
+    digest, rows, place, starts = hashlib.sha256(), 0, 0, []
+    fresh = True  # the next byte begins a line
+    with path.open("rb") as file:
+        while piece := file.readline(READ_BYTES):
+            if fresh:
+                if rows % rows_per_part == 0:
+                    starts.append(place)
+                rows += 1
+            digest.update(piece)
+            place += len(piece)
+            fresh = piece.endswith(b"\n")
+    return InputFile(path, name, digest.hexdigest(), rows, tuple(starts), LINES)
+
+
+def _read_lines(partition: Partition, group_rows: int) -> Iterator[pa.Table]:
+    with open(partition.path, "rb") as file:
+        file.seek(partition.first_byte)
+        left = partition.rows
+        while left:
+            count = min(left, group_rows)
+            lines = [_line(file) for _ in range(count)]
+            yield pa.Table.from_arrays([pa.array(lines, pa.large_binary())], schema=LINES)
+            left -= count
+
+
+def _line(file: IO[bytes]) -> bytes:
+    """Returns the next line; of a line that is too long only the first part."""
+    line = file.readline(MAX_LINE_BYTES + 1)
+    piece = line
+    while piece and not piece.endswith(b"\n"):
+        piece = file.readline(READ_BYTES)
+    return line
+
+
+def _row_groups(metadata: pq.FileMetaData, partition: Partition) -> tuple[list[int], int]:
+    """Returns the row groups that overlap a partition, and how many of their rows precede it."""
+    groups: list[int] = []
+    skip = first = 0
+    end = partition.first_row + partition.rows
+    for group in range(metadata.num_row_groups):
+        last = first + metadata.row_group(group).num_rows
+        if first < end and last > partition.first_row:
+            if not groups:
+                skip = partition.first_row - first
+            groups.append(group)
+        first = last
+    return groups, skip
+
+
+def _regrouped(
+    batches: Iterable[pa.RecordBatch], skip: int, rows: int, group_rows: int
+) -> Iterator[pa.Table]:
+    """Yields tables of `group_rows` rows of a stream, after `skip` rows and up to `rows` rows."""
+    waiting: list[pa.RecordBatch] = []
+    held = 0
+    for batch in batches:
+        ahead = min(skip, batch.num_rows)
+        batch = batch.slice(ahead, rows)
+        skip, rows = skip - ahead, rows - batch.num_rows
+        # A batch can end in the middle of a group: its rest waits for the next batch.
+        while held + batch.num_rows >= group_rows:
+            need = group_rows - held
+            yield pa.Table.from_batches([*waiting, batch.slice(0, need)])
+            batch, waiting, held = batch.slice(need), [], 0
+        if batch.num_rows:
+            waiting.append(batch)
+            held += batch.num_rows
+        if not rows:
+            break
+    if held:
+        yield pa.Table.from_batches(waiting)

@@ -1,0 +1,283 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import httpx
+
+from recserve.client import operations
+from recserve.client.attempts import Attempts, ClientOptions, chunk, event_data
+from recserve.client.operations import Json, Operation
+from recserve.schemas.admin import BundleLoadRequest, BundleStatus
+from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
+from recserve.schemas.inference import (
+    InferRequest,
+    InferResponse,
+    ModelMetadata,
+    ModelReady,
+    ServerMetadata,
+)
+from recserve.schemas.items import (
+    HideItemResponse,
+    ItemResponse,
+    ItemsRequest,
+    ItemsResponse,
+    RankBatchRequest,
+    RankBatchResponse,
+    RankRequest,
+    RankResponse,
+    RecommendRequest,
+    RecommendResponse,
+    RollbackRequest,
+    RollbackResponse,
+)
+from recserve.schemas.scoring import (
+    GenerativeScoringRequest,
+    GenerativeScoringResponse,
+    RerankRequest,
+    RerankResponse,
+)
+from recserve.schemas.text import (
+    ChatChunk,
+    ChatRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+)
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """Calls a recserve server from an event loop.
+
+    Each operation of the HTTP API has a method of the same name. Bodies and answers are the classes
+    of `recserve.schemas`. Every method takes `deadline_s`, the time for its answer with all
+    attempts; the server gets it as `X-Deadline-Ms`. Answers 429 and 503 are retried.
+
+    Raises:
+        ApiError: If the server answers with an error.
+        DeadlinePassed: If there is no answer within the deadline.
+        httpx.TransportError: If the connection fails.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: ClientOptions | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """Opens no connection yet.
+
+        Args:
+            url: Address of the server, such as `http://127.0.0.1:8080`.
+            options: Keys, deadlines and retries; None means the defaults.
+            transport: Transport of httpx, for proxies and tests.
+        """
+        self.options = options or ClientOptions()
+        limits = httpx.Limits(max_connections=self.options.connections)
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, transport=transport)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def send(self, operation: Operation[T], deadline_s: float | None = None) -> T:
+        """Sends any operation and returns its answer."""
+        attempts = Attempts(operation, self.options, deadline_s)
+        while True:
+            try:
+                response = await self._http.request(**attempts.request())
+            except httpx.ConnectError as error:
+                wait_s = attempts.unreachable(error)
+            except httpx.TimeoutException:
+                raise attempts.late() from None
+            else:
+                if response.is_success:
+                    return operation.read(response.content)
+                wait_s = attempts.refused(response.status_code, response.headers, response.content)
+            await asyncio.sleep(wait_s)
+
+    async def stream(
+        self, operation: Operation[T], deadline_s: float | None = None
+    ) -> AsyncIterator[T]:
+        """Sends an operation with a stream as its answer, and yields the chunks."""
+        attempts = Attempts(operation, self.options, deadline_s)
+        while True:
+            try:
+                async with self._http.stream(**attempts.request()) as response:
+                    if response.is_success:
+                        async for line in response.aiter_lines():
+                            if (data := event_data(line)) is not None:
+                                yield chunk(operation, data)
+                        return
+                    content = await response.aread()
+                wait_s = attempts.refused(response.status_code, response.headers, content)
+            except httpx.ConnectError as error:
+                wait_s = attempts.unreachable(error)
+            except httpx.TimeoutException:
+                raise attempts.late() from None
+            await asyncio.sleep(wait_s)
+
+    async def recommend(
+        self, body: RecommendRequest, deadline_s: float | None = None
+    ) -> RecommendResponse:
+        """Returns the k best items for a user or a history."""
+        return await self.send(operations.recommend(body), deadline_s)
+
+    async def rank(self, body: RankRequest, deadline_s: float | None = None) -> RankResponse:
+        """Returns the given candidates, best first."""
+        return await self.send(operations.rank(body), deadline_s)
+
+    async def rank_batch(
+        self, body: RankBatchRequest, deadline_s: float | None = None
+    ) -> RankBatchResponse:
+        """Returns one ranking or error per request."""
+        return await self.send(operations.rank_batch(body), deadline_s)
+
+    async def add_events(
+        self, body: EventsRequest, deadline_s: float | None = None
+    ) -> EventsResponse:
+        """Stores events and corrections."""
+        return await self.send(operations.add_events(body), deadline_s)
+
+    async def history(self, user_id: str, deadline_s: float | None = None) -> HistoryResponse:
+        """Returns a user's events, oldest first."""
+        return await self.send(operations.history(user_id), deadline_s)
+
+    async def delete_user(self, user_id: str, deadline_s: float | None = None) -> None:
+        """Deletes a user's stored events."""
+        await self.send(operations.delete_user(user_id), deadline_s)
+
+    async def put_items(self, body: ItemsRequest, deadline_s: float | None = None) -> ItemsResponse:
+        """Inserts and updates items."""
+        return await self.send(operations.put_items(body), deadline_s)
+
+    async def item(self, item_id: str, deadline_s: float | None = None) -> ItemResponse:
+        """Returns one item of the catalogue."""
+        return await self.send(operations.item(item_id), deadline_s)
+
+    async def hide_item(self, item_id: str, deadline_s: float | None = None) -> HideItemResponse:
+        """Removes an item from all answers."""
+        return await self.send(operations.hide_item(item_id), deadline_s)
+
+    async def rollback_items(
+        self, body: RollbackRequest, deadline_s: float | None = None
+    ) -> RollbackResponse:
+        """Restores the items of an earlier catalogue version."""
+        return await self.send(operations.rollback_items(body), deadline_s)
+
+    async def complete(
+        self, body: CompletionRequest, deadline_s: float | None = None
+    ) -> CompletionResponse:
+        """Continues a prompt."""
+        return await self.send(operations.complete(body), deadline_s)
+
+    async def chat(self, body: ChatRequest, deadline_s: float | None = None) -> ChatResponse:
+        """Generates the assistant's next turn."""
+        return await self.send(operations.chat(body), deadline_s)
+
+    async def rerank(self, body: RerankRequest, deadline_s: float | None = None) -> RerankResponse:
+        """Sorts documents by relevance, in Jina's format."""
+        return await self.send(operations.rerank(body), deadline_s)
+
+    async def rerank_v2(
+        self, body: RerankRequest, deadline_s: float | None = None
+    ) -> RerankResponse:
+        """Sorts documents by relevance, in Cohere's format."""
+        return await self.send(operations.rerank_v2(body), deadline_s)
+
+    async def generative_scoring(
+        self, body: GenerativeScoringRequest, deadline_s: float | None = None
+    ) -> GenerativeScoringResponse:
+        """Returns probabilities of label tokens after a query and each item."""
+        return await self.send(operations.generative_scoring(body), deadline_s)
+
+    async def models(self, deadline_s: float | None = None) -> Json:
+        """Returns the served models."""
+        return await self.send(operations.models(), deadline_s)
+
+    async def model(self, name: str, deadline_s: float | None = None) -> Json:
+        """Returns one of the models."""
+        return await self.send(operations.model(name), deadline_s)
+
+    async def version(self, deadline_s: float | None = None) -> Json:
+        """Returns the versions of program, models and catalogue."""
+        return await self.send(operations.version(), deadline_s)
+
+    async def metrics(self, deadline_s: float | None = None) -> str:
+        """Returns the metrics in the text format of Prometheus."""
+        return await self.send(operations.metrics(), deadline_s)
+
+    async def server_metadata(self, deadline_s: float | None = None) -> ServerMetadata:
+        """Returns name and version of the server."""
+        return await self.send(operations.server_metadata(), deadline_s)
+
+    async def model_metadata(self, name: str, deadline_s: float | None = None) -> ModelMetadata:
+        """Returns inputs and outputs of `recommend` or `rank`."""
+        return await self.send(operations.model_metadata(name), deadline_s)
+
+    async def model_ready(self, name: str, deadline_s: float | None = None) -> ModelReady:
+        """Returns whether a model takes requests. Raises ApiError if not."""
+        return await self.send(operations.model_ready(name), deadline_s)
+
+    async def load_bundle(
+        self, body: BundleLoadRequest, deadline_s: float | None = None
+    ) -> BundleStatus:
+        """Starts to load another bundle."""
+        return await self.send(operations.load_bundle(body), deadline_s)
+
+    async def rollback_bundle(self, deadline_s: float | None = None) -> BundleStatus:
+        """Starts to restore the previous bundle."""
+        return await self.send(operations.rollback_bundle(), deadline_s)
+
+    async def bundle_status(self, deadline_s: float | None = None) -> BundleStatus:
+        """Returns the served bundle and the latest replacement."""
+        return await self.send(operations.bundle_status(), deadline_s)
+
+    async def infer(
+        self, name: str, body: InferRequest, deadline_s: float | None = None
+    ) -> InferResponse:
+        """Recommends or ranks for several users, given and returned as tensors."""
+        return await self.send(operations.infer(name, body), deadline_s)
+
+    async def live(self, deadline_s: float | None = None) -> Json:
+        """Returns if the process runs (`/health/live`). Raises ApiError if not."""
+        return await self.send(operations.health("/health/live"), deadline_s)
+
+    async def live_v2(self, deadline_s: float | None = None) -> Json:
+        """Returns if the process runs (`/v2/health/live`). Raises ApiError if not."""
+        return await self.send(operations.health("/v2/health/live"), deadline_s)
+
+    async def health(self, deadline_s: float | None = None) -> Json:
+        """Returns if the server takes requests (`/health`). Raises ApiError if not."""
+        return await self.send(operations.health("/health"), deadline_s)
+
+    async def ready(self, deadline_s: float | None = None) -> Json:
+        """Returns if the server takes requests (`/health/ready`). Raises ApiError if not."""
+        return await self.send(operations.health("/health/ready"), deadline_s)
+
+    async def ready_v2(self, deadline_s: float | None = None) -> Json:
+        """Returns if the server takes requests (`/v2/health/ready`). Raises ApiError if not."""
+        return await self.send(operations.health("/v2/health/ready"), deadline_s)
+
+    def stream_completion(
+        self, body: CompletionRequest, deadline_s: float | None = None
+    ) -> AsyncIterator[CompletionResponse]:
+        """Yields the pieces of a text while the server generates them."""
+        return self.stream(operations.stream_completion(body), deadline_s)
+
+    def stream_chat(
+        self, body: ChatRequest, deadline_s: float | None = None
+    ) -> AsyncIterator[ChatChunk]:
+        """Yields the pieces of a text while the server generates them."""
+        return self.stream(operations.stream_chat(body), deadline_s)

@@ -1,0 +1,87 @@
+"""Opens the services that the settings of a server name."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+from recserve.bundle.bundle import Bundle
+from recserve.config import ServerConfig
+from recserve.engine.engine_config import EngineConfig
+from recserve.service import Service, ServiceOptions
+from recserve.service.model_loader import resolve_device
+from recserve.service.succession import check_successor, open_successor
+from recserve.service.text.loader import LoadedText, TextSettings, load_text, open_drafters
+
+# Names that EngineConfig and ServerConfig share; these settings pass through unchanged.
+ENGINE_SETTINGS = sorted(
+    {field.name for field in fields(EngineConfig)} & set(ServerConfig.model_fields)
+)
+HISTORY, ITEMS = ".history", ".items"  # in bundles_dir; no bundle name starts with a dot
+
+
+class ServiceLoader:
+    """Opens the first service of a server, and its successors.
+
+    Attributes:
+        config: Settings of the server.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self._text: LoadedText | None = None
+
+    def first(self) -> Service:
+        """Opens the service that the settings name, with a running engine."""
+        config = self.config
+        if config.llm is not None:
+            settings = TextSettings(
+                config.llm, config.llm_name, config.llm_dtype, config.chat_template, config.drafters
+            )
+            self._text = load_text(settings, resolve_device(config.device))
+        options = self._options(self._text)
+        if config.bundle is None:
+            assert self._text is not None
+            return Service.of_text(self._text, options.engine)
+        store = config.store
+        if store is None and config.bundles_dir is not None:
+            store = f"lmdb:{config.bundles_dir.resolve() / HISTORY}"
+        # A service reads some files later, so a symbolic link must not lead elsewhere by then.
+        return self._shadowed(Service.open(config.bundle.resolve(), store, config.device, options))
+
+    def check(self, old: Service, bundle: Bundle, force: bool) -> None:
+        """Raises UnfitBundle if a bundle cannot replace that of a service."""
+        check_successor(old, bundle, self._options(None), force)
+
+    def successor(self, old: Service, folder: Path) -> Service:
+        """Opens a bundle beside a service, with the same settings and language model."""
+        text = self._text
+        if text is not None:
+            # Weights are only read and are shared. Drafters have state, so each engine has its own.
+            drafters = open_drafters(self.config.drafters or ("none",), text.network)
+            model = replace(text.model, drafters=drafters, default_drafter=next(iter(drafters)))
+            text = LoadedText(text.network, drafters, model)
+        new = open_successor(old, folder, self.config.device, self._options(text))
+        try:
+            return self._shadowed(new)
+        except BaseException:
+            new.close()
+            raise
+
+    def _options(self, text: LoadedText | None) -> ServiceOptions:
+        config = self.config
+        secret, journal = config.signing_key, config.journal
+        if journal is None and config.bundles_dir is not None:
+            journal = config.bundles_dir.resolve() / ITEMS
+        return ServiceOptions(
+            engine=EngineConfig(**{name: getattr(config, name) for name in ENGINE_SETTINGS}),
+            dtype=config.dtype,
+            signing_key=None if secret is None else secret.get_secret_value().encode(),
+            journal=journal,
+            text=text,
+        )
+
+    def _shadowed(self, service: Service) -> Service:
+        if self.config.shadow is not None:
+            service.compare_with(self.config.shadow, self.config.shadow_share)
+        return service

@@ -1,0 +1,232 @@
+"""Converts the tensors of the Open Inference Protocol to requests, and answers to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from recserve.schemas.inference import (
+    InferRequest,
+    InferTensor,
+    OutputTensor,
+    RequestedOutput,
+    TensorMetadata,
+)
+from recserve.schemas.items import (
+    MAX_BATCH,
+    InvalidRequest,
+    RankRequest,
+    RankResponse,
+    RecommendRequest,
+    RecommendResponse,
+)
+from recserve.schemas.validation import converted
+
+USER, HISTORY, K, CANDIDATES = "user_id", "history", "k", "candidates"
+TYPES = {USER: "BYTES", HISTORY: "BYTES", K: "INT64", CANDIDATES: "BYTES"}
+INPUTS = {"recommend": (USER, HISTORY, K), "rank": (USER, HISTORY, CANDIDATES)}
+COLUMNS = {"user_id": [-1], "history": [-1, -1], "k": [1], "candidates": [-1, -1]}
+PAD = ""  # fills rows that are shorter than the tensor
+ENVELOPE = (
+    ("strategy", "BYTES"),
+    ("exact", "BOOL"),
+    ("degraded", "BYTES"),
+    ("catalog_version", "BYTES"),
+)
+
+
+def described_inputs(model: str) -> list[TensorMetadata]:
+    """Returns the inputs of `recommend` or `rank`."""
+    return [
+        TensorMetadata(name=name, datatype=TYPES[name], shape=COLUMNS[name])
+        for name in INPUTS[model]
+    ]
+
+
+def described_outputs(model: str, tasks: Sequence[str]) -> list[TensorMetadata]:
+    """Returns the outputs of `recommend` or `rank`; `tasks` are those of the ranker."""
+    names = {"item_id": "BYTES", "score": "FP32", "source": "BYTES"}
+    if model == "rank":
+        names = {**dict.fromkeys(tasks, "FP32"), "rank": "INT64"}
+    wide = [TensorMetadata(name=n, datatype=t, shape=[-1, -1]) for n, t in names.items()]
+    return wide + [TensorMetadata(name=n, datatype=t, shape=[-1]) for n, t in ENVELOPE]
+
+
+def slate_requests(body: InferRequest) -> list[RecommendRequest]:
+    """Returns one recommend request per row.
+
+    Raises:
+        InvalidRequest: If a tensor or a value is invalid.
+    """
+    tensors = _tensors(body, "recommend")
+    (k,) = _whole_numbers(tensors[K]) if K in tensors else (10,)
+    given = body.parameters
+    fields: dict[str, Any] = {"k": k, "exclude": {"seen": given.exclude_seen}}
+    if given.strategy is not None:
+        fields["strategy"] = given.strategy
+    if given.beam_width is not None:
+        fields["beam_width"] = given.beam_width
+    return [converted({**row, **fields}, RecommendRequest) for row in _rows(tensors)]
+
+
+def ranking_requests(body: InferRequest) -> list[RankRequest]:
+    """Returns one rank request per row.
+
+    Raises:
+        InvalidRequest: If a tensor or a value is invalid.
+    """
+    tensors = _tensors(body, "rank")
+    if CANDIDATES not in tensors:
+        raise InvalidRequest("inputs", f"{CANDIDATES} is required")
+    scorer = {} if body.parameters.scorer is None else {"scorer": body.parameters.scorer}
+    rows, candidates = _rows(tensors), _texts(tensors[CANDIDATES])
+    if len(rows) != len(candidates):
+        raise InvalidRequest(
+            "inputs", f"{CANDIDATES} has {len(candidates)} rows; expected {len(rows)}"
+        )
+    return [
+        converted({**row, **scorer, "candidates": [{"item_id": i} for i in ids]}, RankRequest)
+        for row, ids in zip(rows, candidates, strict=True)
+    ]
+
+
+def slate_tensors(answers: Sequence[RecommendResponse]) -> list[OutputTensor]:
+    """Returns slates as tensors; rows that are shorter than the longest are padded."""
+    width = max(len(answer.items) for answer in answers)
+    columns: dict[str, tuple[str, list[Any], Any]] = {
+        "item_id": ("BYTES", [[i.item_id for i in a.items] for a in answers], PAD),
+        "score": ("FP32", [[i.score for i in a.items] for a in answers], None),
+        "source": ("BYTES", [[i.source for i in a.items] for a in answers], PAD),
+    }
+    return [_padded(n, t, rows, width, pad) for n, (t, rows, pad) in columns.items()] + _envelope(
+        answers
+    )
+
+
+def ranking_tensors(
+    requests: Sequence[RankRequest], answers: Sequence[RankResponse]
+) -> list[OutputTensor]:
+    """Returns rankings as tensors in the order of the candidates; unknown items have no score."""
+    width = max(len(request.candidates) for request in requests)
+    tasks = list(answers[0].items[0].scores) if answers[0].items else []
+    tasks += [t for a in answers for i in a.items[:1] for t in i.scores if t not in tasks]
+    scores: dict[str, list[list[float | None]]] = {task: [] for task in tasks}
+    ranks: list[list[int]] = []
+    for request, answer in zip(requests, answers, strict=True):
+        found = {item.item_id: item for item in answer.items}
+        items = [found.get(candidate.item_id) for candidate in request.candidates]
+        for task in tasks:
+            scores[task].append([None if i is None else i.scores.get(task) for i in items])
+        ranks.append([0 if item is None else item.rank for item in items])
+    tensors = [_padded(task, "FP32", rows, width, None) for task, rows in scores.items()]
+    return [*tensors, _padded("rank", "INT64", ranks, width, 0), *_envelope(answers)]
+
+
+def selected(
+    tensors: list[OutputTensor], wanted: Sequence[RequestedOutput] | None
+) -> list[OutputTensor]:
+    """Returns the requested outputs. Raises InvalidRequest if one is unknown."""
+    if not wanted:
+        return tensors
+    by_name = {tensor.name: tensor for tensor in tensors}
+    for place, output in enumerate(wanted):
+        if output.name not in by_name:
+            known = ", ".join(by_name)
+            raise InvalidRequest(
+                f"outputs[{place}].name", f"expected one of {known}, got {output.name!r}"
+            )
+    return [by_name[output.name] for output in wanted]
+
+
+def _tensors(body: InferRequest, model: str) -> dict[str, InferTensor]:
+    """Checks names, types and sizes of the inputs."""
+    found: dict[str, InferTensor] = {}
+    for place, tensor in enumerate(body.inputs):
+        where = f"inputs[{place}]"
+        if tensor.name not in INPUTS[model]:
+            known = ", ".join(INPUTS[model])
+            raise InvalidRequest(f"{where}.name", f"expected one of {known}, got {tensor.name!r}")
+        if tensor.name in found:
+            raise InvalidRequest(f"{where}.name", f"{tensor.name} occurs twice")
+        if tensor.datatype != TYPES[tensor.name]:
+            wanted = TYPES[tensor.name]
+            raise InvalidRequest(f"{where}.datatype", f"expected {wanted}, got {tensor.datatype!r}")
+        found[tensor.name] = tensor
+    return found
+
+
+def _rows(tensors: dict[str, InferTensor]) -> list[dict[str, Any]]:
+    """Returns user or history of each row."""
+    if (USER in tensors) == (HISTORY in tensors):
+        raise InvalidRequest("inputs", f"expected either {USER} or {HISTORY}")
+    rows: list[dict[str, Any]]
+    if HISTORY in tensors:
+        rows = [{"history": ids} for ids in _texts(tensors[HISTORY])]
+    else:
+        users = _flat(tensors[USER])
+        rows = [{"user": {"id": _text(tensors[USER], user)}} for user in users]
+    if not 1 <= len(rows) <= MAX_BATCH:
+        raise InvalidRequest("inputs", f"expected 1 to {MAX_BATCH} rows, got {len(rows)}")
+    return rows
+
+
+def _flat(tensor: InferTensor) -> list[Any]:
+    """Returns the values row by row, whether the data is flat or nested."""
+    flat: list[Any] = []
+    for value in tensor.data:
+        flat.extend(value) if isinstance(value, list) else flat.append(value)
+    size = 1
+    for extent in tensor.shape:
+        size *= extent
+    if len(flat) != size:
+        raise InvalidRequest(
+            f"inputs.{tensor.name}.data", f"expected {size} values for the shape, got {len(flat)}"
+        )
+    return flat
+
+
+def _texts(tensor: InferTensor) -> list[list[str]]:
+    """Returns the rows of a matrix of texts without padding."""
+    if len(tensor.shape) != 2:
+        raise InvalidRequest(f"inputs.{tensor.name}.shape", "expected two dimensions, got one")
+    flat, (count, width) = _flat(tensor), tensor.shape
+    texts = [_text(tensor, value) for value in flat]
+    return [[t for t in texts[r * width : (r + 1) * width] if t != PAD] for r in range(count)]
+
+
+def _text(tensor: InferTensor, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(
+            f"inputs.{tensor.name}.data", f"expected text, got {str(value)[:40]!r}"
+        )
+    return value
+
+
+def _whole_numbers(tensor: InferTensor) -> list[int]:
+    flat = _flat(tensor)
+    if len(flat) != 1 or type(flat[0]) is not int:
+        raise InvalidRequest(
+            f"inputs.{tensor.name}.data", f"expected one integer, got {str(flat)[:40]}"
+        )
+    return flat
+
+
+def _padded(
+    name: str, datatype: str, rows: Sequence[Sequence[Any]], width: int, pad: Any
+) -> OutputTensor:
+    data = [value for row in rows for value in [*row, *([pad] * (width - len(row)))]]
+    return OutputTensor(name=name, shape=[len(rows), width], datatype=datatype, data=data)
+
+
+def _envelope(answers: Sequence[RecommendResponse] | Sequence[RankResponse]) -> list[OutputTensor]:
+    """Returns one value per row: strategy, exactness, reasons of degradation, version."""
+    values: dict[str, list[Any]] = {
+        "strategy": [answer.strategy for answer in answers],
+        "exact": [answer.exact for answer in answers],
+        "degraded": [",".join(answer.degraded) for answer in answers],
+        "catalog_version": [answer.catalog_version for answer in answers],
+    }
+    return [
+        OutputTensor(name=name, shape=[len(answers)], datatype=datatype, data=values[name])
+        for name, datatype in ENVELOPE
+    ]

@@ -1,0 +1,253 @@
+"""One set of requests gives the same answers on every path, byte for byte.
+
+A path is one function: it gets the server's surroundings and yields a callable that answers one
+request. PATHS lists them all. Request ids, tokens and timings are removed before the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from recserve.client import Client
+from recserve.engine.engine_config import EngineConfig
+from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.schemas.inference import InferParameters, InferRequest, InferResponse, InferTensor
+from recserve.schemas.items import (
+    Candidate,
+    Diversity,
+    Exclude,
+    RankRequest,
+    RankResponse,
+    RecommendRequest,
+    RecommendResponse,
+    UserRef,
+)
+from recserve.service import Service, ServiceOptions
+from tests.support.live_server import live
+from tests.support.tiny_bundle import NUM_ITEMS, NUM_USERS, built, with_models
+
+Request = RecommendRequest | RankRequest
+Answer = Callable[[Request], bytes | None]
+VOLATILE = ("request_id", "attribution_token", "timing_ms", "explanation")
+STRATEGIES = ("beam", "speculative", "nezha", "rpg", "dense", "specgr")
+HISTORY = [f"item{number:06d}" for number in (11, 4, 30)]
+CANDIDATES = [f"item{number:06d}" for number in (40, 7, 3, 40, 99)] + ["nothing"]
+
+
+@dataclass(frozen=True)
+class World:
+    """What the paths share.
+
+    Attributes:
+        service: An open service of the bundle.
+        server: A client of a server of that service.
+    """
+
+    service: Service
+    server: httpx.Client
+
+
+def slates() -> dict[str, RecommendRequest]:
+    """Requests for slates, by name."""
+    known, cold = UserRef(id="user000003"), UserRef(id="nobody")
+    requests = {
+        "user": RecommendRequest(user=known, strategy="beam"),
+        "history": RecommendRequest(history=HISTORY, strategy="beam", k=5),
+        "cold": RecommendRequest(user=cold, k=7),
+        "many": RecommendRequest(user=known, k=200, beam_width=250, strategy="speculative"),
+        "repeats": RecommendRequest(
+            history=HISTORY, strategy="beam", exclude=Exclude(seen=False), k=20
+        ),
+        "excluded": RecommendRequest(
+            history=HISTORY,
+            strategy="speculative",
+            exclude=Exclude(item_ids=[f"item{n:06d}" for n in range(50, 90)]),
+        ),
+        "filtered": RecommendRequest(
+            history=HISTORY, strategy="beam", filter={"range": ["price", None, 12]}
+        ),
+        "diverse": RecommendRequest(
+            history=HISTORY, strategy="beam", diversity=Diversity(category=2)
+        ),
+        "unknown": RecommendRequest(history=[*HISTORY, "nothing"], strategy="nezha"),
+    }
+    for name in STRATEGIES:
+        requests[name] = RecommendRequest(user=known, strategy=name, k=12)
+    return requests
+
+
+def rankings() -> dict[str, RankRequest]:
+    """Requests for rankings, by name."""
+    candidates = [Candidate(item_id=item_id) for item_id in CANDIDATES]
+    known, cold = UserRef(id="user000003"), UserRef(id="nobody")
+    return {
+        "ranker": RankRequest(user=known, candidates=candidates, scorer="ranker"),
+        "likelihood": RankRequest(user=known, candidates=candidates, scorer="likelihood"),
+        "auto": RankRequest(history=HISTORY, candidates=candidates),
+        "cold ranking": RankRequest(user=cold, candidates=candidates),
+        "features": RankRequest(
+            history=HISTORY, candidates=[Candidate(item_id=HISTORY[0], features={"price": 3.5})]
+        ),
+    }
+
+
+REQUESTS: dict[str, Request] = {**slates(), **rankings()}
+
+
+def stable(answer: RecommendResponse | RankResponse) -> bytes:
+    """An answer as JSON without what differs between two equal answers."""
+    fields = msgspec.to_builtins(answer)
+    return msgspec.json.encode({k: v for k, v in fields.items() if k not in VOLATILE})
+
+
+@contextmanager
+def in_process(world: World) -> Iterator[Answer]:
+    """The Python API."""
+
+    def answer(request: Request) -> bytes:
+        if isinstance(request, RankRequest):
+            return stable(world.service.rank(request))
+        return stable(world.service.recommend(request))
+
+    yield answer
+
+
+@contextmanager
+def over_http(world: World) -> Iterator[Answer]:
+    """HTTP, through recserve.client."""
+    with Client(str(world.server.base_url)) as client:
+
+        def answer(request: Request) -> bytes:
+            if isinstance(request, RankRequest):
+                return stable(client.rank(request))
+            return stable(client.recommend(request))
+
+        yield answer
+
+
+@contextmanager
+def over_v2(world: World) -> Iterator[Answer]:
+    """The Open Inference Protocol, turned back into the answers of /v1."""
+    with Client(str(world.server.base_url)) as client:
+
+        def answer(request: Request) -> bytes | None:
+            if isinstance(request, RankRequest):
+                return _v2_ranking(client, request)
+            return _v2_slate(client, request)
+
+        yield answer
+
+
+PATHS = {"HTTP": over_http, "/v2": over_v2}
+
+
+def _row(request: Request) -> InferTensor:
+    """The user or the history of a request."""
+    if request.history is not None:
+        shape = [1, len(request.history)]
+        return InferTensor(name="history", shape=shape, datatype="BYTES", data=[request.history])
+    assert request.user is not None
+    return InferTensor(name="user_id", shape=[1], datatype="BYTES", data=[request.user.id])
+
+
+def _outputs(answer: InferResponse) -> dict[str, list[Any]]:
+    return {tensor.name: tensor.data for tensor in answer.outputs}
+
+
+def _envelope(answer: InferResponse, found: dict[str, list[Any]]) -> dict[str, Any]:
+    return {
+        "strategy": found["strategy"][0],
+        "exact": found["exact"][0],
+        "model_version": answer.model_version,
+        "catalog_version": found["catalog_version"][0],
+        "degraded": [word for word in found["degraded"][0].split(",") if word],
+    }
+
+
+def _v2_slate(client: Client, request: RecommendRequest) -> bytes | None:
+    """The slate; None for fields that the tensors cannot express."""
+    if request.filter or request.diversity or request.exclude.item_ids:
+        return None
+    parameters = InferParameters(
+        strategy=request.strategy,
+        beam_width=request.beam_width,
+        exclude_seen=request.exclude.seen,
+    )
+    k = InferTensor(name="k", shape=[1], datatype="INT64", data=[request.k])
+    answer = client.infer(
+        "recommend", InferRequest(inputs=[_row(request), k], parameters=parameters)
+    )
+    found = _outputs(answer)
+    triples = zip(found["item_id"], found["score"], found["source"], strict=True)
+    items = [
+        {"item_id": item_id, "score": score, "rank": rank, "source": source}
+        for rank, (item_id, score, source) in enumerate(triples, 1)
+    ]
+    return msgspec.json.encode({**_envelope(answer, found), "items": items})
+
+
+def _v2_ranking(client: Client, request: RankRequest) -> bytes | None:
+    if any(candidate.features for candidate in request.candidates):
+        return None
+    ids = [candidate.item_id for candidate in request.candidates]
+    tensor = InferTensor(name="candidates", shape=[1, len(ids)], datatype="BYTES", data=ids)
+    parameters = InferParameters(scorer=request.scorer)
+    body = InferRequest(inputs=[_row(request), tensor], parameters=parameters)
+    answer = client.infer("rank", body)
+    found = _outputs(answer)
+    envelope = _envelope(answer, found)
+    tasks = [t.name for t in answer.outputs if t.datatype == "FP32"]
+    best = {}
+    for place, (item_id, rank) in enumerate(zip(ids, found["rank"], strict=True)):
+        scores = {task: found[task][place] for task in tasks}
+        item = {"item_id": item_id, "score": scores[tasks[0]], "rank": rank, "scores": scores}
+        best[rank] = item
+    missing = dict.fromkeys(i for i, r in zip(ids, found["rank"], strict=True) if not r)
+    items = [best[rank] for rank in sorted(best) if rank]
+    return msgspec.json.encode({**envelope, "items": items, "missing_item_ids": list(missing)})
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder: Path = tmp_path_factory.mktemp("same")
+    options = ServiceOptions(engine=EngineConfig(kv_bytes=2**24), journal=folder / "items")
+    files = write_synthetic(folder / "data", SyntheticOptions(NUM_ITEMS, NUM_USERS, 12, seed=3))
+    built(files, folder / "bundle")
+    bundle = with_models(folder / "bundle", every_strategy=True)
+    service = Service.open(bundle, f"lmdb:{folder}/store", "cpu", options)
+    with live(service) as server:
+        yield World(service, server)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_gives_the_same_bytes(world, path):
+    compared = []
+    with in_process(world) as reference, PATHS[path](world) as other:
+        for name, request in REQUESTS.items():
+            reference(request)  # both are then answered with the prefix in the cache
+            given, wanted = other(request), msgspec.json.decode(reference(request))
+            if given is None:
+                continue
+            said = msgspec.json.decode(given)
+            assert set(said) <= set(wanted), name
+            assert msgspec.json.encode(said, order="sorted") == msgspec.json.encode(
+                {key: wanted[key] for key in said}, order="sorted"
+            ), name
+            compared.append(name)
+    assert len(compared) >= 15 and set(STRATEGIES) <= set(compared)
+
+
+def test_the_requests_reach_every_strategy_and_scorer(world):
+    assert set(STRATEGIES) == set(world.service.engine.strategies)
+    with in_process(world) as answer:
+        answers = [msgspec.json.decode(answer(request)) for request in REQUESTS.values()]
+    assert {one["strategy"] for one in answers} >= {*STRATEGIES, "ranker", "likelihood", "popular"}
+    assert any(one["degraded"] == ["cold_start"] for one in answers)

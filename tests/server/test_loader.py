@@ -1,0 +1,49 @@
+"""The language model of a server stays when its bundle is replaced."""
+
+from __future__ import annotations
+
+from recserve.config import ServerConfig
+from recserve.schemas.items import RecommendRequest
+from recserve.schemas.text import CompletionRequest
+from recserve.server.loader import ServiceLoader
+from recserve.service import Service
+from recserve.service.succession import hand_over
+from tests.support.bundle_shelf import shelf
+from tests.support.paths import reference
+
+
+def text_of(service: Service) -> str:
+    request = CompletionRequest(prompt="Once upon a time", max_tokens=12, temperature=0)
+    work = service.texts.begin_completion(request, "r", None, lambda piece: None)
+    for future in work.futures:
+        future.result()
+    return work.answer().choices[0].text
+
+
+def test_text_and_drafters_survive_a_replacement(tmp_path):
+    bundles = shelf(tmp_path)
+    loader = ServiceLoader(
+        ServerConfig(
+            bundle=bundles / "one",
+            bundles_dir=bundles,
+            llm=reference("stories260k"),
+            drafters=("ngram",),
+            device="cpu",
+            kv_bytes=2**24,
+            shadow="beam",
+        )
+    )
+    old = loader.first()
+    before = text_of(old)
+    new = loader.successor(old, bundles / "two")
+    try:
+        assert new.texts.model.default_drafter == "ngram"
+        assert new.runtime.shadow is not None
+        assert new.texts.model.drafters["ngram"] is not old.texts.model.drafters["ngram"]
+        hand_over(old, new, lambda: None)
+        assert text_of(old) == text_of(new) == before
+        old.close()
+        assert text_of(new) == before
+        assert new.recommend(RecommendRequest(history=["item000001"], k=3)).items
+    finally:
+        new.close()

@@ -1,0 +1,221 @@
+"""A bundle is replaced by another one: item changes, histories and tokens survive."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recserve.bundle.bundle import Bundle
+from recserve.engine.engine_config import EngineConfig
+from recserve.schemas.events import EventInput, EventsRequest
+from recserve.schemas.items import ItemsRequest, RecommendRequest, UserRef
+from recserve.service import Service, ServiceOptions
+from recserve.service import memory as memory_module
+from recserve.service.errors import UnknownItem
+from recserve.service.memory import needed_bytes
+from recserve.service.recommend.attribution import Signer
+from recserve.service.succession import UnfitBundle, check_successor, hand_over, open_successor
+from tests.support.bundle_shelf import DROPPED, shelf
+
+
+class Shelf:
+    """Opens bundles one after the other, as a server does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = shelf(folder)
+        self.options = ServiceOptions(
+            engine=EngineConfig(kv_bytes=2**22), journal=self.folder / ".items"
+        )
+        store = f"lmdb:{folder}/history"
+        self.current = Service.open(self.folder / "one", store, "cpu", self.options)
+
+    def to(self, name: str, override: bool = False, close: bool = True) -> Service:
+        old = self.current
+        self.current = open_successor(old, self.folder / name, "cpu", self.options)
+        hand_over(old, self.current, lambda: None, override)
+        if close:
+            old.close()
+        return self.current
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Iterator[Shelf]:
+    opened = Shelf(tmp_path)
+    yield opened
+    opened.current.close()
+
+
+def put(service: Service, **item: object) -> None:
+    assert not service.put_items(ItemsRequest(items=[item])).rejected
+
+
+def is_hidden(service: Service, item_id: str) -> bool:
+    try:
+        service.item(item_id)
+    except UnknownItem:
+        return True
+    return False
+
+
+def test_the_same_catalogue_keeps_content_version_and_journal(bundles):
+    one = bundles.current
+    put(one, item_id="new", title="blue kettle", price=3.5)
+    put(one, item_id="item000011", title="changed")
+    one.hide_item("item000007")
+    before = [one.item(name) for name in ("new", "item000011", "item000002")]
+    two = bundles.to("two")
+    assert two.versions()["model_version"] != one.versions()["model_version"]
+    assert [two.item(name) for name in ("new", "item000011", "item000002")] == before
+    assert is_hidden(two, "item000007")
+    put(two, item_id="newer", title="red kettle")
+    two.close()
+    bundles.current = Service.open(
+        bundles.folder / "two", f"lmdb:{bundles.folder.parent}/history", "cpu", bundles.options
+    )
+    assert bundles.current.item("newer").catalog_version == two.versions()["catalog_version"]
+    assert is_hidden(bundles.current, "item000007")
+
+
+def test_another_catalogue_gets_new_and_hidden_items_and_keeps_its_own_words(bundles):
+    one = bundles.current
+    put(one, item_id="new", title="blue kettle", categories=["Kitchen > Tools"], price=3.5)
+    put(one, item_id="item000011", title="changed")
+    put(one, item_id=DROPPED[0], title="changed too")
+    title = one.runtime.snapshot.catalog.items.titles[11]
+    one.hide_item("item000007")
+    other = bundles.to("other")
+    assert other.item("new").title == "blue kettle" and other.item("new").attributes["price"] == 3.5
+    assert other.item(DROPPED[0]).title == "changed too"
+    assert is_hidden(other, DROPPED[1])  # nobody put it, and the new bundle does not have it
+    assert other.item("item000011").title == title
+    assert is_hidden(other, "item000007")
+    slate = other.recommend(RecommendRequest(history=["new"], k=400, beam_width=400))
+    shown = {item.item_id for item in slate.items}
+    assert "item000007" not in shown and DROPPED[1] not in shown
+
+
+def test_a_rollback_brings_the_old_bundle_with_all_later_changes(bundles):
+    put(bundles.current, item_id="new", title="blue kettle")
+    bundles.current.hide_item("item000007")
+    other = bundles.to("other")
+    put(other, item_id="new", title="green kettle")
+    put(other, item_id="item000011", title="later")
+    put(other, item_id="item000007", title="back again")
+    other.hide_item("item000009")
+    one = bundles.to("one", override=True)
+    assert one.item("new").title == "green kettle"
+    assert one.item("item000011").title == "later"
+    assert one.item("item000007").title == "back again"
+    assert is_hidden(one, "item000009")
+    other = bundles.to("other")  # its journal hides an item that is visible again meanwhile
+    assert other.item("item000007").title == "back again" and is_hidden(other, "item000009")
+
+
+def test_changes_that_reach_the_old_service_later_are_applied_to_the_new_one(bundles):
+    old = bundles.current
+    new = bundles.to("other", close=False)
+    put(old, item_id="late", title="late kettle")
+    assert new.item("late").title == "late kettle"
+    assert old.hide_item("item000020").catalog_version == new.versions()["catalog_version"]
+    assert is_hidden(new, "item000020")
+    old.close()
+
+
+def test_changes_during_the_hand_over_wait_and_are_not_lost(bundles):
+    old = bundles.current
+    new = open_successor(old, bundles.folder / "other", "cpu", bundles.options)
+    writer = threading.Thread(target=put, args=(old,), kwargs={"item_id": "mid", "title": "kettle"})
+
+    def publish() -> None:
+        writer.start()
+        assert not writer.join(0.2) and writer.is_alive()
+
+    hand_over(old, new, publish)
+    writer.join()
+    old.close()
+    bundles.current = new
+    assert new.item("mid").title == "kettle"
+
+
+def test_histories_are_shared_and_known_users_get_no_events_twice(bundles):
+    one = bundles.current
+    user = one.samples(1, 1)["users"][0]
+    event = EventInput(user_id=user, item_id="item000042", type="click")
+    one.add_events(EventsRequest(events=[event]))
+    before = one.history(user)
+    other = bundles.to("other", close=False)
+    dropped = [event for event in before.events if event.item_id in DROPPED]
+    after = other.history(user)
+    assert len(after.events) == len(before.events) - len(dropped)
+    assert after.events[-1] == before.events[-1] and after.events[-1].item_id == "item000042"
+    one.delete_user(user)  # a request that is still in flight on the old service
+    assert other.history(user).events == []
+    one.close()
+
+
+def test_tokens_stay_valid(bundles):
+    one = bundles.current
+    answer = one.recommend(RecommendRequest(user=UserRef(id="user000001"), k=1))
+    signer: Signer = bundles.to("two").runtime.signer
+    assert signer.read(answer.attribution_token).model_version == answer.model_version
+
+
+def test_a_replaced_service_leaves_no_engine_and_no_memory(bundles):
+    def engines() -> int:
+        return sum(thread.name == "engine" for thread in threading.enumerate())
+
+    running = engines()
+    gone = []
+    for name in ("two", "other") * 5:
+        old = bundles.current
+        gone.append((weakref.ref(old), weakref.ref(old.engine), weakref.ref(old.runtime.snapshot)))
+        put(old, item_id="new", title=name)
+        bundles.to(name)
+        del old
+    gc.collect()
+    assert [ref for refs in gone for ref in refs if ref() is not None] == []
+    assert engines() == running
+
+
+def test_an_unfit_bundle_is_refused(bundles, tmp_path, monkeypatch):
+    one, options = bundles.current, bundles.options
+    two = Bundle.open(bundles.folder / "two")
+    check_successor(one, two, options, force=False)
+    one.runtime.snapshot.catalog.items.ids[:] = ["x", "y", "item000001"]
+    with pytest.raises(UnfitBundle, match="33% of the current items"):
+        check_successor(one, two, options, force=False)
+    check_successor(one, two, options, force=True)
+    one.runtime.snapshot.catalog.items.ids[:] = two.catalog().items.ids
+    bare = Bundle.open(bundles.folder / "other")
+    del bare.manifest.sections["ranker"]
+    with pytest.raises(UnfitBundle, match="no ranker"):
+        check_successor(one, bare, options, force=False)
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 1 kB\n")
+    monkeypatch.setattr(memory_module, "MEMORY_INFO", tmp_path / "meminfo")
+    with pytest.raises(UnfitBundle, match="MB are free"):
+        check_successor(one, two, options, force=True)
+
+
+def test_free_memory_is_what_machine_and_container_leave(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 99999 kB\nMemAvailable: 5000 kB\n")
+    monkeypatch.setattr(memory_module, "MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory_module, "CGROUP", tmp_path)
+    device = memory_module.torch.device("cpu")
+    assert memory_module.available_bytes(device) == 5000 << 10
+    for name, text in (("max", "4000000"), ("current", "3000000"), ("stat", "inactive_file 7\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory_module.available_bytes(device) == 1_000_007
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_module.available_bytes(device) == 5000 << 10
+
+
+def test_the_estimate_counts_files_and_caches(bundles):
+    bundle = Bundle.open(bundles.folder / "one")
+    size = sum(path.stat().st_size for path in bundle.root.rglob("*") if path.is_file())
+    size -= (bundle.root / "manifest.json").stat().st_size
+    assert needed_bytes(bundle, EngineConfig(kv_bytes=2**22)) == 2 * size + 2 * 2**22
