@@ -78,6 +78,7 @@ class ServerConfig(BaseSettings):
             caches. CPU only.
         shadow: Strategy whose slates are compared with served slates in idle time.
         shadow_share: Share of served slates that are compared.
+        experiments: A/B experiments inside the server, see the guide to experiments.
         warm_drafts: Deprecated and without effect. A warm event computes only the user's prefix.
         access_log: True logs one line for each request, without paths and user ids.
         log_format: Format of the log: `text`, or `json` with one object per line.
@@ -128,6 +129,7 @@ class ServerConfig(BaseSettings):
     invariant: bool = False
     shadow: str | None = None
     shadow_share: float = Field(0.01, ge=0, le=1)
+    experiments: tuple[dict[str, Any], ...] = ()
     warm_drafts: bool = True
     access_log: bool = False
     log_format: Literal["text", "json"] = "text"

@@ -126,6 +126,7 @@ def _words(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in literals)
     text = str(annotation)
     kinds = {
+        "dict": "mapping",
         "Path": "path",
         "SecretStr": "secret",
         "str": "text",

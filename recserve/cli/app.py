@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundle_swap, bundles, experiments, serve, train
+from recserve.cli import answers, bundle_swap, bundles, experiment_admin, experiments, serve, train
 from recserve.cli.batch import batch
 
 FAILED = 1
@@ -60,6 +60,12 @@ bundle_app.command()(bundle_swap.load)
 bundle_app.command()(bundle_swap.rollback)
 bundle_app.command()(bundle_swap.status)
 app.add_typer(bundle_app, name="bundle")
+
+experiments_app = typer.Typer(help="List, stop or start experiments.", no_args_is_help=True)
+experiments_app.command("list")(experiment_admin.list_experiments)
+experiments_app.command()(experiment_admin.stop)
+experiments_app.command()(experiment_admin.start)
+app.add_typer(experiments_app, name="experiments")
 
 history_app = typer.Typer(help="Show or delete a user's stored history.", no_args_is_help=True)
 history_app.command()(answers.show)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from recserve.cli.experiment_file import read_defaults
+from recserve.cli.experiment_output import run, write
 from recserve.cli.flags import json_value
 
 if TYPE_CHECKING:
-    from recserve.experiments.load.generator import LoadProgress
     from recserve.experiments.load.session import Workload
-    from recserve.experiments.report.document import ReportDocument
-    from recserve.experiments.report.measurements import TextSummary
-
-Result = TypeVar("Result")
 
 UrlArgument = Annotated[str, typer.Argument(help="Address of the server: http://127.0.0.1:8080.")]
 DataFlag = Annotated[
@@ -91,6 +85,9 @@ def bench(
     calibrate: CalibrateFlag = True,
     report: ReportFlag = None,
     records: RecordsFlag = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Requests of an earlier run (--records) to compare with.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Drive load on a running server and report latencies, tokens and slates."""
@@ -98,12 +95,19 @@ def bench(
     from recserve.experiments.load.session import run_session
     from recserve.experiments.report.document import make_document
     from recserve.experiments.report.measurements import write_records
+    from recserve.experiments.statistics.criteria import Criteria
+    from recserve.experiments.statistics.saved_run import compare_with_saved, read_records
 
     workload = make_workload(locals())
     arms = [Arm(name="server", url=url.rstrip("/"))]
     design = Design(seed=seed)
+    if against is not None:
+        read_records(against)  # a wrong file is reported before the run
     session = run(lambda tell: run_session(workload, arms, design, tell))
-    result = make_document(session, workload, design, sys.argv[1:])
+    comparisons = []
+    if against is not None:
+        comparisons.append(compare_with_saved(session, against, Criteria(k=workload.k)))
+    result = make_document(session, workload, design, sys.argv[1:], comparisons)
     if records:
         write_records(records, session.columns, ["server"])
     write(result, report, as_json)
@@ -130,6 +134,18 @@ def ab(
         bool, typer.Option("--sequential", help="Intervals that hold at every look.")
     ] = False,
     overlap_margin: Annotated[float, typer.Option(min=0, help="Accepted loss of overlap.")] = 0.05,
+    stop_early: Annotated[
+        bool, typer.Option("--stop-early", help="End the run once the verdict is sure.")
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            is_eager=True,
+            callback=read_defaults,
+            help="YAML file with url, arms and any option; an option on the command line wins.",
+        ),
+    ] = None,
     ndcg_margin: Annotated[float, typer.Option(min=0, help="Accepted loss of NDCG.")] = 0.005,
     error_margin: Annotated[float, typer.Option(min=0, help="Accepted rise of errors.")] = 0.005,
     target: TargetFlag = "auto",
@@ -165,17 +181,20 @@ def ab(
     arms = [parse_arm(one, url.rstrip("/")) for one in arm]
     if len(arms) < 2:
         raise typer.BadParameter("expected at least two arms", param_hint="--arm")
+    if stop_early and workload.arrivals == "closed":
+        raise typer.BadParameter("a closed loop has no planned number of requests")
     design = Design(mode=mode, seed=seed)
     criteria = Criteria(
         metric=metric,
         statistic=statistic,
-        sequential=sequential,
+        sequential=sequential or stop_early,
         k=workload.k,
         error_margin=error_margin,
         overlap_margin=overlap_margin,
         ndcg_margin=ndcg_margin,
     )
-    session = run(lambda tell: run_session(workload, arms, design, tell))
+    early = criteria if stop_early else None
+    session = run(lambda tell: run_session(workload, arms, design, tell, early))
     comparisons, ratio = compare_session(session, design, criteria)
     result = make_document(session, workload, design, sys.argv[1:], comparisons, ratio)
     if records:
@@ -236,105 +255,3 @@ def headers(values: list[str] | None) -> dict[str, str]:
             raise typer.BadParameter(f"{value!r}: expected 'Name: value'", param_hint="--header")
         found[name.strip()] = rest.strip()
     return found
-
-
-def run(
-    start: Callable[[Callable[[str, LoadProgress | None], None]], Coroutine[Any, Any, Result]],
-) -> Result:
-    """Runs a session with its progress on standard error, on uvloop where there is one."""
-    with progress() as tell:
-        try:
-            import uvloop
-        except ImportError:
-            return asyncio.run(start(tell))
-        return uvloop.run(start(tell))
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str, LoadProgress | None], None]]:
-    """Shows the stage of a session and a bar of its requests on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    with Bar(
-        *columns, TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), console=console
-    ) as bar:
-        task = bar.add_task("starting", total=None, rate="")
-
-        def tell(stage: str, state: LoadProgress | None) -> None:
-            if state is None:
-                bar.update(task, description=stage)
-                return
-            rate = f"{state.done / max(state.seconds, 1e-9):.0f}/s"
-            rate += f", {state.errors} failed" if state.errors else ""
-            bar.update(task, description=stage, completed=state.done, total=state.total, rate=rate)
-
-        yield tell
-
-
-def write(result: ReportDocument, report: Path | None, as_json: bool) -> None:
-    """Prints the result, and writes the page where one is wanted."""
-    from recserve.experiments.report.document import to_json
-    from recserve.experiments.report.page import page
-
-    if as_json:
-        typer.echo(to_json(result).decode())
-    else:
-        print_tables(result)
-    if report:
-        report.write_text(page(result), encoding="utf-8")
-        typer.echo(f"report: {report}", err=True)
-
-
-def print_tables(result: ReportDocument) -> None:
-    """Prints verdicts, latencies and effects for a terminal."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    for comparison in result.comparisons:
-        console.print(Text(comparison.verdict, style="bold"))
-    table = Table(title=f"latency in ms, {result.title}", title_justify="left")
-    names = ("p50", "p90", "p95", "p99", "p99.9")
-    for heading in ("arm", "requests", "per s", "failed", "mean", *names, "max"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for one in result.summaries:
-        latency = one.latency_ms
-        cells = ["-"] * 7
-        if latency:
-            values = [latency.mean, *(latency.percentiles[n] for n in names), latency.maximum]
-            cells = [f"{value:.1f}" for value in values]
-        counts = (str(one.num_requests), f"{one.requests_per_s:.1f}", str(sum(one.errors.values())))
-        table.add_row(Text(one.name), *counts, *cells)
-    console.print(table)
-    for one, exact in zip(result.summaries, result.exactness, strict=False):
-        if one.items and one.items.slate_size:
-            illegal = one.items.illegal_share
-            line = f"{one.name}: {one.items.slate_size.mean:.1f} items a slate"
-            line += f", illegal share {illegal:.2%}" if illegal is not None else ""
-            if exact:
-                line += f", overlap with the exact slate {exact.mean_overlap:.3f}"
-                line += f" (identical {exact.identical_share:.0%} of {exact.count})"
-            console.print(Text(line))
-    for one in result.summaries:
-        if one.text:
-            console.print(Text(f"{one.name}: {text_line(one.text)}"))
-    for warning in result.warnings:
-        Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"))
-
-
-def text_line(text: TextSummary) -> str:
-    """Returns tokens per second, time to first token and per token, and what drafting did."""
-    parts = [f"{text.tokens_per_s:.1f} tokens/s"]
-    for name, spread in (("first token", text.ttft_ms), ("per token", text.tpot_ms)):
-        if spread:
-            p50, p99 = spread.percentiles["p50"], spread.percentiles["p99"]
-            parts.append(f"{name} p50 {p50:.1f} p99 {p99:.1f} ms")
-    drafting = text.drafting.get("all")
-    if drafting:
-        parts.append(f"{drafting.tokens_per_step:.2f} tokens per step")
-    return ", ".join(parts)

@@ -46,3 +46,28 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
         message = f"{text!r}: expected numbers of at least 1, separated by commas"
         raise typer.BadParameter(message, param_hint=flag)
     return found
+
+
+def yaml_mapping(path: Path, flag: str) -> dict[str, Any]:
+    """Reads a YAML file with one mapping. Raises BadParameter."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}", param_hint=flag) from None
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise typer.BadParameter(f"{path}: expected a mapping, got {kind}", param_hint=flag)
+    return found
+
+
+def yaml_list(path: Path, key: str) -> list[Any]:
+    """Reads a YAML file whose only key holds a list. Raises BadParameter."""
+    found = yaml_mapping(path, f"--{key}")
+    if set(found) != {key} or not isinstance(found[key], list):
+        listed = ", ".join(map(str, found))
+        message = f"{path}: expected one key {key} with a list, got {listed}"
+        raise typer.BadParameter(message, param_hint=f"--{key}")
+    values: list[Any] = found[key]
+    return values

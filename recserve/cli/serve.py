@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli.flags import Device, StoreFlag
+from recserve.cli.flags import Device, StoreFlag, yaml_list
 
 
 def demo(
@@ -47,6 +47,9 @@ def serve(
         bool,
         typer.Option("--invariant", help="Answers are bit-identical in every batch; CPU only."),
     ] = False,
+    experiments: Annotated[
+        Path | None, typer.Option(help="YAML file with the setting `experiments`.")
+    ] = None,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="URL of an OpenTelemetry receiver for traces.")
     ] = None,
@@ -69,6 +72,7 @@ def serve(
         **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
         **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
         **{"drafters": drafter or None, "invariant": invariant or None},
+        **{"experiments": None if experiments is None else yaml_list(experiments, "experiments")},
         **{"log_format": log_format, "metrics_compat": metrics_compat},
         **{"otlp_endpoint": otlp_endpoint, "slate_log": slate_log},
     }

@@ -121,6 +121,7 @@ class Metrics:
         registry: Registry of all collectors.
         routes: Path templates that are known. The server sets them after adding its routes.
         strategies: Names of decoding strategies. Any other name counts as `none`.
+        arms: Labels of the arms of experiments. Any other label counts as `none`.
         reasons: Failure reasons that are counted by name.
     """
 
@@ -143,6 +144,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.routes: frozenset[str] = frozenset()
         self.strategies = frozenset(strategies)
+        self.arms: frozenset[str] = frozenset()
         self.reasons = frozenset(reasons)
         self.request_seconds = Histogram(
             "recserve_request_seconds",
@@ -226,17 +228,19 @@ class Metrics:
             texts = self._text_collectors()
             self.registry.register(VllmCollector(texts, engine, vllm_model))
 
-    def request(self, route: str | None, strategy: str, seconds: float) -> None:
+    def request(self, route: str | None, strategy: str, seconds: float, arm: str = ARMS[0]) -> None:
         """Counts one request.
 
         Args:
             route: Path template, or None if no route matched.
             strategy: Decoding strategy, or `none` if no strategy answered.
             seconds: Time from the first byte of the request to the last byte of the response.
+            arm: Experiment and arm, or `none`.
         """
         known = route if route in self.routes else "other"
         used = strategy if strategy in self.strategies else "none"
-        self.request_seconds.labels(known, used, ARMS[0]).observe(seconds)
+        drawn = arm if arm in self.arms else ARMS[0]
+        self.request_seconds.labels(known, used, drawn).observe(seconds)
 
     def failure(self, reason: str) -> None:
         """Counts one failed request."""

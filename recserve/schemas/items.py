@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.explanation import Explanation
 
 MAX_K = 1000
@@ -206,7 +207,7 @@ class Envelope(Struct, frozen=True, kw_only=True):
     rounds: int
     model_version: str
     catalog_version: str
-    experiment: None = None
+    experiment: ExperimentLabel | None = None
     degraded: list[str]
     attribution_token: str
     timing_ms: TimingMs
@@ -218,6 +219,7 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         score: Sum of log-probabilities over the levels. `rpg` gives their mean, and `dense` a
             scaled cosine. None if `source` is not `model`.
+        team: Arm that chose the item, in an interleaved slate only.
     """
 
     item_id: str
@@ -225,6 +227,7 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     rank: int
     source: str
     semantic_id: list[int] | UnsetType = UNSET
+    team: str | UnsetType = UNSET
 
 
 class RecommendResponse(Envelope, frozen=True, kw_only=True):

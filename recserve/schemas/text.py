@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import Id, InvalidRequest, Name, RequestId, StrictStruct
 from recserve.schemas.token_source import TokenSource
 
@@ -316,9 +317,9 @@ class TextResponse(Struct, frozen=True, kw_only=True):
     """Fields of every text response and chunk.
 
     Attributes:
-        usage: Token counts. In a stream they come last, or in every chunk with
-            `continuous_usage_stats`.
+        usage: Token counts; in a stream last, or in every chunk (`continuous_usage_stats`).
         metrics: Draft statistics; in a stream in the last chunk.
+        experiment: Experiment and arm, where the request is in one; in the place of `metrics`.
     """
 
     id: Id
@@ -328,6 +329,7 @@ class TextResponse(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     usage: Usage | None | UnsetType = UNSET
     metrics: TextMetrics | UnsetType = UNSET
+    experiment: ExperimentLabel | UnsetType = UNSET
 
 
 class CompletionResponse(TextResponse, frozen=True, kw_only=True):

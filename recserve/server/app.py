@@ -14,9 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ServerConfig
+from recserve.experiments.serving.experiment import Experiment
+from recserve.experiments.serving.registry import Experiments
+from recserve.experiments.serving.settings import parse_experiments
 from recserve.metrics import Metrics
 from recserve.search.strategies.registry import strategy_classes
 from recserve.server import playground
+from recserve.server.arms.check import check_arms
+from recserve.server.arms.collector import ExperimentCollector
 from recserve.server.bundle_swaps import BundleSwaps
 from recserve.server.errors import REASONS
 from recserve.server.exchange import Exchange
@@ -35,6 +40,7 @@ from recserve.server.routes import (
     recommend,
     text_scores,
 )
+from recserve.server.routes import experiments as experiment_routes
 from recserve.server.routes.paths import allowed_methods
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.gate import Gate
@@ -56,7 +62,15 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         service: An open service to use; None opens the one that `config` names.
     """
     loader = ServiceLoader(config)
-    lifecycle = Lifecycle(loader.first if service is None else (lambda: service))
+
+    experiments = Experiments(Experiment(one) for one in parse_experiments(config.experiments))
+
+    def opened() -> Service:
+        found = loader.first() if service is None else service
+        check_arms(found, experiments)
+        return found
+
+    lifecycle = Lifecycle(opened)
     telemetry = Telemetry.open(config)
 
     @asynccontextmanager
@@ -85,13 +99,16 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config.default_timeout_ms,
         config.text_timeout_ms,
         telemetry.slate_log,
+        experiments,
     )
-    item_routes = (recommend, rank, inference, events, items)
+    item_routes = (recommend, rank, inference, events, items, experiment_routes)
     for routes in (*item_routes, models, completions, text_scores, health, playground):
         routes.add_routes(app, exchange)
     swaps = BundleSwaps(lifecycle, loader, config.bundle, config.bundles_dir, metrics.bundle_swaps)
     bundle_admin.add_routes(app, exchange, swaps)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
+    metrics.arms = experiments.labels
+    metrics.registry.register(ExperimentCollector(experiments))
     keys = tuple(key.get_secret_value() for key in config.api_keys)
     admin_keys = tuple(key.get_secret_value() for key in config.admin_keys)
     app.add_middleware(

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded, QueueFull
 from recserve.engine.runtime.scheduler import RequestTooLarge
+from recserve.experiments.serving.registry import UnknownExperiment
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import (
     CorruptHistory,
@@ -106,8 +107,9 @@ TABLE: dict[type[Exception], Row] = {
     MalformedBody: Row(400, "invalid_request_error", "malformed_body", "invalid"),
     MalformedRequest: Row(400, "invalid_request_error", "malformed_request", "invalid"),
     Unauthorized: Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
-    AdminDisabled: Row(403, "permission_error", "admin_disabled", "unauthorized"),
     CrossSite: Row(403, "permission_error", "cross_site", "unauthorized"),
+    AdminDisabled: Row(403, "permission_error", "admin_disabled", "unauthorized"),
+    UnknownExperiment: Row(404, "not_found_error", "unknown_experiment", "not_found"),
     UnknownItem: Row(404, "not_found_error", "unknown_item", "not_found"),
     UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
     UnknownVersion: Row(404, "not_found_error", "unknown_catalog_version", "not_found"),

@@ -60,10 +60,11 @@ class EventStream(Response):
         request: The HTTP request.
         work: The texts in progress.
         pieces: Queue of text pieces.
-        on_end: Called once nothing more will be sent.
+        on_end: Called once nothing more will be sent, with the error that ended the texts.
         gone: Completes when the client has closed the connection.
         timer: Ends the stream after the deadline.
         first: The first piece; None until it has arrived.
+        error: Error that ended the texts; None so far.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class EventStream(Response):
         work: PendingTexts,
         pieces: Pieces,
         deadline_s: float,
-        on_end: Callable[[], None],
+        on_end: Callable[[Exception | None], None],
     ) -> None:
         """Watches the connection and the deadline.
 
@@ -81,7 +82,8 @@ class EventStream(Response):
             work: The texts in progress.
             pieces: Queue that the engine fills.
             deadline_s: time.monotonic() value of the deadline.
-            on_end: Called once nothing more will be sent, whatever the reason.
+            on_end: Called once nothing more will be sent, with the error that ended the texts or
+                None.
         """
         super().__init__(None, 200, HEADERS, "text/event-stream; charset=utf-8")
         del self.headers["content-length"]
@@ -95,12 +97,14 @@ class EventStream(Response):
         late = DeadlineExceeded("the deadline passed before the text was complete")
         self.timer = asyncio.get_running_loop().call_later(left_s, pieces.fail, late)
         self.first: Piece | None = None
+        self.error: Exception | None = None
 
     async def begin(self) -> EventStream:
         """Waits for the first piece. Raises the error if the text fails before it."""
         try:
             self.first = await self.pieces.next()
-        except BaseException:
+        except BaseException as error:
+            self.error = error if isinstance(error, Exception) else None
             self._close()
             raise
         return self
@@ -114,7 +118,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
-            raise ClientGone("the client closed the connection") from None
+            self.error = ClientGone("the client closed the connection")
+            raise self.error from None
         finally:
             self._close()
 
@@ -131,9 +136,11 @@ class EventStream(Response):
                 piece = None
             if self.work.include_usage:
                 yield _event(self.work.counts())
-        except ClientGone:
+        except ClientGone as error:
+            self.error = error
             raise
         except Exception as error:
+            self.error = error
             trace_of(self.request.scope).failure = row_of(error).reason
             yield _event(error_answer(error))
         yield DONE
@@ -143,7 +150,7 @@ class EventStream(Response):
         self.gone.cancel()
         self.timer.cancel()
         self.work.cancel()
-        self.on_end()
+        self.on_end(self.error)
 
 
 def _event(message: msgspec.Struct) -> bytes:

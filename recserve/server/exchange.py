@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded
+from recserve.experiments.serving.registry import Experiments
 from recserve.metrics import Metrics
 from recserve.schemas.items import (
     MAX_TIMEOUT_MS,
@@ -51,6 +52,8 @@ class Exchange:
         default_timeout_ms: Timeout of an item request that does not set one.
         text_timeout_ms: Timeout of a text request that does not set one.
         slate_log: Log of slates and outcomes; None without one.
+        experiments: Experiments of the server.
+        copies: Requests of mode `shadow` in progress.
     """
 
     lifecycle: Lifecycle
@@ -59,6 +62,8 @@ class Exchange:
     default_timeout_ms: int
     text_timeout_ms: int
     slate_log: SlateLog | None = None
+    experiments: Experiments = field(default_factory=Experiments)
+    copies: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def service(self) -> Service:

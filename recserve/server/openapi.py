@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from recserve.schemas import admin as a
 from recserve.schemas import browse as b
 from recserve.schemas import events as e
+from recserve.schemas import experiments as x
 from recserve.schemas import inference as i
 from recserve.schemas import items as m
 from recserve.schemas import scoring as s
@@ -53,6 +54,9 @@ ANSWERS = {
     "put_items": m.ItemsResponse,
     "hide_item": m.HideItemResponse,
     "rollback_items": m.RollbackResponse,
+    "experiments": x.ExperimentsResponse,
+    "stop_experiment": x.ExperimentStatus,
+    "start_experiment": x.ExperimentStatus,
     "server_metadata": i.ServerMetadata,
     "model_metadata": i.ModelMetadata,
     "model_ready": i.ModelReady,

@@ -156,3 +156,97 @@ def test_a_real_server_is_driven_and_its_slates_are_exact(tmp_path):
     assert [arm["items"]["illegal_share"] for arm in found["summaries"]] == [0.0, 0.0]
     assert found["exactness"][0] == {"count": 5, "mean_overlap": 1.0, "identical_share": 1.0}
     assert found["ratio"]["alarm"] is False
+
+
+AB_FILE = """
+url: {url}
+data: {data}
+mode: paired
+rate: 100
+duration: 2
+warmup: 0.2
+calibrate: false
+exact: 0
+fields: {{k: 4}}
+arms:
+  - name: fast
+    fields: {{strategy: quick}}
+  - name: slow
+    fields: {{strategy: slow}}
+"""
+
+
+def test_ab_reads_a_file_and_options_win(users, tmp_path):
+    path = tmp_path / "ab.yaml"
+    with http_server(recserve) as url:
+        path.write_text(AB_FILE.format(url=url, data=users))
+        result = invoke("ab", "--config", path, "--rate", 60, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [arm["name"] for arm in found["arms"]] == ["fast", "slow"]
+    assert found["arms"][1]["fields"] == {"strategy": "slow"}
+    assert found["configuration"]["mode"] == "paired"
+    assert found["configuration"]["rate per second"] == 60
+    assert found["configuration"]["request fields"] == {"k": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rat: 5", "unknown key rat; did you mean rate?"),
+        ("arms: [{name: a}]", "expected a list of at least two arms"),
+        ("arms: [{name: a, weight: 1}, {name: b}]", "expected name, and optionally url and fields"),
+        ("- a", "expected a mapping, got list"),
+        ("rate: fast", "unable to parse string as a number"),
+    ],
+)
+def test_ab_refuses_a_wrong_file(users, tmp_path, text, words):
+    path = tmp_path / "ab.yaml"
+    path.write_text(text)
+    result = invoke("ab", "http://127.0.0.1:9", "--data", users, "--arm", "a={}", "--config", path)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.replace("│", " ").split())
+
+
+def test_ab_stops_early_where_the_difference_is_sure(users, tmp_path):
+    with http_server(recserve) as url:
+        result = invoke(
+            "ab", url, "--data", users, "--mode", "paired", "--stop-early", "--exact", 0,
+            "--duration", 20, "--warmup", "0.2", "--rate", 100, "--no-calibrate", "--json",
+            "--statistic", "p50",
+            "--arm", 'a={"strategy": "quick"}', "--arm", 'b={"strategy": "slow"}',
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    (comparison,) = found["comparisons"]
+    assert comparison["kind"] == "worse" and comparison["sequential"] is True
+    assert comparison["looks"][-1]["num_blocks"] < 60
+    assert found["summaries"][0]["num_requests"] < 1500
+    assert any("The run stopped after" in note for note in comparison["notes"])
+
+
+def test_a_closed_loop_cannot_stop_early(users):
+    arms = ("--arm", "a={}", "--arm", "b={}")
+    loop = ("--arrivals", "closed", "--stop-early")
+    result = invoke("ab", "http://127.0.0.1:9", "--data", users, *arms, *loop)
+    assert result.exit_code == 2 and "closed loop" in result.output
+
+
+def test_bench_compares_with_a_saved_run(users, tmp_path):
+    records, report = tmp_path / "old.parquet", tmp_path / "r.html"
+    common = ("--data", users, *SHORT, "--exact", 0, "--json", "--fields")
+    with http_server(recserve) as url:
+        first = invoke("bench", url, *common, '{"strategy": "quick"}', "--records", records)
+        assert first.exit_code == 0, first.output
+        second = invoke(
+            "bench", url, *common, '{"strategy": "slow"}', "--against", records, "--report", report
+        )
+    assert second.exit_code == 0, second.output
+    (comparison,) = json.loads(second.stdout)["comparisons"]
+    assert (comparison["control"], comparison["treatment"]) == ("saved run", "this run")
+    p50 = next(e for e in comparison["effects"]["latency"] if e["statistic"] == "p50")
+    assert p50["relative"]["low"] > 1  # 20 ms against 2 ms
+    assert any("one after the other" in note for note in comparison["notes"])
+    assert "this run" in report.read_text() and "saved run" in report.read_text()
+    wrong = invoke("bench", "http://127.0.0.1:9", "--data", users, "--against", users)
+    assert wrong.exit_code != 0 and "expected" in str(wrong.exception)

@@ -8,7 +8,8 @@ from aiohttp import web
 
 from recserve.experiments.load.arrivals import poisson_arrivals, trace_arrivals
 from recserve.experiments.load.calibration import Lateness, lateness, measure_overhead
-from recserve.experiments.load.generator import Call, LoadOptions, Shot, drive
+from recserve.experiments.load.exchanges import Call, Shot
+from recserve.experiments.load.generator import LoadOptions, drive
 from recserve.experiments.load.targets import find_target
 from tests.support.http_server import http_server
 

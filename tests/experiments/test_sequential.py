@@ -13,6 +13,7 @@ from recserve.experiments.statistics.sequential import (
     boundary,
     confidence_sequence,
     stopping_block,
+    stopping_looks,
     tuned_rho,
 )
 
@@ -76,3 +77,27 @@ def test_looks_are_limited_and_end_with_the_last_block():
 def test_a_plan_of_more_blocks_widens_early_looks():
     observed = experiment(np.random.default_rng(4))
     assert confidence_sequence(observed, "mean", planned_blocks=500)[-1].share == 0.1
+
+
+def test_a_run_that_may_stop_early_seldom_stops_without_a_difference():
+    drawn, stopped, planned = np.random.default_rng(11), 0, 60
+    for _ in range(150):
+        values = drawn.lognormal(3, 0.6, size=planned * 40)
+        observed = Observations(
+            values=values,
+            treated=drawn.permuted(np.tile([True, False], (planned, 20)), axis=1).ravel(),
+            blocks=np.repeat(np.arange(planned), 40),
+        )
+        looks = stopping_looks(observed, "p50", planned, 0.05)
+        stopped += looks[-1].relative.excludes_zero
+    assert stopped <= 15  # 150 replays at 5 %: 15 and more have a probability of 0.8 %
+
+
+def test_a_difference_stops_a_run_and_ends_the_looks():
+    drawn, planned = np.random.default_rng(12), 60
+    treated = np.tile([True, False], planned * 20)
+    values = drawn.lognormal(3, 0.6, size=planned * 40) * np.where(treated, 1.5, 1.0)
+    observed = Observations(values, treated, np.repeat(np.arange(planned), 40))
+    looks = stopping_looks(observed, "p50", planned, 0.05)
+    assert looks[-1].relative.excludes_zero and looks[-1].num_blocks < planned
+    assert not any(look.relative.excludes_zero for look in looks[:-1])

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "bundle": TENSORS | {"features"},
     "service": SERVICE,
     "training": TOP,
-    "server": TOP,
+    "server": TOP | {"experiments"},
     "batch": TOP,
     "experiments": {"schemas"},
     "client": {"schemas"},

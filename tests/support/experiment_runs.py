@@ -3,7 +3,8 @@
 import numpy as np
 
 from recserve.experiments.load.datasets import Sample
-from recserve.experiments.load.generator import HttpExchange, Run
+from recserve.experiments.load.exchanges import HttpExchange
+from recserve.experiments.load.generator import Run
 from recserve.experiments.load.plan import Mode
 from recserve.experiments.load.targets import Reply
 from recserve.experiments.report.measurements import SampleColumns

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from recserve.experiments.load.arrivals import poisson_arrivals
-from recserve.experiments.load.generator import Call, HttpExchange, LoadOptions, Shot, drive
+from recserve.experiments.load.exchanges import Call, HttpExchange, Shot
+from recserve.experiments.load.generator import LoadOptions, drive
 from recserve.experiments.load.targets import Items
 
 BODY = b'{"user":{"id":"u00001"},"k":10}'

@@ -18,10 +18,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from recserve.experiments.load.exchanges import Call, HttpExchange, Shot
 from recserve.experiments.load.targets import (
     Json,
     MalformedReply,
-    Reply,
     StreamJoiner,
     Target,
 )
@@ -40,74 +40,6 @@ CLIENT_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (MalformedReply, "malformed"),
     (aiohttp.ClientError, "client"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One request.
-
-    Attributes:
-        url: Full address.
-        body: JSON.
-        arm: Number of the arm.
-        sample: Number of the sample.
-    """
-
-    url: str
-    body: bytes
-    arm: int = 0
-    sample: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Shot:
-    """Calls that are sent one after the other.
-
-    Attributes:
-        at_s: Scheduled time of the first call, in seconds from the start; ignored in a closed loop.
-        calls: One call, or the calls of a pair.
-    """
-
-    at_s: float
-    calls: tuple[Call, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HttpExchange:
-    """One request and what became of it. Times are seconds from the start of the run.
-
-    Attributes:
-        shot: Number of the shot.
-        place: Place of the call within its shot.
-        arm: Number of the arm.
-        sample: Number of the sample.
-        scheduled: When it was to be sent; for later calls of a shot, when the one before ended.
-        sent: When it was sent.
-        done: When the last byte arrived, or the request failed.
-        status: HTTP status; 0 if there was no answer.
-        error: Kind of failure; None if the answer was read.
-        detail: What the server or the client said of the failure.
-        pieces: Times at which pieces of text arrived.
-        reply: What the answer said; None on failure.
-    """
-
-    shot: int
-    place: int
-    arm: int
-    sample: int
-    scheduled: float
-    sent: float
-    done: float
-    status: int
-    error: str | None
-    detail: str = ""
-    pieces: tuple[float, ...] = ()
-    reply: Reply | None = None
-
-    @property
-    def latency_ms(self) -> float:
-        """Time from the scheduled send to the last byte."""
-        return (self.done - self.scheduled) * 1e3
 
 
 @dataclass(frozen=True)
@@ -156,11 +88,15 @@ class Run:
     peak_in_flight: int
 
 
+Until = Callable[[Sequence[HttpExchange]], bool]
+
+
 async def drive(
     shots: Sequence[Shot],
     target: Target,
     options: LoadOptions,
     progress: Callable[[LoadProgress], None] | None = None,
+    until: Until | None = None,
 ) -> Run:
     """Sends all shots and waits for all of them.
 
@@ -169,6 +105,8 @@ async def drive(
         target: Reads the answers.
         options: How requests are sent.
         progress: Called about twice a second.
+        until: Called on a thread with the exchanges of all first shots that have ended. Once it
+            returns True, nothing more is sent.
     """
     sender = _Sender(target=target, options=options)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
@@ -179,11 +117,15 @@ async def drive(
     ) as session:
         sender.session = session
         sender.start = time.perf_counter() + (0.0 if options.workers else LEAD_S)
-        watcher = asyncio.create_task(_watch(sender, len(shots), progress)) if progress else None
+        watchers = []
+        if progress:
+            watchers.append(asyncio.create_task(_watch(sender, len(shots), progress)))
+        if until is not None:
+            watchers.append(asyncio.create_task(_stop_early(sender, until)))
         try:
             await (sender.closed(shots) if options.workers else sender.open(shots))
         finally:
-            if watcher is not None:
+            for watcher in watchers:
                 watcher.cancel()
     if progress:
         progress(sender.state(len(shots)))
@@ -201,6 +143,18 @@ async def _watch(sender: _Sender, total: int, progress: Callable[[LoadProgress],
         progress(sender.state(total))
 
 
+async def _stop_early(sender: _Sender, until: Until) -> None:
+    """Stops the run once `until` says so."""
+    seen = 0
+    while not sender.stop.is_set():
+        await asyncio.sleep(PROGRESS_S)
+        while seen in sender.ended:
+            seen += 1
+        complete = [one for one in sender.exchanges if one.shot < seen]
+        if await asyncio.to_thread(until, complete):
+            sender.stop.set()
+
+
 class _Sender:
     """State of one run."""
 
@@ -215,6 +169,8 @@ class _Sender:
         self.in_flight = 0
         self.peak = 0
         self.finished = 0
+        self.ended: set[int] = set()
+        self.stop = threading.Event()
 
     def now(self) -> float:
         """Seconds from the start of the run."""
@@ -230,6 +186,8 @@ class _Sender:
 
         async def work() -> None:
             for number, shot in numbered:
+                if self.stop.is_set():
+                    return
                 if self.options.stop_after_s is not None and self.now() > self.options.stop_after_s:
                     return
                 await self.shoot(number, shot, self.now())
@@ -241,7 +199,6 @@ class _Sender:
         loop = asyncio.get_running_loop()
         places = asyncio.Semaphore(self.options.max_in_flight)
         tasks: set[asyncio.Task[None]] = set()
-        stop = threading.Event()
 
         async def one(number: int, shot: Shot) -> None:
             async with places:
@@ -254,16 +211,15 @@ class _Sender:
                 task.add_done_callback(tasks.discard)
 
         try:
-            await asyncio.to_thread(self._pace, shots, stop, loop, fire)
+            await asyncio.to_thread(self._pace, shots, loop, fire)
             while tasks:
                 await asyncio.wait(tasks)
         finally:
-            stop.set()
+            self.stop.set()
 
     def _pace(
         self,
         shots: Sequence[Shot],
-        stop: threading.Event,
         loop: asyncio.AbstractEventLoop,
         fire: Callable[[int, int], None],
     ) -> None:
@@ -271,7 +227,7 @@ class _Sender:
         number = 0
         while number < len(shots):
             wait = shots[number].at_s - self.now()
-            if wait > 0 and stop.wait(wait):
+            if self.stop.wait(wait) if wait > 0 else self.stop.is_set():
                 return
             now, end = self.now(), number
             while end < len(shots) and shots[end].at_s <= now:
@@ -291,6 +247,7 @@ class _Sender:
             scheduled = exchange.done
         self.in_flight -= 1
         self.finished += 1
+        self.ended.add(number)
 
     async def send(self, number: int, place: int, call: Call, scheduled: float) -> HttpExchange:
         """Sends one call; a failure is an exchange with an error."""

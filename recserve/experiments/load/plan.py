@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from recserve.experiments.assignment import ArmSplit
 from recserve.experiments.load.arrivals import Times
 from recserve.experiments.load.datasets import Sample
-from recserve.experiments.load.generator import Call, Shot
+from recserve.experiments.load.exchanges import Call, Shot
 from recserve.experiments.load.targets import Json, Target
 
 Mode = Literal["blocks", "split", "paired"]
@@ -78,6 +78,17 @@ def parse_arm(text: str, url: str) -> Arm:
         raise ValueError(f"arm {name}: expected a JSON object, got {value!r}")
     own = fields.pop(URL_FIELD, url)
     return Arm(name=name, url=str(own).rstrip("/"), fields=fields)
+
+
+def check_samples(samples: Sequence[Sample], target: Target) -> None:
+    """Raises ValueError if the data set does not fit the route."""
+    one = samples[0]
+    if target.kind == "text" and not one.turns:
+        raise ValueError(f"{target.name} needs prompts, and this data set holds users")
+    if target.kind == "items" and one.turns:
+        raise ValueError(f"{target.name} needs users, and this data set holds prompts")
+    if target.name == "rank" and not one.candidates:
+        raise ValueError("rank needs candidates: ask for some per user")
 
 
 def sample_order(num_samples: int, num_requests: int, seed: str) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ from recserve.experiments.load.datasets import (
     read_samples,
 )
 from recserve.experiments.load.generator import LoadOptions, LoadProgress, Run, drive
-from recserve.experiments.load.plan import Arm, Design, make_plan
+from recserve.experiments.load.plan import Arm, Design, check_samples, make_plan
 from recserve.experiments.load.slates import (
     ExactCheck,
     Exactness,
@@ -46,6 +46,7 @@ from recserve.experiments.statistics.comparison import (
     compare_arms,
 )
 from recserve.experiments.statistics.criteria import Criteria, SampleRatio
+from recserve.experiments.statistics.early_stop import EarlyStop
 
 Arrivals = Literal["poisson", "trace", "closed"]
 MAX_CLOSED = 100_000
@@ -117,6 +118,7 @@ class Session:
         machine: Where the generator ran.
         servers: What each server says of itself, by address.
         warnings: What a reader must know.
+        planned_shots: Shots after the warm-up of a run that may stop early; None for other runs.
     """
 
     columns: SampleColumns
@@ -132,6 +134,7 @@ class Session:
     machine: MachineInfo
     servers: dict[str, Any]
     warnings: tuple[str, ...]
+    planned_shots: int | None = None
 
 
 def arrival_times(workload: Workload, seed: str) -> Times:
@@ -157,6 +160,7 @@ async def run_session(
     arms: Sequence[Arm],
     design: Design,
     progress: Callable[[str, LoadProgress | None], None],
+    early: Criteria | None = None,
 ) -> Session:
     """Runs a workload against one or more arms.
 
@@ -165,6 +169,7 @@ async def run_session(
         arms: Configurations, the control first.
         design: How requests are divided among them.
         progress: Told the stage, and where the run is.
+        early: What decides when the run stops early; None runs to the end.
 
     Raises:
         ValueError: If the data does not fit the route, or no request was sent.
@@ -190,7 +195,13 @@ async def run_session(
         overhead = await measure_overhead(
             len(times) / workload.duration_s if not load.workers else 100.0
         )
-    run = await drive(shots, workload.target, load, lambda state: progress("load", state))
+    warmup = sum(shot.at_s < workload.warmup_s for shot in shots)
+    planned = None if early is None else len(shots) - warmup
+    until = None
+    if early is not None:
+        early = replace(early, planned_shots=planned)
+        until = EarlyStop(samples, len(arms), design.mode, early, warmup, workload.warmup_s)
+    run = await drive(shots, workload.target, load, lambda state: progress("load", state), until)
     columns = SampleColumns.of(run, samples, workload.warmup_s)
     if not columns.exchanges:
         raise ValueError("no request was sent after the warm-up: lengthen the run")
@@ -223,6 +234,7 @@ async def run_session(
         machine=machine,
         servers=servers,
         warnings=tuple(find_warnings(workload, columns, summaries, machine, run)),
+        planned_shots=planned,
     )
 
 
@@ -275,6 +287,7 @@ def compare_session(
     if silent:
         listed = "; ".join(session.warnings)
         raise ValueError(f"arms without any answer: {', '.join(silent)}; {listed}")
+    criteria = replace(criteria, planned_shots=session.planned_shots)
     ratio = check_ratio(session.columns, len(names), design.mode, design.weights)
     overlaps = session.overlaps or ((),) * len(names)
     comparisons = [
@@ -290,17 +303,6 @@ def compare_session(
         for number in range(1, len(names))
     ]
     return comparisons, ratio
-
-
-def check_samples(samples: Sequence[Sample], target: Target) -> None:
-    """Raises ValueError if the data set does not fit the route."""
-    one = samples[0]
-    if target.kind == "text" and not one.turns:
-        raise ValueError(f"{target.name} needs prompts, and this data set holds users")
-    if target.kind == "items" and one.turns:
-        raise ValueError(f"{target.name} needs users, and this data set holds prompts")
-    if target.name == "rank" and not one.candidates:
-        raise ValueError("rank needs candidates: ask for some per user")
 
 
 def find_warnings(

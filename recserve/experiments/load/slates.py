@@ -11,7 +11,8 @@ import aiohttp
 import numpy as np
 
 from recserve.experiments.load.datasets import Sample
-from recserve.experiments.load.generator import Call, LoadOptions, Run, Shot, drive
+from recserve.experiments.load.exchanges import Call, Shot
+from recserve.experiments.load.generator import LoadOptions, Run, drive
 from recserve.experiments.load.plan import Arm
 from recserve.experiments.load.targets import Json, Target
 from recserve.experiments.report.measurements import SampleColumns

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recserve.experiments.load.datasets import Sample
-from recserve.experiments.load.generator import HttpExchange, Run
+from recserve.experiments.load.exchanges import HttpExchange
+from recserve.experiments.load.generator import Run
 from recserve.experiments.statistics.blocks import Floats, Ints, autocorrelation_time
 
 PERCENTILES = (50, 90, 95, 99, 99.9)

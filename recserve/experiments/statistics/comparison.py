@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from recserve.experiments.load.datasets import Sample
-from recserve.experiments.load.generator import HttpExchange
+from recserve.experiments.load.exchanges import HttpExchange
 from recserve.experiments.load.plan import Mode
 from recserve.experiments.report.measurements import SampleColumns
 from recserve.experiments.statistics.blocks import (
@@ -45,7 +45,12 @@ from recserve.experiments.statistics.scores import (
     Statistic,
     quantile_level,
 )
-from recserve.experiments.statistics.sequential import Look, confidence_sequence
+from recserve.experiments.statistics.sequential import (
+    PLANNED_BLOCKS,
+    Look,
+    confidence_sequence,
+    stopping_looks,
+)
 
 CONFIDENCE = 0.95
 POWER = 0.9
@@ -175,6 +180,8 @@ def compare_arms(
         effects[metric] = [compare(observed, one, confidence) for one in STATISTICS]
         if metric == criteria.metric:
             looks = confidence_sequence(observed, criteria.statistic, alpha=1 - confidence)
+            if criteria.planned_shots:
+                looks = early_looks(columns, treatment, mode, criteria, len(names))
             size = _effective_size(observed.values, criteria.statistic)
     decisive = next(e for e in effects[criteria.metric] if e.statistic == criteria.statistic)
     if mode == "paired":
@@ -204,6 +211,27 @@ def compare_arms(
         verdict=verdict,
         notes=find_notes(columns, blocks[mine], treatment, tau, criteria, order),
     )
+
+
+def early_looks(
+    columns: SampleColumns, treatment: int, mode: Mode, criteria: Criteria, num_arms: int
+) -> list[Look]:
+    """Returns the looks of a run that may stop early, up to the one that decides.
+
+    The length of a block follows from the planned number of shots alone, so that looking at the
+    data cannot change it. An unfinished block does not count.
+    """
+    width = max(1, (criteria.planned_shots or 0) // PLANNED_BLOCKS)
+    blocks = columns.shot // width
+    complete = (int(columns.shot.max(initial=-1)) + 1) // width
+    values, usable = metric_values(columns, criteria.metric)
+    mine = (columns.arm == 0) | (columns.arm == treatment)
+    chosen = mine & usable & (blocks < complete)
+    if not chosen.any():
+        return []
+    observed = _observations(columns, chosen, values, treatment, blocks, mode)
+    alpha = (1 - CONFIDENCE) / max(num_arms - 1, 1)
+    return stopping_looks(observed, criteria.statistic, PLANNED_BLOCKS, alpha)
 
 
 def _blocks(columns: SampleColumns, mine: NDArray[np.bool_], treatment: int) -> tuple[Ints, float]:
@@ -281,6 +309,12 @@ def find_notes(
         order: Second calls of pairs against first ones; None without pairs.
     """
     notes = []
+    if criteria.planned_shots and columns.shot.max() + 1 < criteria.planned_shots:
+        notes.append(
+            f"The run stopped after {columns.shot.max() + 1} of {criteria.planned_shots} planned "
+            "requests, because the difference was sure. Only the interval of the verdict allows "
+            "for that; those of the other statistics are too narrow."
+        )
     mine = (columns.arm == 0) | (columns.arm == treatment)
     num_blocks = int(blocks.max()) + 1
     per_block = len(np.unique(columns.shot[mine])) / num_blocks

@@ -34,6 +34,8 @@ class Criteria:
         overlap_margin: Loss of mean overlap between the arms' slates that is accepted.
         ndcg_margin: Loss of NDCG that is accepted.
         weights: Planned shares of the arms; None for equal ones.
+        planned_shots: Shots of the whole run, where it stops once the arms' difference is sure.
+            None means that the run does not stop early.
     """
 
     metric: Metric = "latency"
@@ -45,6 +47,7 @@ class Criteria:
     overlap_margin: float = 0.05
     ndcg_margin: float = 0.005
     weights: tuple[float, ...] | None = None
+    planned_shots: int | None = None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from recserve.experiments.statistics.scores import UNBOUNDED, Observations, Stat
 # Looks before this block are not reported: the sequence is asymptotic.
 FIRST_LOOK = 10
 MAX_LOOKS = 40
+# Time blocks of a run that may stop early. Their length is fixed before the run.
+PLANNED_BLOCKS = 60
 
 
 @dataclass(frozen=True)
@@ -80,32 +82,68 @@ def confidence_sequence(
     """
     total = observations.num_blocks
     planned = planned_blocks or total
-    rho = tuned_rho(planned, alpha)
-    looks = []
     step = max(1, -(-(total - FIRST_LOOK) // MAX_LOOKS))
-    for seen in sorted({*range(min(FIRST_LOOK, total), total, step), total}):
-        mine = observations.blocks < seen
-        units = observations.units[mine] if observations.units is not None else None
-        part = Observations(
-            values=observations.values[mine],
-            treated=observations.treated[mine],
-            blocks=observations.blocks[mine],
-            units=units,
-        )
-        if part.treated.all() or not part.treated.any() or seen < 2:
-            continue
-        found = robust_estimate(part, statistic)
-        fixed = float(stats.t.ppf(1 - alpha / 2, seen - 1)) * found.log_error
-        always = boundary(seen, rho, alpha) * found.log_error
-        looks.append(
-            Look(
-                num_blocks=seen,
-                share=seen / planned,
-                relative=around(found.log_ratio, max(always, fixed)),
-                fixed=around(found.log_ratio, fixed),
-            )
-        )
+    seen = sorted({*range(min(FIRST_LOOK, total), total, step), total})
+    looks = [look_at(observations, statistic, blocks, planned, alpha) for blocks in seen]
+    return [look for look in looks if look is not None]
+
+
+def stopping_looks(
+    observations: Observations, statistic: Statistic, planned_blocks: int, alpha: float
+) -> list[Look]:
+    """Returns the looks at every time block, up to the first that excludes zero.
+
+    Args:
+        observations: Both arms, with complete blocks in order of time.
+        statistic: Which one.
+        planned_blocks: Blocks of the run if it does not stop early.
+        alpha: Share of runs in which the truth may leave the sequence at any time.
+    """
+    looks: list[Look] = []
+    for seen in range(FIRST_LOOK, observations.num_blocks + 1):
+        look = look_at(observations, statistic, seen, planned_blocks, alpha)
+        if look is not None:
+            looks.append(look)
+            if look.relative.excludes_zero:
+                break
     return looks
+
+
+def look_at(
+    observations: Observations,
+    statistic: Statistic,
+    num_blocks: int,
+    planned_blocks: int,
+    alpha: float,
+) -> Look | None:
+    """Returns the look after so many time blocks; None if an arm has no values yet.
+
+    Args:
+        observations: Both arms, with blocks in order of time.
+        statistic: Which one.
+        num_blocks: Time blocks to look at.
+        planned_blocks: Where the sequence is tightest.
+        alpha: Share of runs in which the truth may leave the sequence at any time.
+    """
+    mine = observations.blocks < num_blocks
+    units = observations.units[mine] if observations.units is not None else None
+    part = Observations(
+        values=observations.values[mine],
+        treated=observations.treated[mine],
+        blocks=observations.blocks[mine],
+        units=units,
+    )
+    if part.treated.all() or not part.treated.any() or num_blocks < 2:
+        return None
+    found = robust_estimate(part, statistic)
+    fixed = float(stats.t.ppf(1 - alpha / 2, num_blocks - 1)) * found.log_error
+    always = boundary(num_blocks, tuned_rho(planned_blocks, alpha), alpha) * found.log_error
+    return Look(
+        num_blocks=num_blocks,
+        share=num_blocks / planned_blocks,
+        relative=around(found.log_ratio, max(always, fixed)),
+        fixed=around(found.log_ratio, fixed),
+    )
 
 
 def around(log_ratio: float, reach: float) -> Interval:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
+from recserve.server.arms.text_answer import TextArm
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.piece_clock import PieceClock
@@ -45,6 +47,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
 async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]) -> Response:
     deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
     trace, pieces = trace_of(request.scope), Pieces()
+    arm = TextArm.of(exchange, trace, body)
 
     clock = PieceClock(exchange.metrics, trace.began_s)
 
@@ -54,7 +57,16 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
             pieces.put(piece)
 
     # Tokenising a long prompt takes a while, so it runs off the event loop.
-    work = await asyncio.to_thread(begin, body, trace.request_id, deadline_s, listen)
+    try:
+        work = await asyncio.to_thread(begin, arm.body, trace.request_id, deadline_s, listen)
+    except Exception as error:
+        plain = arm.without_misfit(error, trace, body)
+        if plain is None:
+            arm.failed(error)
+            raise
+        arm = plain
+        work = await asyncio.to_thread(begin, arm.body, trace.request_id, deadline_s, listen)
+    work = replace(work, experiment=arm.label)
 
     def count() -> None:
         usage = work.usage()
@@ -67,10 +79,20 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
         exchange.metrics.texts_ended(reasons, seconds, timing_ms.queue / 1e3)
         clock.close()
 
+    def end(error: BaseException | None) -> None:
+        count()
+        if error is None:
+            arm.answered(work.usage().completion_tokens)
+        else:
+            arm.failed(error)
+
     if body.stream:
-        return await EventStream(request, work, pieces, deadline_s, count).begin()
+        return await EventStream(request, work, pieces, deadline_s, end).begin()
     try:
         await ended(request, work.futures, deadline_s)
-        return json_response(work.answer())
-    finally:
-        count()
+        answer = work.answer()
+    except BaseException as error:
+        end(error)
+        raise
+    end(None)
+    return json_response(answer)

@@ -8,8 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.items import RankBatchRequest, RankBatchResponse, RankOutcome, RankRequest
+from recserve.server.arms.item_answer import answer_items
+from recserve.server.arms.item_use import RANK
 from recserve.server.errors import error_answer
-from recserve.server.exchange import Exchange, finished, json_response, outcomes
+from recserve.server.exchange import Exchange, json_response, outcomes
 from recserve.server.transport.trace import trace_of
 
 BODY = msgspec.json.Decoder(RankRequest)
@@ -23,11 +25,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def rank(request: Request) -> Response:
         """Return the given candidates, best first."""
         body = await exchange.body(request, BODY)
-        begin = exchange.service.rankings.begin
-        deadline_s = exchange.deadline_s(request, body.timeout_ms)
-        work = await exchange.begin(begin, request, body, deadline_s)
-        (outcome,) = await outcomes(request, [work], deadline_s)
-        return json_response(finished(trace_of(request.scope), outcome))
+        return json_response(await answer_items(exchange, request, RANK, body))
 
     @app.post("/v1/rank:batch", operation_id="rank_batch")
     async def rank_batch(request: Request) -> Response:

@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.items import RecommendRequest
-from recserve.server.exchange import Exchange, finished, json_response, outcomes
-from recserve.server.transport.trace import trace_of
+from recserve.server.arms.item_answer import answer_items
+from recserve.server.arms.item_use import RECOMMEND
+from recserve.server.exchange import Exchange, json_response
 
 BODY = msgspec.json.Decoder(RecommendRequest)
 
@@ -21,11 +22,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def recommend(request: Request) -> Response:
         """Return the k best items for a user or a history."""
         body = await exchange.body(request, BODY)
-        begin = exchange.service.recommendations.begin
-        deadline_s = exchange.deadline_s(request, body.timeout_ms)
-        work = await exchange.begin(begin, request, body, deadline_s)
-        (outcome,) = await outcomes(request, [work], deadline_s)
-        answer = finished(trace_of(request.scope), outcome)
+        answer = await answer_items(exchange, request, RECOMMEND, body)
         exchange.metrics.rounds.observe(answer.rounds)
         exchange.log_slate(body, answer)
         return json_response(answer)

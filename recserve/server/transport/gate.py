@@ -116,7 +116,7 @@ class Gate:
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")
         seconds = time.monotonic() - trace.began_s
-        self.metrics.request(getattr(route, "path", None), trace.strategy, seconds)
+        self.metrics.request(getattr(route, "path", None), trace.strategy, seconds, trace.arm)
         if trace.failure is not None and scope["path"] not in OPEN_PATHS:
             self.metrics.failure(trace.failure)
         if trace.timing_ms is not None:

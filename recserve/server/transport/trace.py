@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
+from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import REQUEST_ID, InvalidRequest, TimingMs
 
 HEADER = "x-request-id"
+EXPERIMENT_HEADER = b"x-recserve-experiment"
 _SHAPE = re.compile(REQUEST_ID.pattern or "")
 SCOPE_KEY = "recserve.trace"
 UPLOAD_KEY = "recserve.upload"
@@ -30,6 +32,7 @@ class Trace:
         failure: Label of the failure counter; None unless the request failed.
         status: HTTP status of the response; 0 before it starts.
         answered_s: time.monotonic() value at the answer of the service; None without one.
+        experiment: Experiment and arm of the request; None outside experiments.
     """
 
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
@@ -39,6 +42,14 @@ class Trace:
     failure: str | None = None
     status: int = 0
     answered_s: float | None = None
+    experiment: ExperimentLabel | None = None
+
+    @property
+    def arm(self) -> str:
+        """Label of metrics: the arm whose latency the request shows, or `none`."""
+        label = self.experiment
+        alone = label is not None and label.mode in ("split", "shadow") and label.reason is None
+        return label.header if label is not None and alone and label.arm else "none"
 
     def rename(self, request_id: str | None) -> None:
         """Uses the client's id.
@@ -67,6 +78,8 @@ class Trace:
             (b"x-request-id", self.request_id.encode()),
             (b"x-content-type-options", b"nosniff"),
         ]
+        if self.experiment is not None:
+            headers.append((EXPERIMENT_HEADER, self.experiment.header.encode()))
         if self.timing_ms is not None:
             stages = {
                 name: getattr(self.timing_ms, name) for name in self.timing_ms.__struct_fields__

@@ -23,6 +23,8 @@ class Attribution(msgspec.Struct, frozen=True, array_like=True):
         model_version: Version of the models.
         catalog_version: Version of the catalogue.
         issued_s: Time of the answer in seconds since 1970.
+        experiment: Name of the experiment; empty outside experiments.
+        arm: Name of the arm; empty if no single arm answered.
     """
 
     request_id: str
@@ -30,6 +32,8 @@ class Attribution(msgspec.Struct, frozen=True, array_like=True):
     model_version: str
     catalog_version: str
     issued_s: int
+    experiment: str = ""
+    arm: str = ""
 
 
 class BadToken(ValueError):
@@ -59,9 +63,13 @@ class Signer:
         """Returns the token of one answer. It contains a keyed hash instead of the user id."""
         user = "" if user_id is None else self.user(user_id)
         said = Attribution(request_id, user, model_version, catalog_version, int(time.time()))
-        payload = self._encoder.encode(said)
-        packed = base64.urlsafe_b64encode(payload + self._mac(payload))
-        return packed.rstrip(b"=").decode()
+        return self._signed(said)
+
+    def labelled(self, token: str, experiment: str, arm: str) -> str:
+        """Returns the token with the experiment and the arm of its answer. Raises BadToken."""
+        return self._signed(
+            msgspec.structs.replace(self.read(token), experiment=experiment, arm=arm)
+        )
 
     def read(self, token: str) -> Attribution:
         """Verifies a token and returns its content. Raises BadToken."""
@@ -79,6 +87,11 @@ class Signer:
         key = self.key[: hashlib.blake2s.MAX_KEY_SIZE]
         digest = hashlib.blake2s(user_id.encode(), key=key, digest_size=USER_BYTES, person=b"user")
         return base64.urlsafe_b64encode(digest.digest()).decode()
+
+    def _signed(self, said: Attribution) -> str:
+        payload = self._encoder.encode(said)
+        packed = base64.urlsafe_b64encode(payload + self._mac(payload))
+        return packed.rstrip(b"=").decode()
 
     def _mac(self, payload: bytes) -> bytes:
         return hmac.digest(self.key, payload, "sha256")[:MAC_BYTES]

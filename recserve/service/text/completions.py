@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import InvalidRequest, TimingMs
 from recserve.schemas.text import (
     ChatRequest,
@@ -37,7 +38,7 @@ from recserve.service.text.prompts import (
     speculation,
     stop_strings,
 )
-from recserve.service.text.stream import Listener, Piece, TextStream
+from recserve.service.text.stream import Listener, Piece, TextReceiver, TextStream
 from recserve.service.text.text_scores import TextScores
 from recserve.speculation.completion import Completion, SpeculationCounts, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -60,6 +61,7 @@ class PendingTexts:
         include_usage: True if a stream ends with a chunk of token counts.
         continuous_usage: True if every chunk has the token counts of its text so far.
         watch: Started when the body arrived.
+        experiment: Experiment and arm of the request; UNSET outside experiments.
     """
 
     head: dict[str, Any]
@@ -73,6 +75,7 @@ class PendingTexts:
     include_usage: bool
     continuous_usage: bool
     watch: Stopwatch
+    experiment: ExperimentLabel | UnsetType = UNSET
 
     def cancel(self) -> None:
         """Cancels all texts."""
@@ -84,8 +87,7 @@ class PendingTexts:
         for future, stream in zip(self.futures, self.streams, strict=True):
             future.result()
             stream.wait()
-        head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
-        return self.shape.answer(head, self.streams)
+        return self.shape.answer(self.head | {"usage": self.usage()} | self._tail(), self.streams)
 
     def chunk(self, piece: Piece, last: bool) -> TextResponse:
         """Returns the chunk for a piece.
@@ -99,13 +101,16 @@ class PendingTexts:
             usage = self.usage_so_far(piece)
         head = {**self.head, "usage": usage}
         if last and not self.include_usage:
-            head["metrics"] = self.metrics()
+            head |= self._tail()
         return self.shape.chunk(head, [piece])
 
     def counts(self) -> TextResponse:
         """Returns the chunk of token counts that follows the last piece with `include_usage`."""
-        head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
-        return self.shape.chunk(head, [])
+        return self.shape.chunk(self.head | {"usage": self.usage()} | self._tail(), [])
+
+    def _tail(self) -> dict[str, Any]:
+        """Returns the fields of a whole response and of a stream's last chunk."""
+        return {"metrics": self.metrics(), "experiment": self.experiment}
 
     def usage(self) -> Usage:
         """Returns the token counts of all texts."""
@@ -167,23 +172,6 @@ class PendingTexts:
         )
 
 
-@dataclass(frozen=True)
-class _TextCall:
-    """How a caller receives the texts of one request body.
-
-    Attributes:
-        watch: Started when the body arrived.
-        request_id: Last part of the response's id; None generates one.
-        deadline_s: time.monotonic() value after which the texts are useless; None means never.
-        listener: Called with every piece, on the engine's thread; None reads the texts at the end.
-    """
-
-    watch: Stopwatch
-    request_id: str | None
-    deadline_s: float | None
-    listener: Listener | None
-
-
 class Texts:
     """The text routes' side of a language model.
 
@@ -221,7 +209,7 @@ class Texts:
             UnknownModel: If the body names another model.
             Exception: What the engine refuses the request with.
         """
-        call = _TextCall(self._check(body), request_id, deadline_s, listener)
+        call = TextReceiver(self._check(body), request_id, deadline_s, listener)
         if body.echo and body.logprobs is not None:
             why = "not supported with logprobs; those of a prompt are not computed"
             raise InvalidRequest("echo", why)
@@ -244,7 +232,7 @@ class Texts:
         listener: Listener | None = None,
     ) -> PendingTexts:
         """Starts the responses to a conversation. Arguments and errors as in `begin_completion`."""
-        call = _TextCall(self._check(body), request_id, deadline_s, listener)
+        call = TextReceiver(self._check(body), request_id, deadline_s, listener)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         prompt = chat_prompt(body, self.model)
@@ -274,7 +262,7 @@ class Texts:
         prompts: Sequence[Prompt],
         params: Callable[[Prompt], SamplingParams],
         shape: Shape,
-        call: _TextCall,
+        call: TextReceiver,
     ) -> PendingTexts:
         drafting = speculation(body.speculation, body.temperature, self.model)
         stops = stop_strings(body)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recserve.core.request import Timing
+from recserve.service.pending import Stopwatch
 from recserve.speculation.completion import (
     Completion,
     FinishReason,
@@ -67,6 +68,23 @@ class Piece:
 
 
 Listener = Callable[[Piece], None]
+
+
+@dataclass(frozen=True)
+class TextReceiver:
+    """How a caller receives the texts of one request body.
+
+    Attributes:
+        watch: Started when the body arrived.
+        request_id: Last part of the response's id; None generates one.
+        deadline_s: time.monotonic() value after which the texts are useless; None means never.
+        listener: Called with every piece, on the engine's thread; None reads the texts at the end.
+    """
+
+    watch: Stopwatch
+    request_id: str | None
+    deadline_s: float | None
+    listener: Listener | None
 
 
 class TextStream:

@@ -1,0 +1,1 @@
+"""Experiments inside the server: settings, assignment, tallies of the arms, guards."""

@@ -1,0 +1,134 @@
+"""Requests of one arm: totals since the start, and a sliding window of results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recserve.experiments.serving.settings import MAX_WINDOW
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """The result of one request.
+
+    Attributes:
+        seconds: Time until the answer; None if the request failed.
+        failed: True if the server failed the request.
+        empty: True if the answer has no item from a model, or no token.
+    """
+
+    seconds: float | None
+    failed: bool = False
+    empty: bool = False
+
+
+@dataclass(frozen=True)
+class Percentile:
+    """A percentile with its interval.
+
+    Attributes:
+        value: The percentile.
+        low: Lower end; None if there are too few values.
+        high: Upper end; None if there are too few values.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class WindowSummary:
+    """The requests of an arm within the window.
+
+    Attributes:
+        requests: Number of requests.
+        errors: Number of failed requests.
+        empty: Number of empty answers.
+        seconds: Sorted latencies of the answered requests.
+    """
+
+    requests: int
+    errors: int
+    empty: int
+    seconds: NDArray[np.float64]
+
+
+class ArmTally:
+    """Counts the requests of one arm.
+
+    Attributes:
+        requests: Requests since the start of the server.
+        errors: Failed requests.
+        empty: Empty answers.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        """Starts at zero.
+
+        Args:
+            window_s: Length of the window; it holds at most MAX_WINDOW requests.
+        """
+        self.requests = 0
+        self.errors = 0
+        self.empty = 0
+        self._window_s = window_s
+        # Ring buffers: a deque of 10,000 results would stall the event loop at each look.
+        self._at_s = np.full(MAX_WINDOW, -math.inf)
+        self._seconds = np.full(MAX_WINDOW, math.nan)
+        self._failed = np.zeros(MAX_WINDOW, np.bool_)
+        self._empty = np.zeros(MAX_WINDOW, np.bool_)
+
+    def add(self, result: ArmResult, now_s: float) -> None:
+        """Adds a result; now_s is a time.monotonic() value."""
+        place = self.requests % MAX_WINDOW
+        self.requests += 1
+        self.errors += result.failed
+        self.empty += result.empty
+        self._at_s[place] = now_s
+        self._seconds[place] = math.nan if result.seconds is None else result.seconds
+        self._failed[place] = result.failed
+        self._empty[place] = result.empty
+
+    def forget(self) -> None:
+        """Empties the window; the totals stay."""
+        self._at_s.fill(-math.inf)
+
+    def window(self, now_s: float) -> WindowSummary:
+        """Returns the requests of the last `window_s` seconds."""
+        inside = self._at_s >= now_s - self._window_s
+        seconds = self._seconds[inside]
+        return WindowSummary(
+            requests=int(inside.sum()),
+            errors=int(self._failed[inside].sum()),
+            empty=int(self._empty[inside].sum()),
+            seconds=np.sort(seconds[~np.isnan(seconds)]),
+        )
+
+
+def percentile(ordered: NDArray[np.float64], share: float, confidence: float) -> Percentile | None:
+    """Returns a percentile and its interval by order statistics; None without values.
+
+    The ranks of the interval come from the binomial distribution in its normal approximation. They
+    assume independent requests, so the interval is a guide. `recserve ab` has better ones.
+
+    Args:
+        ordered: [n] values in ascending order.
+        share: 0.99 for the 99th percentile.
+        confidence: Two-sided confidence of the interval, such as 0.95.
+    """
+    count = len(ordered)
+    if not count:
+        return None
+    spread = NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(count * share * (1 - share))
+    low, high = math.floor(count * share - spread) - 1, math.ceil(count * share + spread)
+    return Percentile(
+        value=float(ordered[min(count - 1, math.ceil(count * share) - 1)]),
+        low=float(ordered[low]) if low >= 0 else None,
+        high=float(ordered[high]) if high < count else None,
+    )

@@ -1,0 +1,148 @@
+"""Settings of the experiments that a server runs, checked with the schemas of HTTP bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from recserve.experiments.assignment import WEIGHT_TOLERANCE, valid_weights
+from recserve.experiments.serving.arm_fields import USES, ArmFields
+from recserve.schemas.experiments import Mode, Use
+from recserve.schemas.items import InvalidRequest, StrictStruct
+from recserve.schemas.validation import converted
+
+MAX_EXPERIMENTS = 32
+MAX_ARMS = 8
+MAX_WINDOW = 10_000
+
+Label = Annotated[
+    str,
+    Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z", description="1 to 64 of A-Z a-z 0-9 . _ -"),
+]
+Weight = Annotated[float, Meta(gt=0, le=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=1, le=1000)]
+
+
+class ArmSettings(StrictStruct, frozen=True, kw_only=True):
+    """One arm.
+
+    Attributes:
+        name: Name in responses and metrics.
+        weight: Share of the units; None in every arm means equal shares.
+        fields: Request fields that the arm sets; dots in names nest.
+    """
+
+    name: Label
+    weight: Weight | None = None
+    fields: dict[str, Any] = {}
+
+
+class GuardSettings(StrictStruct, frozen=True, kw_only=True):
+    """When an experiment falls back to its control.
+
+    Attributes:
+        window_s: Length of the sliding window.
+        min_requests: Requests that control and arm need in the window.
+        factor: Highest allowed ratio of error shares, and of shares of empty answers.
+        error_share: Error share up to which an arm is never stopped.
+        empty_share: Share of empty answers up to which an arm is never stopped.
+        p99_factor: Highest allowed ratio of p99 latencies.
+    """
+
+    window_s: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
+    min_requests: Annotated[int, Meta(ge=10, le=MAX_WINDOW)] = 200
+    factor: Factor = 2.0
+    error_share: Share = 0.01
+    empty_share: Share = 0.01
+    p99_factor: Factor = 2.0
+
+
+class ExperimentSettings(StrictStruct, frozen=True, kw_only=True):
+    """One experiment.
+
+    Attributes:
+        name: Name in responses, metrics and routes.
+        use: Requests that take part; `text` covers completions and chats.
+        arms: The arms; the first one is the control.
+        mode: How requests use the arms.
+        seed: Seed of the hash; None means the name.
+        hash_version: Version of GrowthBook's hash.
+        coverage: Share of the units that take part.
+        guard: When the experiment falls back; None means never.
+    """
+
+    name: Label
+    use: Use
+    arms: Annotated[list[ArmSettings], Meta(min_length=2, max_length=MAX_ARMS)]
+    mode: Mode = "split"
+    seed: Annotated[str, Meta(max_length=256)] | None = None
+    hash_version: Literal[2] = 2
+    coverage: Share = 1.0
+    guard: GuardSettings | None = GuardSettings()
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Shares of the arms."""
+        given = tuple(arm.weight for arm in self.arms if arm.weight is not None)
+        return given or (1 / len(self.arms),) * len(self.arms)
+
+    def arm_fields(self) -> tuple[ArmFields, ...]:
+        """Returns the request fields of each arm. Raises InvalidRequest for a wrong one."""
+        return tuple(ArmFields.parse(self.use, arm.fields) for arm in self.arms)
+
+
+class _File(StrictStruct, frozen=True, kw_only=True):
+    experiments: Annotated[list[ExperimentSettings], Meta(max_length=MAX_EXPERIMENTS)]
+
+
+def parse_experiments(raw: Sequence[Mapping[str, Any]]) -> tuple[ExperimentSettings, ...]:
+    """Converts the setting `experiments`.
+
+    Args:
+        raw: One mapping per experiment, as the configuration file has them.
+
+    Raises:
+        InvalidRequest: If a value is out of range; the message names field, bound and value.
+    """
+    found = converted({"experiments": list(raw)}, _File).experiments
+    names = [one.name for one in found]
+    for index, one in enumerate(found):
+        place = f"experiments[{index}]"
+        if one.name in names[:index]:
+            raise InvalidRequest(f"{place}.name", f"expected different names, got {one.name!r}")
+        _check(one, place)
+    return tuple(found)
+
+
+def _check(one: ExperimentSettings, place: str) -> None:
+    names = [arm.name for arm in one.arms]
+    if len(set(names)) < len(names):
+        raise InvalidRequest(f"{place}.arms", f"expected different names, got {', '.join(names)}")
+    given = [arm.weight for arm in one.arms if arm.weight is not None]
+    if given and not valid_weights(given, len(names)):
+        raise InvalidRequest(
+            f"{place}.arms",
+            f"expected a weight per arm with sum 1 (+-{WEIGHT_TOLERANCE}), got {given}",
+        )
+    modes = USES[one.use].modes
+    if one.mode not in modes:
+        raise InvalidRequest(
+            f"{place}.mode", f"expected {' or '.join(modes)} for {one.use}, got {one.mode!r}"
+        )
+    if one.mode != "split" and len(names) != 2:
+        raise InvalidRequest(
+            f"{place}.arms", f"expected 2 arms for mode {one.mode}, got {len(names)}"
+        )
+    for index, arm in enumerate(one.arms):
+        try:
+            ArmFields.parse(one.use, arm.fields)
+        except InvalidRequest as error:
+            param = f"{place}.arms[{index}].fields" + (f".{error.param}" if error.param else "")
+            raise InvalidRequest(param, _reason(error)) from None
+
+
+def _reason(error: InvalidRequest) -> str:
+    return str(error).removeprefix(f"{error.param}: ")

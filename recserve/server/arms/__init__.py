@@ -1,0 +1,1 @@
+"""Runs the requests of experiments through their arms."""

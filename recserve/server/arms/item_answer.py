@@ -1,0 +1,63 @@
+"""Answers a recommend or rank request through the arms of its experiment."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+
+from recserve.experiments.serving.registry import Draw
+from recserve.server.arms.interleaved import interleaved
+from recserve.server.arms.item_request import ArmMisfit, ItemRequest
+from recserve.server.arms.item_use import A, B, ItemUse
+from recserve.server.arms.paired import paired
+from recserve.server.arms.shadow_copies import with_shadow
+from recserve.server.exchange import Exchange, finished
+from recserve.server.transport.trace import trace_of
+
+
+async def answer_items(exchange: Exchange, request: Request, use: ItemUse[B, A], body: B) -> A:
+    """Returns the answer of a request.
+
+    Args:
+        exchange: State of the application.
+        request: The HTTP request.
+        use: The route.
+        body: The decoded body.
+
+    Raises:
+        Exception: What the request fails with; row_of maps it to an HTTP error.
+    """
+    trace = trace_of(request.scope)
+    deadline_s = exchange.deadline_s(request, body.timeout_ms)
+    item_request = ItemRequest(exchange, request, use, body, deadline_s)
+    user = None if body.user is None else body.user.id
+    draw = exchange.experiments.draw(use.name, user, trace.request_id, body)
+    if draw is None:
+        return finished(trace, await item_request.answer(None))
+    label = trace.experiment = draw.label
+    try:
+        answer = await _drawn(item_request, draw)
+    except ArmMisfit as misfit:
+        reason = f"the arm does not fit: {misfit}"
+        label = trace.experiment = msgspec.structs.replace(label, arm=None, reason=reason)
+        answer = await item_request.answer(None)
+    signer = exchange.service.runtime.signer
+    token = signer.labelled(answer.attribution_token, label.name, label.arm or "")
+    labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
+    return finished(trace, labelled)
+
+
+async def _drawn(item_request: ItemRequest[B, A], draw: Draw) -> A:
+    """Returns the answer of the arm, in the mode of the experiment."""
+    if draw.arm is None:
+        return await item_request.answer(None)
+    if not draw.counted:
+        return await item_request.fitted(draw.arm)
+    mode = draw.experiment.settings.mode
+    if mode == "paired":
+        return await paired(item_request, draw.experiment)
+    if mode == "shadow":
+        return await with_shadow(item_request, draw.experiment)
+    if mode == "interleaved":
+        return await interleaved(item_request, draw.experiment)
+    return await item_request.recorded(draw.experiment, draw.arm)

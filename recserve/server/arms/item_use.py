@@ -1,0 +1,57 @@
+"""What experiments need to know about each item route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from recserve.schemas.experiments import Use
+from recserve.schemas.items import (
+    Envelope,
+    RankRequest,
+    RankResponse,
+    RecommendRequest,
+    RecommendResponse,
+)
+from recserve.service import Service
+from recserve.service.pending import Pending
+
+B = TypeVar("B", bound=RecommendRequest | RankRequest)
+A = TypeVar("A", bound=Envelope)
+
+
+@dataclass(frozen=True)
+class ItemUse(Generic[B, A]):
+    """One item route.
+
+    Attributes:
+        name: Name of the use in experiments.
+        begin: Starts a request on a service.
+        empty: Whether a response has no item from a model.
+        item_ids: Ids of the items of a response, best first.
+    """
+
+    name: Use
+    begin: Callable[[Service], Callable[[B, str, float], Pending[A]]]
+    empty: Callable[[A], bool]
+    item_ids: Callable[[A], list[str]]
+
+
+def _no_model_items(answer: RecommendResponse) -> bool:
+    cold = "cold_start" in answer.degraded
+    return not cold and not any(item.source == "model" for item in answer.items)
+
+
+RECOMMEND = ItemUse[RecommendRequest, RecommendResponse](
+    "recommend",
+    lambda service: service.recommendations.begin,
+    _no_model_items,
+    lambda answer: [item.item_id for item in answer.items],
+)
+RANK = ItemUse[RankRequest, RankResponse](
+    "rank",
+    lambda service: service.rankings.begin,
+    lambda answer: not answer.items,
+    lambda answer: [item.item_id for item in answer.items],
+)

@@ -1,0 +1,178 @@
+"""The modes paired, shadow and interleaved of a live server, with and without faults."""
+
+import time
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+
+from recserve.service import Service
+from recserve.service.recommend.recommend import Recommendations
+from tests.support.live_server import live
+from tests.support.tiny_bundle import shared_bundle
+
+ARMS = [
+    {"name": "wide", "fields": {"strategy": "beam", "beam_width": 40}},
+    {"name": "narrow", "fields": {"strategy": "nezha", "beam_width": 10}},
+]
+K = 8
+
+
+@contextmanager
+def server(store, mode, **more):
+    service = Service.open(shared_bundle(), f"lmdb:{store}", "cpu")
+    one = {"name": "m", "use": "recommend", "mode": mode, "arms": ARMS, "guard": None}
+    with live(service, experiments=[one], **more) as client:
+        client.users = client.get("/playground/samples").json()["users"]
+        yield client
+
+
+def ask(client, user, **fields):
+    answer = client.post("/v1/recommend", json={"user": {"id": user}, "k": K, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ids(answer):
+    return [item["item_id"] for item in answer["items"]]
+
+
+def plain(client, user, arm):
+    return ids(ask(client, user, **ARMS[arm]["fields"]))
+
+
+def status(client):
+    (one,) = client.get("/v1/experiments").json()["experiments"]
+    return {arm["name"]: arm for arm in one["arms"]}
+
+
+def metric(client, name):
+    line = f'recserve_experiment_compared_{name}_total{{experiment="m"}} '
+    (found,) = [x for x in client.get("/metrics").text.splitlines() if x.startswith(line)]
+    return float(found.removeprefix(line))
+
+
+@contextmanager
+def failing(monkeypatch, strategy, late=False):
+    """Requests of a strategy fail, at once or when they finish."""
+    error = RuntimeError("injected")
+    real = Recommendations.begin
+
+    def refuse(_):
+        raise error
+
+    def begin(self, body, request_id, deadline_s):
+        if body.strategy != strategy:
+            return real(self, body, request_id, deadline_s)
+        if not late:
+            raise error
+        return replace(real(self, body, request_id, deadline_s), finish=refuse)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recommendations, "begin", begin)
+        yield
+
+
+def test_paired_answers_as_the_control_and_measures_both(tmp_path, monkeypatch):
+    with server(tmp_path, "paired") as client:
+        for user in client.users:
+            answer = ask(client, user)
+            assert answer["experiment"]["arm"] == "wide"
+            assert answer["experiment"]["mode"] == "paired"
+            assert ids(answer) == plain(client, user, 0)
+        found, count = status(client), len(client.users)
+        assert found["wide"]["requests"] == found["narrow"]["requests"] == count
+        assert found["wide"]["p50_ms"] > 0 and found["narrow"]["p50_ms"] > 0
+        assert metric(client, "answers") == count
+        assert 0 < metric(client, "shared") <= count
+        for late in (False, True):
+            with failing(monkeypatch, "nezha", late=late):
+                for user in client.users[:10]:
+                    assert ids(ask(client, user)) == plain(client, user, 0)
+        found = status(client)
+        assert found["narrow"]["errors"] == 20 and found["wide"]["errors"] == 0
+        assert metric(client, "answers") == count
+
+
+def test_a_treatment_that_hangs_does_not_take_the_control_along(tmp_path, monkeypatch):
+    real = Recommendations.begin
+
+    def begin(self, body, request_id, deadline_s):
+        work = real(self, body, request_id, deadline_s)
+        return replace(work, future=Future()) if body.strategy == "nezha" else work
+
+    with server(tmp_path, "paired") as client:
+        monkeypatch.setattr(Recommendations, "begin", begin)
+        for n, user in enumerate(client.users[:8]):
+            answer = ask(client, user, timeout_ms=400, request_id=f"r-{n}")
+            assert ids(answer) == plain(client, user, 0)
+        found = status(client)
+        assert found["wide"]["requests"] == 8 and found["wide"]["errors"] == 0
+        # Second in its pair it fails; first in its pair it had half of the time.
+        assert found["narrow"]["errors"] > 0 and metric(client, "dropped") > 0
+        assert found["narrow"]["errors"] + metric(client, "dropped") == 8
+
+
+def test_paired_without_the_control_is_an_error(tmp_path, monkeypatch):
+    with server(tmp_path, "paired") as client, failing(monkeypatch, "beam"):
+        body = {"user": {"id": client.users[0]}, "k": K}
+        assert client.post("/v1/recommend", json=body).status_code == 500
+        assert status(client)["wide"]["errors"] == 1
+
+
+def wait_for_copies(client, count):
+    end = time.monotonic() + 20
+    while status(client)["narrow"]["requests"] + metric(client, "dropped") < count:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_shadow_copy_is_never_returned(tmp_path, monkeypatch):
+    with server(tmp_path, "shadow") as client:
+        for user in client.users:
+            answer = ask(client, user)
+            assert answer["experiment"]["arm"] == "wide" and "team" not in answer["items"][0]
+            assert ids(answer) == plain(client, user, 0)
+        wait_for_copies(client, len(client.users))
+        found = status(client)
+        assert found["wide"]["requests"] == len(client.users)
+        assert metric(client, "answers") == found["narrow"]["requests"] > 0
+        before, sent = found["narrow"]["errors"], len(client.users)
+        with failing(monkeypatch, "nezha", late=True):
+            for user in client.users[:10]:
+                assert ids(ask(client, user)) == plain(client, user, 0)
+            wait_for_copies(client, sent + 10)
+        assert status(client)["narrow"]["errors"] > before
+        assert status(client)["wide"]["errors"] == 0
+
+
+def test_shadow_copies_are_dropped_while_requests_wait(tmp_path):
+    with server(tmp_path, "shadow") as client:
+        exchange_copies = metric(client, "dropped")
+        engine = client.app.state.lifecycle.service.engine
+        real = engine.stats
+        engine.stats = lambda: replace(real(), queue_depth=3)
+        ask(client, client.users[0])
+        assert metric(client, "dropped") == exchange_copies + 1
+        assert status(client)["narrow"]["requests"] == 0
+
+
+def test_interleaved_slates_name_the_team_of_each_item(tmp_path, monkeypatch):
+    with server(tmp_path, "interleaved") as client:
+        first = set()
+        for user in client.users:
+            answer = ask(client, user, request_id=f"r-{user}")
+            by_team = {"wide": plain(client, user, 0), "narrow": plain(client, user, 1)}
+            assert [item["rank"] for item in answer["items"]] == list(range(1, K + 1))
+            assert len(set(ids(answer))) == K and answer["exact"] is False
+            for item in answer["items"]:
+                assert item["item_id"] in by_team[item["team"]]
+            teams = [item["team"] for item in answer["items"]]
+            assert teams.count("wide") == teams.count("narrow") == K // 2
+            assert ids(ask(client, user, request_id=f"r-{user}")) == ids(answer)
+            first.add(teams[0])
+            label = answer["experiment"]
+            assert (label["arm"], label["mode"]) == (None, "interleaved")
+        assert first == {"wide", "narrow"}
+        with failing(monkeypatch, "nezha"):
+            answer = ask(client, client.users[0])
+            assert "team" not in answer["items"][0] and answer["strategy"] == "beam"
