@@ -11,6 +11,7 @@ import msgspec
 from recserve.schemas import admin as a
 from recserve.schemas import browse as b
 from recserve.schemas import events as e
+from recserve.schemas import experiments as x
 from recserve.schemas import inference as i
 from recserve.schemas import items as m
 from recserve.schemas import scoring as s
@@ -231,3 +232,18 @@ def rollback_bundle() -> Operation[a.BundleStatus]:
 def bundle_status() -> Operation[a.BundleStatus]:
     """GET /admin/bundle."""
     return _get("/admin/bundle", a.BundleStatus)
+
+
+def experiments() -> Operation[x.ExperimentsResponse]:
+    """GET /v1/experiments."""
+    return _get("/v1/experiments", x.ExperimentsResponse)
+
+
+def stop_experiment(name: str) -> Operation[x.ExperimentStatus]:
+    """POST /admin/experiments/{name}:stop."""
+    return _post(f"/admin/experiments/{_part(name)}:stop", x.ExperimentStatus, None)
+
+
+def start_experiment(name: str) -> Operation[x.ExperimentStatus]:
+    """POST /admin/experiments/{name}:start."""
+    return _post(f"/admin/experiments/{_part(name)}:start", x.ExperimentStatus, None)

@@ -14,6 +14,7 @@ from recserve.client.operations import Json, Operation
 from recserve.schemas.admin import BundleLoadRequest, BundleStatus
 from recserve.schemas.browse import ItemPage, ItemsQuery, UserPage, UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
+from recserve.schemas.experiments import ExperimentsResponse, ExperimentStatus
 from recserve.schemas.inference import (
     InferRequest,
     InferResponse,
@@ -250,6 +251,18 @@ class Client:
     ) -> InferResponse:
         """Recommends or ranks for several users, given and returned as tensors."""
         return self.send(operations.infer(name, body), deadline_s)
+
+    def experiments(self, deadline_s: float | None = None) -> ExperimentsResponse:
+        """Returns the state of all experiments and of their arms."""
+        return self.send(operations.experiments(), deadline_s)
+
+    def stop_experiment(self, name: str, deadline_s: float | None = None) -> ExperimentStatus:
+        """Stops an experiment: every request gets the control. Needs an admin key."""
+        return self.send(operations.stop_experiment(name), deadline_s)
+
+    def start_experiment(self, name: str, deadline_s: float | None = None) -> ExperimentStatus:
+        """Starts a stopped or fallen-back experiment again. Needs an admin key."""
+        return self.send(operations.start_experiment(name), deadline_s)
 
     def live(self, deadline_s: float | None = None) -> Json:
         """Returns if the process runs (`/health/live`). Raises ApiError if not."""

@@ -36,7 +36,7 @@ BODIES = {
     "load_bundle": a.BundleLoadRequest,
     "infer": i.InferRequest,
 }
-QUERIES = {"items": b.ItemsQuery, "users": b.UsersQuery}
+QUERIES: dict[str, type[msgspec.Struct]] = {"items": b.ItemsQuery, "users": b.UsersQuery}
 ANSWERS = {
     "items": b.ItemPage,
     "users": b.UserPage,
@@ -86,6 +86,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
             if name in BODIES:
                 content = {"application/json": {"schema": by_kind[BODIES[name]]}}
                 operation["requestBody"] = {"required": True, "content": content}
+            if name in QUERIES:
+                operation["parameters"] = _parameters(QUERIES[name])
             error = {"application/json": {"schema": by_kind[m.ErrorResponse]}}
             operation["responses"] = {"default": {"description": "Error.", "content": error}}
             if name == "delete_user":
@@ -96,3 +98,14 @@ def describe(app: FastAPI) -> dict[str, Any]:
                 answered["content"] = {"application/json": {"schema": by_kind[ANSWERS[name]]}}
             operation["responses"][STATUS.get(name, "200")] = answered
     return said
+
+
+def _parameters(query: type[msgspec.Struct]) -> list[dict[str, Any]]:
+    """Returns the query parameters of a route, one for each field."""
+    (_,), components = msgspec.json.schema_components([query])
+    schema = components[query.__name__]
+    required = schema.get("required", ())
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": own}
+        for name, own in schema["properties"].items()
+    ]

@@ -65,6 +65,8 @@ ARGUMENTS = {
     "model_metadata": ("recommend",),
     "model_ready": ("rank",),
     "infer": ("recommend", inference.InferRequest(inputs=[TENSOR])),
+    "stop_experiment": ("a/b",),
+    "start_experiment": ("width",),
     "load_bundle": (admin.BundleLoadRequest(path="two"),),
 }
 
