@@ -520,7 +520,7 @@ def test_the_old_keywords_of_open_warn_and_work(tmp_path):
     with opened as service:
         assert len(caught) == 5 and str(caught[0].filename) == __file__
         assert (service.engine.config.max_queue, service.engine.config.kv_bytes) == (7, 2**22)
-        assert service.runtime.signer._key == KEY
+        assert service.runtime.signer.key == KEY
         assert service.items.journal.path.parent == journal
         assert service.recommend(RecommendRequest(history=[], k=3)).items
     with pytest.raises(TypeError, match="'max_que'"):
