@@ -213,3 +213,19 @@ def test_a_pickled_file_is_converted_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(CONVERT), str(tmp_path / "list.pt"), str(tmp_path)])
     with pytest.raises(SystemExit, match="holds list"):
         runpy.run_path(str(CONVERT), run_name="__main__")
+
+
+def test_heads_without_a_matrix_read_the_target_s(tmp_path):
+    """The repository's present trainer writes the blocks only."""
+    heads, target = drawn_heads(), tiny_model().float()
+    blocks = {n: w for n, w in original(heads).items() if ".linear." in n}
+    drafter = build_drafter("medusa", target, [write(tmp_path, blocks)])
+    hidden = torch.randn(3, E)
+    head = target.tokens.weight if target.head is None else target.head.weight
+    for k in range(K):
+        weight, bias = (blocks[f"{k}.0.linear.{part}"] for part in ("weight", "bias"))
+        state = hidden + F.silu(F.linear(hidden, weight, bias))
+        wanted = F.linear(state, head)
+        torch.testing.assert_close(drafter.heads(hidden)[k], wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UnsupportedModel, match="holds no Medusa heads"):
+        load_medusa(tmp_path, E, V)

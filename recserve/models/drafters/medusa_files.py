@@ -1,6 +1,7 @@
 """Files of Medusa heads: the original layout and vLLM's, safetensors only.
 
     original    {i}.{j}.linear.weight, .bias, {i}.{num_layers}.weight; also after `medusa_head.`
+    legacy      {i}.{j}.linear.weight, .bias and nothing else: the target's head reads the blocks
     vLLM        blocks.{i}.layers.{j}.weight, .bias, lm_heads.{i}.weight, token_map
 
 Sizes are read from the tensors, because published configurations name 2 heads where there are 5.
@@ -41,8 +42,17 @@ def load_medusa(
     vocab_size: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    target_head: Tensor | None = None,
 ) -> MedusaHeads:
     """Loads the heads of a folder, ready to draft for a target of these sizes.
+
+    Args:
+        folder: Folder of the heads.
+        hidden_size: E of the target.
+        vocab_size: V of the target.
+        dtype: Type of the heads.
+        device: Device of the heads.
+        target_head: [V, E] output matrix of the target, for heads without one of their own.
 
     Raises:
         UnsupportedModel: If a tensor or size does not fit; the message names it, the expected and
@@ -51,6 +61,8 @@ def load_medusa(
     folder = Path(folder)
     fields = _fields(folder)
     weights = rename(_tensors(folder), bool(fields.get("original_lm_head", False)))
+    if target_head is not None and not any(name.startswith("outputs.") for name in weights):
+        weights["outputs.0.weight"] = target_head
     config = _config(weights, folder.name, hidden_size, vocab_size)
     words = weights.get("token_map")
     for name, tensor in weights.items():
