@@ -120,6 +120,7 @@ def drafter(
     if kind != "items":
         if not text or llm is None or out is None:
             raise typer.BadParameter(f"--kind {kind} needs --text, --llm and --out")
+        options = replace(options, start_from=start_from)
         _print(train_eagle_from(kind, text, out, llm, options))
         return
     if bundle is None:

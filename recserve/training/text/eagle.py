@@ -12,7 +12,7 @@ settings of their published trainers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from recserve.models.attention import DenseAttention
 from recserve.models.decoder import Taps
 from recserve.models.drafters.eagle import Eagle, EagleConfig
-from recserve.models.drafters.eagle_files import FINAL_LAYER, save_eagle
+from recserve.models.drafters.eagle_files import FINAL_LAYER, load_eagle, save_eagle
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
@@ -277,9 +277,29 @@ def train_eagle(
 
     Returns:
         The report of the run.
+
+    Raises:
+        ValueError: If a text is too short, or the network of `options.start_from` has another
+            shape.
     """
     recipe = recipe or EagleRecipe()
     trainee = EagleTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
+    if options.start_from is not None:
+        trainee.model.load_state_dict(_old_weights(options.start_from, target, trainee.model))
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     save_eagle(trainee.model, directory)
     return report
+
+
+def _old_weights(folder: Path, target: LanguageModel, new: Eagle) -> dict[str, Tensor]:
+    """Returns the weights of an older network of the same shape, in float32.
+
+    Raises:
+        ValueError: If its configuration differs; the message names the field.
+    """
+    old = load_eagle(folder, target)
+    for name in (part.name for part in fields(EagleConfig)):
+        theirs, ours = getattr(old.config, name), getattr(new.config, name)
+        if theirs != ours:
+            raise ValueError(f"{folder.name}: {name} is {theirs}; the new network has {ours}")
+    return {name: weight.to(new.fc.weight.device) for name, weight in old.state_dict().items()}

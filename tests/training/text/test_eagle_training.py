@@ -1,5 +1,8 @@
 """Training of EAGLE networks: unrolled steps are drafts, and trained drafts are longer."""
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -90,3 +93,26 @@ def test_training_makes_drafts_longer(kind, words, model, text, tmp_path):
     if words is not None:
         assert trained.token_map.shape == (30,)
     assert accepted(model, trained) > before + 0.3
+
+
+def test_an_older_network_is_the_start(model, text, tmp_path):
+    """The target was trained again: its old head is a better start than a new one."""
+    cut = (ROWS - 20) * WINDOW
+    one = recipe("eagle")
+    options = TrainOptions(device="cpu", precision="float32")
+    train_eagle(model, text[:cut], text[cut:], tmp_path / "old", options, one)
+    later = copy.deepcopy(model)
+    for weight in later.decoder.layers.parameters():
+        weight.add_(0.03 * torch.randn(weight.shape))
+    options = replace(options, epochs=1)
+    reports = [
+        train_eagle(later, text[:cut], text[cut:], tmp_path / name, own, one)
+        for name, own in (
+            ("new", options),
+            ("healed", replace(options, start_from=tmp_path / "old")),
+        )
+    ]
+    assert reports[1].metrics["accept_length"] > reports[0].metrics["accept_length"] + 0.2
+    wrong = replace(options, start_from=tmp_path / "old")
+    with pytest.raises(ValueError, match="old: target_layers is .* the new network has"):
+        train_eagle(model, text[:cut], text[cut:], tmp_path / "no", wrong, recipe("eagle3"))
