@@ -1,12 +1,12 @@
 """One set of requests gives the same answers on every path, byte for byte.
 
 A path is one function: it gets the server's surroundings and yields a callable that answers one
-request. PATHS lists them all. Request ids, tokens and timings are removed before the comparison.
+request. PATHS lists them. Request ids, tokens and timings are removed before the comparison.
+test_same_answers_on_ray.py asks replicas and actors of Ray.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +16,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from recserve.batch import Defaults, Generator, InProcess, Job, run
@@ -25,26 +23,22 @@ from recserve.client import Client
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.schemas.inference import InferParameters, InferRequest, InferResponse, InferTensor
-from recserve.schemas.items import (
-    Candidate,
-    Diversity,
-    Exclude,
-    RankRequest,
-    RankResponse,
-    RecommendRequest,
-    RecommendResponse,
-    UserRef,
-)
+from recserve.schemas.items import RankRequest, RecommendRequest
 from recserve.service import Service, ServiceOptions
 from tests.support.live_server import live
+from tests.support.request_set import (
+    REQUESTS,
+    STRATEGIES,
+    Request,
+    read_slates,
+    same_part,
+    stable,
+    user_row,
+    write_user_rows,
+)
 from tests.support.tiny_bundle import NUM_ITEMS, NUM_USERS, built, with_models
 
-Request = RecommendRequest | RankRequest
 Answer = Callable[[Request], bytes | None]
-VOLATILE = ("request_id", "attribution_token", "timing_ms", "explanation")
-STRATEGIES = ("beam", "speculative", "nezha", "rpg", "dense", "specgr")
-HISTORY = [f"item{number:06d}" for number in (11, 4, 30)]
-CANDIDATES = [f"item{number:06d}" for number in (40, 7, 3, 40, 99)] + ["nothing"]
 
 
 @dataclass(frozen=True)
@@ -60,59 +54,6 @@ class World:
     service: Service
     server: httpx.Client
     folder: Path
-
-
-def slates() -> dict[str, RecommendRequest]:
-    """Requests for slates, by name."""
-    known, cold = UserRef(id="user000003"), UserRef(id="nobody")
-    requests = {
-        "user": RecommendRequest(user=known, strategy="beam"),
-        "history": RecommendRequest(history=HISTORY, strategy="beam", k=5),
-        "cold": RecommendRequest(user=cold, k=7),
-        "many": RecommendRequest(user=known, k=200, beam_width=250, strategy="speculative"),
-        "repeats": RecommendRequest(
-            history=HISTORY, strategy="beam", exclude=Exclude(seen=False), k=20
-        ),
-        "excluded": RecommendRequest(
-            history=HISTORY,
-            strategy="speculative",
-            exclude=Exclude(item_ids=[f"item{n:06d}" for n in range(50, 90)]),
-        ),
-        "filtered": RecommendRequest(
-            history=HISTORY, strategy="beam", filter={"range": ["price", None, 12]}
-        ),
-        "diverse": RecommendRequest(
-            history=HISTORY, strategy="beam", diversity=Diversity(category=2)
-        ),
-        "unknown": RecommendRequest(history=[*HISTORY, "nothing"], strategy="nezha"),
-    }
-    for name in STRATEGIES:
-        requests[name] = RecommendRequest(user=known, strategy=name, k=12)
-    return requests
-
-
-def rankings() -> dict[str, RankRequest]:
-    """Requests for rankings, by name."""
-    candidates = [Candidate(item_id=item_id) for item_id in CANDIDATES]
-    known, cold = UserRef(id="user000003"), UserRef(id="nobody")
-    return {
-        "ranker": RankRequest(user=known, candidates=candidates, scorer="ranker"),
-        "likelihood": RankRequest(user=known, candidates=candidates, scorer="likelihood"),
-        "auto": RankRequest(history=HISTORY, candidates=candidates),
-        "cold ranking": RankRequest(user=cold, candidates=candidates),
-        "features": RankRequest(
-            history=HISTORY, candidates=[Candidate(item_id=HISTORY[0], features={"price": 3.5})]
-        ),
-    }
-
-
-REQUESTS: dict[str, Request] = {**slates(), **rankings()}
-
-
-def stable(answer: RecommendResponse | RankResponse) -> bytes:
-    """An answer as JSON without what differs between two equal answers."""
-    fields = msgspec.to_builtins(answer)
-    return msgspec.json.encode({k: v for k, v in fields.items() if k not in VOLATILE})
 
 
 @contextmanager
@@ -170,27 +111,14 @@ PATHS = {"HTTP": over_http, "/v2": over_v2, "batch": in_batch}
 
 def _batch_slate(task: Generator, folder: Path, request: Request) -> bytes | None:
     """The slate; None for requests that a row cannot express."""
-    if isinstance(request, RankRequest) or request.diversity or request.exclude.item_ids:
+    row = user_row(request)
+    if row is None:
         return None
-    if request.beam_width is not None:
-        return None
-    row = {
-        "user_id": request.user.id if request.user else "somebody",
-        "history": request.history,
-        "k": request.k,
-        "strategy": request.strategy,
-        "exclude_seen": request.exclude.seen,
-        "filter": json.dumps(request.filter) if request.filter else None,
-    }
-    types = {"history": pa.list_(pa.string()), "filter": pa.string()}
-    columns = {name: pa.array([value], types.get(name)) for name, value in row.items()}
     folder.mkdir()
-    pq.write_table(pa.table(columns), folder / "users.parquet")
+    write_user_rows(folder / "users.parquet", [row])
     run(Job(folder / "users.parquet", folder / "slates"), InProcess(task))
-    rows = pq.read_table(folder / "slates").to_pylist()
-    items = [{name: row[name] for name in ("item_id", "score", "rank")} for row in rows]
-    names = ("strategy", "model_version", "catalog_version")
-    return msgspec.json.encode({"items": items, **{name: rows[0][name] for name in names}})
+    (slate,) = read_slates(folder / "slates")
+    return msgspec.json.encode(slate)
 
 
 def _row(request: Request) -> InferTensor:
@@ -281,12 +209,8 @@ def test_every_path_gives_the_same_bytes(world, path):
             if given is None:
                 continue
             said = msgspec.json.decode(given)
-            assert set(said) <= set(wanted), name
-            if path == "batch":  # rows hold no source
-                wanted["items"] = [{n: i[n] for n in said["items"][0]} for i in wanted["items"]]
-            assert msgspec.json.encode(said, order="sorted") == msgspec.json.encode(
-                {key: wanted[key] for key in said}, order="sorted"
-            ), name
+            left, right = same_part(said, wanted)
+            assert left == right, name
             compared.append(name)
     assert len(compared) >= 12 and set(STRATEGIES) <= set(compared)
 

@@ -1,9 +1,5 @@
 """Replicas on a local Ray: same slates, affinity, a killed replica, rolling update, overload."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,21 +11,14 @@ import pytest
 ray = pytest.importorskip("ray", reason="NO ray on this machine: the Ray Serve tests did not run")
 
 from recserve.config import ConfigError  # noqa: E402
+from recserve.schemas.items import RecommendRequest, UserRef  # noqa: E402
 from recserve.server.ray_serve import ReplicaOptions, app, deploy, running  # noqa: E402
 from tests.support.redis_server import free_port  # noqa: E402
+from tests.support.reference_process import ENVIRONMENT, process_answers  # noqa: E402
+from tests.support.request_set import without_volatile  # noqa: E402
 from tests.support.tiny_bundle import NUM_USERS, tiny_bundle  # noqa: E402
 
 USERS = [f"user{number:06d}" for number in range(NUM_USERS)]
-REFERENCE = """
-import sys
-import msgspec
-from recserve import RecommendRequest, Service
-from recserve.schemas.items import UserRef
-with Service.open(sys.argv[1], sys.argv[2], "cpu") as service:
-    for user in sys.stdin.read().split():
-        answer = service.recommend(RecommendRequest(user=UserRef(id=user), k=5))
-        print(msgspec.json.encode(answer).decode())
-"""
 
 
 @dataclass
@@ -39,7 +28,7 @@ class Cluster:
     client: httpx.Client
     bundle: Path
     other: Path
-    expected: list[str]
+    expected: list[bytes]
 
     def options(self, bundle: Path, **values) -> ReplicaOptions:
         settings = {"bundle": str(bundle), "store": f"lmdb:{bundle}.history", "device": "cpu"}
@@ -61,29 +50,16 @@ class Cluster:
         return cached / total
 
 
-def comparable(answer: str) -> str:
-    """Returns the JSON of an answer without ids and times."""
-    fields = json.loads(answer)
-    for name in ("request_id", "attribution_token", "timing_ms"):
-        del fields[name]
-    return json.dumps(fields)
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("ray")
     bundle = tiny_bundle(folder / "one", ranker=False)
     other = tiny_bundle(folder / "two", recommender=True)
     with pytest.MonkeyPatch.context() as patch:
-        # Otherwise each process measures which kernels are faster, and the last bits may differ.
-        patch.setenv("RECSERVE_KERNELS", "torch")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        done = subprocess.run(
-            [sys.executable, "-c", REFERENCE, bundle, f"lmdb:{folder}/reference"],
-            input="\n".join(USERS), env=os.environ, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        expected = [comparable(line) for line in done.stdout.splitlines()]
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        requests = [RecommendRequest(user=UserRef(id=user), k=5) for user in USERS]
+        expected = process_answers(bundle, f"lmdb:{folder}/reference", requests)
         made = Cluster(httpx.Client(), bundle, other, expected)
         with running(made.options(bundle), port=free_port()) as address:
             made.client = httpx.Client(base_url=address, timeout=60)
@@ -113,7 +89,7 @@ def test_replicas_that_do_not_fit_this_machine_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_replicas_give_the_slates_of_one_process(cluster):
-    got = [comparable(cluster.recommend(user).text) for user in USERS]
+    got = [without_volatile(cluster.recommend(user).json()) for user in USERS]
     assert got == cluster.expected
     assert len(set(got)) > 1
 
