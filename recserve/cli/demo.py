@@ -74,6 +74,8 @@ SOURCES_BYTES = 1_000_000
 DRAFTER = "suffix"
 PROMPT = "When an exception is raised,"
 NUM_TOKENS = 64
+# A model this small repeats one clause for ever if it decodes greedily without a penalty.
+REPETITION_PENALTY = 1.2
 LLM = "llm"
 CPU = torch.device("cpu")
 NUM_CODES = 64
@@ -231,6 +233,7 @@ def completion(service: Service, drafter: str) -> tuple[CompletionResponse, floa
         prompt=PROMPT,
         max_tokens=NUM_TOKENS,
         temperature=0.0,
+        repetition_penalty=REPETITION_PENALTY,
         ignore_eos=True,
         speculation=SpeculationOptions(drafter=drafter),
     )
