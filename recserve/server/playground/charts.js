@@ -84,30 +84,36 @@ export function barChart(pairs, unit, below) {
   return element("div", { class: "barchart" }, picture);
 }
 
-/** Returns dots with whiskers, one row per entry {name, value, low, high}. */
+/** Returns dots with whiskers, one row per entry {name, value, low, high, none}.
+ *
+ * A whisker without an upper end runs to the edge and has no cap there. `none` is shown without a value.
+ */
 export function whiskerChart(rows, unit) {
   const left = 128;
   const room = WIDTH - left - 22;
   const values = rows.flatMap((row) => [row.value, row.low, row.high]).filter(Number.isFinite);
   const most = ceiling(Math.max(0, ...values) * 1.02);
   const height = 20 + rows.length * 30 + 30;
-  const said = rows.map((row) => `${row.name} ${count(row.value)} ${unit}, interval ${count(row.low)} to ${count(row.high)}`).join("; ");
+  const said = rows.map((row) => {
+    if (!Number.isFinite(row.value)) return `${row.name}: ${row.none}`;
+    return `${row.name} ${count(row.value)} ${unit}, interval from ${count(row.low)}${Number.isFinite(row.high) ? ` to ${count(row.high)}` : ""}`;
+  }).join("; ");
   const picture = canvas(said, WIDTH, height);
   const x = (value) => left + (room * value) / most;
   for (const share of [0, 0.5, 1]) {
     picture.append(svg("line", { class: "axis", x1: x(most * share), x2: x(most * share), y1: 8, y2: height - 28 }));
-    picture.append(svg("text", { class: "middle", x: x(most * share), y: height - 10, text: `${count(most * share)} ${unit}` }));
+    picture.append(svg("text", { class: share === 1 ? "end" : "middle", x: share === 1 ? WIDTH : x(most * share), y: height - 10, text: `${count(most * share)} ${unit}` }));
   }
   rows.forEach((row, at) => {
     const y = 24 + at * 30;
     const name = String(row.name);
     picture.append(svg("text", { x: 0, y: y + 4, text: name.length > 18 ? `${name.slice(0, 17)}…` : name }));
-    if (Number.isFinite(row.low) && Number.isFinite(row.high)) {
-      picture.append(svg("line", { class: "whisker", x1: x(row.low), x2: x(row.high), y1: y, y2: y }));
-      for (const end of [row.low, row.high]) picture.append(svg("line", { class: "whisker", x1: x(end), x2: x(end), y1: y - 4, y2: y + 4 }));
+    if (Number.isFinite(row.low)) {
+      picture.append(svg("line", { class: "whisker", x1: x(row.low), x2: x(Number.isFinite(row.high) ? row.high : most), y1: y, y2: y }));
+      for (const end of [row.low, row.high].filter(Number.isFinite)) picture.append(svg("line", { class: "whisker", x1: x(end), x2: x(end), y1: y - 4, y2: y + 4 }));
     }
     if (Number.isFinite(row.value)) picture.append(svg("circle", { class: "point", cx: x(row.value), cy: y, r: 4.5 }));
-    else picture.append(svg("text", { x: left, y: y + 4, text: "no requests yet" }));
+    else picture.append(svg("text", { class: "none", x: left + 8, y: y + 4, text: row.none }));
   });
   return picture;
 }

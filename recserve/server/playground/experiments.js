@@ -9,22 +9,28 @@ const EVERY_MS = 5000;
 let timer = null;
 let shown = null;
 
+/** Returns the interval as text. With few answers only its lower end is known. */
+function interval(arm) {
+  if (!Number.isFinite(arm.p99_low_ms)) return "–";
+  return Number.isFinite(arm.p99_high_ms) ? `${ms(arm.p99_low_ms)} to ${ms(arm.p99_high_ms)}` : `${ms(arm.p99_low_ms)} or more`;
+}
+
 function armRow(arm) {
-  const cells = [count(arm.weight), count(arm.requests), count(arm.errors), count(arm.empty), ms(arm.p50_ms ?? NaN), ms(arm.p99_ms ?? NaN),
-    Number.isFinite(arm.p99_low_ms) && Number.isFinite(arm.p99_high_ms) ? `${ms(arm.p99_low_ms)} to ${ms(arm.p99_high_ms)}` : "–"];
+  const cells = [count(arm.weight), count(arm.requests), count(arm.errors), count(arm.empty), ms(arm.p50_ms ?? NaN), ms(arm.p99_ms ?? NaN), interval(arm)];
   return element("tr", {}, element("td", {}, element("b", { text: arm.name })), ...cells.map((text) => element("td", { class: "num", text })));
 }
 
 function card(experiment) {
   const heads = ["Arm", "Weight", "Requests", "Errors", "Empty", "p50", "p99", "95 % interval of p99"];
   const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads.map((text, at) => element("th", { class: at ? "num" : "", text })))), element("tbody", {}, ...experiment.arms.map(armRow)));
-  const rows = experiment.arms.map((arm) => ({ name: arm.name, value: arm.p99_ms ?? NaN, low: arm.p99_low_ms ?? NaN, high: arm.p99_high_ms ?? NaN }));
+  const rows = experiment.arms.map((arm) => ({ name: arm.name, value: arm.p99_ms ?? NaN, low: arm.p99_low_ms ?? NaN, high: arm.p99_high_ms ?? NaN,
+    none: arm.requests ? "no recent answers" : "no requests yet" }));
   const p = experiment.sample_ratio_p;
   const facts = element("span", { class: "facts" }, badge(experiment.status.replaceAll("_", " "), STATES[experiment.status] || ""), badge(experiment.mode),
     badge(`${count(100 * experiment.coverage)} % of the traffic`, "", "Share of the requests that take part"),
     Number.isFinite(p) && badge(`sample ratio p = ${p.toPrecision(2)}`, p < 0.001 ? "bad" : "", "Chi-square test: are requests split as the weights say? Below 0.001 something is wrong."));
   return element("div", { class: "card experiment" }, element("h2", {}, experiment.name, element("span", { class: "spacer" }), facts), experiment.reason ? element("p", { class: "notes", text: experiment.reason }) : null,
-    element("div", { class: "two" }, element("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": `Arms of ${experiment.name}` }, table), element("div", {}, element("h3", { text: "p99 latency with its interval" }), whiskerChart(rows, "ms"))));
+    element("div", { class: "two" }, element("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": `Arms of ${experiment.name}` }, table), element("div", {}, element("h3", { text: "p99 latency with its interval" }), rows.some((row) => Number.isFinite(row.value)) ? whiskerChart(rows, "ms") : empty("No arm has recent answers."))));
 }
 
 async function read() {
