@@ -75,7 +75,7 @@ DRAFTER = "suffix"
 PROMPT = "When an exception is raised,"
 NUM_TOKENS = 64
 # A model this small repeats one clause for ever if it decodes greedily without a penalty.
-REPETITION_PENALTY = 1.2
+REPETITION_PENALTY = 1.1
 LLM = "llm"
 CPU = torch.device("cpu")
 NUM_CODES = 64
