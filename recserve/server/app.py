@@ -20,6 +20,7 @@ from recserve.experiments.serving.settings import parse_experiments
 from recserve.metrics import Metrics
 from recserve.search.strategies.registry import strategy_classes
 from recserve.server import playground
+from recserve.server.arms.arm_server import ArmServer
 from recserve.server.arms.check import check_arms
 from recserve.server.arms.collector import ExperimentCollector
 from recserve.server.bundle_swaps import BundleSwaps
@@ -70,6 +71,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         check_arms(found, experiments)
         return found
 
+    arm_servers = ArmServer.open_all(arm for one in experiments for arm in one.arms)
     lifecycle = Lifecycle(opened)
     telemetry = Telemetry.open(config)
 
@@ -77,6 +79,8 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lifecycle.start()
         yield
+        for server in arm_servers.values():
+            await server.close()
         await asyncio.to_thread(lifecycle.close)
         await asyncio.to_thread(telemetry.close)
 
@@ -100,11 +104,19 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config.text_timeout_ms,
         telemetry.slate_log,
         experiments,
+        arm_servers=arm_servers,
     )
     item_routes = (recommend, rank, inference, events, items, experiment_routes)
     for routes in (*item_routes, models, completions, text_scores, health, playground):
         routes.add_routes(app, exchange)
-    swaps = BundleSwaps(lifecycle, loader, config.bundle, config.bundles_dir, metrics.bundle_swaps)
+    swaps = BundleSwaps(
+        lifecycle,
+        loader,
+        config.bundle,
+        config.bundles_dir,
+        metrics.bundle_swaps,
+        lambda opened: check_arms(opened, experiments),
+    )
     bundle_admin.add_routes(app, exchange, swaps)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     metrics.arms = experiments.labels

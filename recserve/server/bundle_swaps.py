@@ -90,12 +90,25 @@ class BundleSwaps:
         configured: Path | None,
         bundles_dir: Path | None,
         count: Counter,
+        check: Callable[[Service], None],
     ) -> None:
+        """Replaces nothing yet.
+
+        Args:
+            lifecycle: Holds the service.
+            loader: Opens services.
+            configured: Folder that `reload` reads.
+            bundles_dir: Folder of the bundles that `load` accepts.
+            count: Counts replacements by their result.
+            check: Raises ValueError if an opened service must not answer, such as one whose models
+                do not fit the arms of experiments. A forced replacement logs the error instead.
+        """
         self.lifecycle = lifecycle
         self.loader = loader
         self.configured = configured
         self.bundles_dir = bundles_dir
         self._count = count
+        self._check = check
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._previous: _Served | None = None
@@ -195,6 +208,7 @@ class BundleSwaps:
             try:
                 self._tell(PROBE, f"testing {name}")
                 probe(new)
+                self._fits(new, force)
             except BaseException:
                 new.close()
                 raise
@@ -221,6 +235,14 @@ class BundleSwaps:
         else:
             log.info("%s", self._message)
             self._end("ready", "loaded", self._message)
+
+    def _fits(self, new: Service, force: bool) -> None:
+        try:
+            self._check(new)
+        except ValueError as error:
+            if not force:
+                raise
+            log.warning("the bundle is loaded by force although it does not fit: %s", error)
 
     def _tell(self, progress: float, message: str) -> None:
         with self._lock:

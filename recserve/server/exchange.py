@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from recserve.schemas.items import (
 )
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
 from recserve.schemas.validation import validation_error
+from recserve.server.arms.arm_server import ArmServer
 from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.lifecycle import Lifecycle
@@ -54,6 +55,7 @@ class Exchange:
         slate_log: Log of slates and outcomes; None without one.
         experiments: Experiments of the server.
         copies: Requests of mode `shadow` in progress.
+        arm_servers: Other servers of arms, by label of the arm.
     """
 
     lifecycle: Lifecycle
@@ -64,6 +66,7 @@ class Exchange:
     slate_log: SlateLog | None = None
     experiments: Experiments = field(default_factory=Experiments)
     copies: set[asyncio.Task[None]] = field(default_factory=set)
+    arm_servers: Mapping[str, ArmServer] = field(default_factory=dict)
 
     @property
     def service(self) -> Service:

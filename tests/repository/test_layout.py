@@ -59,7 +59,7 @@ OWNERS = {
     "tokenizers": {"tokenizer"},
     "jinja2": {"tokenizer"},
     "aiohttp": {"experiments"},
-    "httpx": {"client", "cli/bundle_swap.py"},
+    "httpx": {"client", "cli/bundle_swap.py", "server/arms/arm_server.py"},
     "opentelemetry": {"server/telemetry/traces.py"},
     "ray": {"batch/ray_workers.py", "server/ray_serve.py"},
     # The extra `train`; a serving install has none of them.

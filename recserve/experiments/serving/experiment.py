@@ -8,7 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -16,7 +17,7 @@ from recserve.experiments.assignment import ArmSplit, Assignment
 from recserve.experiments.serving.arm_fields import ArmFields, Exclusion
 from recserve.experiments.serving.arm_tally import ArmResult, ArmTally, percentile
 from recserve.experiments.serving.guard import CAUSES, Cause, judge
-from recserve.experiments.serving.settings import ExperimentSettings, GuardSettings
+from recserve.experiments.serving.settings import ArmSettings, ExperimentSettings, GuardSettings
 from recserve.schemas.experiments import ArmStatus, ExperimentStatus, Status
 
 log = logging.getLogger(__name__)
@@ -26,23 +27,42 @@ LOOK_S = 1.0
 MAX_UNITS = 100_000
 
 
+# What became of a request that the server of an arm got.
+Forwarding = Literal["answered", "late", "failed", "refused", "busy"]
+FORWARDINGS: tuple[Forwarding, ...] = ("answered", "late", "failed", "refused", "busy")
+
+
 @dataclass(frozen=True)
 class ServingArm:
     """An arm of a running experiment.
 
     Attributes:
-        name: Name of the arm.
+        settings: Its settings, with the address of its server.
         weight: Share of the units.
         fields: Request fields that the arm sets.
         label: `experiment/arm`, the label of metrics.
         tally: Its requests.
+        forwarded: Number of requests for its server by what became of them.
     """
 
-    name: str
+    settings: ArmSettings
     weight: float
     fields: ArmFields
     label: str
     tally: ArmTally
+    forwarded: Counter[Forwarding] = field(
+        default_factory=lambda: Counter(dict.fromkeys(FORWARDINGS, 0))
+    )
+
+    @property
+    def name(self) -> str:
+        """Name of the arm."""
+        return self.settings.name
+
+    @property
+    def remote(self) -> bool:
+        """True if another server answers the requests of the arm."""
+        return self.settings.url is not None
 
 
 @dataclass
@@ -90,8 +110,8 @@ class Experiment:
         fields = settings.arm_fields()
         names = [arm.name for arm in settings.arms]
         self.arms = tuple(
-            ServingArm(name, weight, each, f"{settings.name}/{name}", ArmTally(guard.window_s))
-            for name, weight, each in zip(names, settings.weights, fields, strict=True)
+            ServingArm(arm, weight, each, f"{settings.name}/{arm.name}", ArmTally(guard.window_s))
+            for arm, weight, each in zip(settings.arms, settings.weights, fields, strict=True)
         )
         self.split = ArmSplit.even(
             settings.name if settings.seed is None else settings.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
@@ -33,11 +34,19 @@ class ArmSettings(StrictStruct, frozen=True, kw_only=True):
         name: Name in responses and metrics.
         weight: Share of the units; None in every arm means equal shares.
         fields: Request fields that the arm sets; dots in names nest.
+        url: Address of another recserve server that answers the requests of the arm; None means
+            that this server answers them.
+        api_key_file: File with an API key of the other server.
+        max_in_flight: Most requests that the other server gets at the same time. A further request
+            gets the control's answer and counts as an error of the arm.
     """
 
     name: Label
     weight: Weight | None = None
     fields: dict[str, Any] = {}
+    url: Annotated[str, Meta(max_length=256)] | None = None
+    api_key_file: str | None = None
+    max_in_flight: Annotated[int, Meta(ge=1, le=10_000)] = 128
 
 
 class GuardSettings(StrictStruct, frozen=True, kw_only=True):
@@ -137,11 +146,44 @@ def _check(one: ExperimentSettings, place: str) -> None:
             f"{place}.arms", f"expected 2 arms for mode {one.mode}, got {len(names)}"
         )
     for index, arm in enumerate(one.arms):
+        where = f"{place}.arms[{index}]"
         try:
             ArmFields.parse(one.use, arm.fields)
         except InvalidRequest as error:
-            param = f"{place}.arms[{index}].fields" + (f".{error.param}" if error.param else "")
+            param = f"{where}.fields" + (f".{error.param}" if error.param else "")
             raise InvalidRequest(param, _reason(error)) from None
+        if arm.url is not None:
+            _check_url(one.use, index, arm.url, f"{where}.url")
+        elif arm.api_key_file is not None:
+            raise InvalidRequest(f"{where}.api_key_file", "expected none without url")
+
+
+def _check_url(use: Use, index: int, url: str, param: str) -> None:
+    if index == 0:
+        raise InvalidRequest(
+            param, "expected none for the control: this server answers when the other one fails"
+        )
+    if use == "text":
+        raise InvalidRequest(
+            param, "expected none for text; compare two servers with recserve ab instead"
+        )
+    try:
+        parts = urlsplit(url)
+        valid = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and url in (f"{parts.scheme}://{parts.netloc}", f"{parts.scheme}://{parts.netloc}/")
+            and "@" not in parts.netloc
+            and url.isascii()
+            and url.isprintable()
+            and " " not in url
+        )
+    except ValueError:  # a port that is no number
+        valid = False
+    if not valid:
+        # The value may hold a password, so the message does not repeat it.
+        raise InvalidRequest(param, "expected http://host:port or https://host:port, nothing else")
 
 
 def _reason(error: InvalidRequest) -> str:

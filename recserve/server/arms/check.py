@@ -17,6 +17,8 @@ from recserve.service.text.prompts import speculation
 def check_arms(service: Service, experiments: Experiments) -> None:
     """Starts a request of every arm that needs no model, so that its fields are checked.
 
+    Arms with another server are left out: their fields are for the models of that server.
+
     Args:
         service: The open service.
         experiments: Experiments of the server.
@@ -25,7 +27,7 @@ def check_arms(service: Service, experiments: Experiments) -> None:
         ValueError: If an arm does not fit the models; the message names experiment and arm.
     """
     for one in experiments:
-        for arm in one.arms:
+        for arm in (arm for arm in one.arms if not arm.remote):
             try:
                 _probe(service, one.settings.use, arm.fields)
             except (ValueError, UnknownModel) as error:

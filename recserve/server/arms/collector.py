@@ -43,6 +43,15 @@ class ExperimentCollector(Collector):
                 for arm in one.arms:
                     family.add_metric([arm.label], getattr(arm.tally, name))
             yield family
+        forwarded = CounterMetricFamily(
+            "recserve_experiment_forwarded",
+            "Requests for the other server of an arm by what became of them",
+            labels=["arm", "result"],
+        )
+        for arm in (arm for one in found for arm in one.arms if arm.remote):
+            for result, count in arm.forwarded.items():
+                forwarded.add_metric([arm.label, result], count)
+        yield forwarded
         running = GaugeMetricFamily(
             "recserve_experiment_running", "1 while the experiment runs", labels=["experiment"]
         )

@@ -16,6 +16,7 @@ from recserve.server.arms.item_request import (
     is_misfit,
     record_answer,
     record_error,
+    record_refusal,
 )
 from recserve.server.arms.item_use import A, B
 from recserve.server.exchange import outcomes
@@ -40,7 +41,7 @@ async def interleaved(item_request: ItemRequest[B, A], experiment: Experiment) -
     works: list[Pending[A]] = []
     for arm in experiment.arms:
         try:
-            work = await item_request.begin(arm, item_request.deadline_s)
+            work = await item_request.begin(arm, item_request.arm_deadline_s(arm))
         except Exception as error:
             work = failed(error)
         if work.future is not None:
@@ -63,6 +64,7 @@ async def interleaved(item_request: ItemRequest[B, A], experiment: Experiment) -
             raise ArmMisfit(str(first)) from first
         raise first
     if isinstance(second, Exception):
+        record_refusal(experiment, experiment.arms[1], second)
         return first
     experiment.compare(item_request.use.item_ids(first), item_request.use.item_ids(second))
     request_id = trace_of(item_request.request.scope).request_id

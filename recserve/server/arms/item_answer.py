@@ -5,9 +5,12 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 
+from recserve.core.request import DeadlineExceeded
+from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.registry import Draw
+from recserve.server.arms.arm_server import ARM_HEADER, ArmServerError
 from recserve.server.arms.interleaved import interleaved
-from recserve.server.arms.item_request import ArmMisfit, ItemRequest
+from recserve.server.arms.item_request import ArmMisfit, ItemRequest, record_refusal
 from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.arms.paired import paired
 from recserve.server.arms.shadow_copies import with_shadow
@@ -29,9 +32,12 @@ async def answer_items(exchange: Exchange, request: Request, use: ItemUse[B, A],
     """
     trace = trace_of(request.scope)
     deadline_s = exchange.deadline_s(request, body.timeout_ms)
-    item_request = ItemRequest(exchange, request, use, body, deadline_s)
+    signer = exchange.service.runtime.signer
+    item_request = ItemRequest(exchange, request, use, body, deadline_s, signer)
     user = None if body.user is None else body.user.id
-    draw = exchange.experiments.draw(use.name, user, trace.request_id, body)
+    draw = None
+    if ARM_HEADER not in request.headers:
+        draw = exchange.experiments.draw(use.name, user, trace.request_id, body)
     if draw is None:
         return finished(trace, await item_request.answer(None))
     label = trace.experiment = draw.label
@@ -41,7 +47,12 @@ async def answer_items(exchange: Exchange, request: Request, use: ItemUse[B, A],
         reason = f"the arm does not fit: {misfit}"
         label = trace.experiment = msgspec.structs.replace(label, arm=None, reason=reason)
         answer = await item_request.answer(None)
-    signer = exchange.service.runtime.signer
+    except ArmServerError as error:
+        reason = f"the server of the arm failed: {error}"
+        label = trace.experiment = msgspec.structs.replace(label, arm=None, reason=reason)
+        answer = await _of_control(item_request, draw.experiment)
+        assert draw.arm is not None
+        record_refusal(draw.experiment, draw.arm, error)
     token = signer.labelled(answer.attribution_token, label.name, label.arm or "")
     labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
     return finished(trace, labelled)
@@ -60,4 +71,18 @@ async def _drawn(item_request: ItemRequest[B, A], draw: Draw) -> A:
         return await with_shadow(item_request, draw.experiment)
     if mode == "interleaved":
         return await interleaved(item_request, draw.experiment)
-    return await item_request.recorded(draw.experiment, draw.arm)
+    try:
+        end_s = item_request.arm_deadline_s(draw.arm)
+        return await item_request.recorded(draw.experiment, draw.arm, end_s)
+    except DeadlineExceeded as error:
+        if draw.arm.remote:
+            raise ArmServerError("no answer in time") from error
+        raise
+
+
+async def _of_control(item_request: ItemRequest[B, A], experiment: Experiment) -> A:
+    """Returns the control's answer, or that of the plain service if the control does not fit."""
+    try:
+        return await item_request.fitted(experiment.control)
+    except ArmMisfit:
+        return await item_request.answer(None)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, cast
 
+import msgspec
 from starlette.requests import Request
 
+from recserve.core.request import Result
 from recserve.experiments.serving.arm_tally import ArmResult
 from recserve.experiments.serving.experiment import Experiment, ServingArm
 from recserve.schemas.items import InvalidRequest
+from recserve.server.arms.arm_server import ArmRefusal, ArmServer
 from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.errors import row_of
 from recserve.server.exchange import Exchange, outcomes
+from recserve.server.transport.trace import trace_of
 from recserve.service.pending import Pending
+from recserve.service.recommend.attribution import Signer
 
 
 class ArmMisfit(ValueError):
@@ -32,6 +39,7 @@ class ItemRequest(Generic[B, A]):
         use: The route.
         body: The decoded body, without the fields of an arm.
         deadline_s: time.monotonic() value of the deadline.
+        signer: Signs attribution tokens.
     """
 
     exchange: Exchange
@@ -39,12 +47,42 @@ class ItemRequest(Generic[B, A]):
     use: ItemUse[B, A]
     body: B
     deadline_s: float
+    signer: Signer
 
     async def begin(self, arm: ServingArm | None, deadline_s: float) -> Pending[A]:
         """Starts the request on an arm; None is the plain service. Raises what it refuses with."""
         body = self.body if arm is None else arm.fields.applied(self.body)
+        server = None if arm is None else self.exchange.arm_servers.get(arm.label)
+        if server is not None:
+            return self._forwarded(server, body, deadline_s)
         service = self.exchange.service
         return await self.exchange.begin(self.use.begin(service), self.request, body, deadline_s)
+
+    def arm_deadline_s(self, arm: ServingArm) -> float:
+        """Returns the deadline of an arm. Another server gets half of the time that is left."""
+        if not arm.remote:
+            return self.deadline_s
+        now_s = time.monotonic()
+        return now_s + (self.deadline_s - now_s) / 2
+
+    def _forwarded(self, server: ArmServer, body: B, deadline_s: float) -> Pending[A]:
+        """Starts the request on another server. Its answer gets a token of this server."""
+        request_id = trace_of(self.request.scope).request_id
+        sent = msgspec.structs.replace(body, request_id=request_id)
+        # A future of this kind cancels the task with it, as the engine's futures do.
+        future = asyncio.run_coroutine_threadsafe(
+            server.send(self.use.path, sent, self.use.answer, deadline_s),
+            asyncio.get_running_loop(),
+        )
+
+        def finish(_: Result | None) -> A:
+            answer = future.result()
+            user = None if body.user is None else body.user.id
+            versions = answer.model_version, answer.catalog_version
+            token = self.signer.token(request_id, user, *versions)
+            return msgspec.structs.replace(answer, attribution_token=token)
+
+        return Pending(cast("Future[Result]", future), finish)
 
     async def answer(self, arm: ServingArm | None, deadline_s: float | None = None) -> A:
         """Returns the answer of an arm; None is the plain service."""
@@ -97,8 +135,19 @@ def record_answer(
 
 
 def record_error(experiment: Experiment, arm: ServingArm, error: BaseException) -> None:
-    """Records an error for its arm, unless the client is at fault."""
+    """Records an error for its arm, unless the client is at fault.
+
+    The client may be at fault for an ArmRefusal; `record_refusal` records it.
+    """
+    if isinstance(error, ArmRefusal):
+        return
     if counts_as_failure(error) or is_misfit(error, arm):
+        experiment.record(arm, ArmResult(seconds=None, failed=True))
+
+
+def record_refusal(experiment: Experiment, arm: ServingArm, error: BaseException) -> None:
+    """Records an ArmRefusal as an error of the arm. The control has answered the request."""
+    if isinstance(error, ArmRefusal):
         experiment.record(arm, ArmResult(seconds=None, failed=True))
 
 

@@ -27,12 +27,16 @@ class ItemUse(Generic[B, A]):
 
     Attributes:
         name: Name of the use in experiments.
+        path: Path of the route.
+        answer: Class of a response.
         begin: Starts a request on a service.
         empty: Whether a response has no item from a model.
         item_ids: Ids of the items of a response, best first.
     """
 
     name: Use
+    path: str
+    answer: type[A]
     begin: Callable[[Service], Callable[[B, str, float], Pending[A]]]
     empty: Callable[[A], bool]
     item_ids: Callable[[A], list[str]]
@@ -45,12 +49,16 @@ def _no_model_items(answer: RecommendResponse) -> bool:
 
 RECOMMEND = ItemUse[RecommendRequest, RecommendResponse](
     "recommend",
+    "/v1/recommend",
+    RecommendResponse,
     lambda service: service.recommendations.begin,
     _no_model_items,
     lambda answer: [item.item_id for item in answer.items],
 )
 RANK = ItemUse[RankRequest, RankResponse](
     "rank",
+    "/v1/rank",
+    RankResponse,
     lambda service: service.rankings.begin,
     lambda answer: not answer.items,
     lambda answer: [item.item_id for item in answer.items],

@@ -6,7 +6,13 @@ import time
 
 from recserve.core.request import DeadlineExceeded
 from recserve.experiments.serving.experiment import Experiment
-from recserve.server.arms.item_request import ItemRequest, record_answer, record_error
+from recserve.server.arms.arm_server import ArmRefusal
+from recserve.server.arms.item_request import (
+    ItemRequest,
+    record_answer,
+    record_error,
+    record_refusal,
+)
 from recserve.server.arms.item_use import A, B
 from recserve.server.errors import ClientGone
 from recserve.server.transport.trace import trace_of
@@ -34,15 +40,17 @@ async def paired(item_request: ItemRequest[B, A], experiment: Experiment) -> A:
     else:
         other = await _treatment(item_request, experiment, half_s, False)
         answer = await item_request.recorded(experiment, experiment.control)
-    if other is not None:
+    if isinstance(other, ArmRefusal):
+        record_refusal(experiment, experiment.arms[1], other)
+    elif other is not None:
         experiment.compare(item_request.use.item_ids(answer), item_request.use.item_ids(other))
     return answer
 
 
 async def _treatment(
     item_request: ItemRequest[B, A], experiment: Experiment, deadline_s: float, had_time: bool
-) -> A | None:
-    """Returns the answer of the second arm; None if it failed.
+) -> A | ArmRefusal | None:
+    """Returns the answer of the second arm, or its refusal; None if it failed.
 
     Args:
         item_request: The request.
@@ -59,6 +67,8 @@ async def _treatment(
         answer = await item_request.answer(arm, deadline_s)
     except ClientGone:
         raise
+    except ArmRefusal as refusal:
+        return refusal
     except Exception as error:
         if isinstance(error, DeadlineExceeded) and not had_time:
             experiment.drop()

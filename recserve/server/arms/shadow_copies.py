@@ -6,7 +6,12 @@ import asyncio
 import time
 
 from recserve.experiments.serving.experiment import Experiment
-from recserve.server.arms.item_request import ItemRequest, record_answer, record_error
+from recserve.server.arms.item_request import (
+    ItemRequest,
+    record_answer,
+    record_error,
+    record_refusal,
+)
 from recserve.server.arms.item_use import A, B
 
 MAX_COPIES = 8
@@ -49,6 +54,7 @@ async def _copy(item_request: ItemRequest[B, A], experiment: Experiment, given: 
         answer = work.wait()
     except Exception as error:
         record_error(experiment, arm, error)
+        record_refusal(experiment, arm, error)
         return
     record_answer(experiment, arm, time.monotonic() - began_s, answer, item_request.use.empty)
     experiment.compare(given, item_request.use.item_ids(answer))
