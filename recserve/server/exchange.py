@@ -32,6 +32,7 @@ from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.trace import Trace, trace_of, upload_error
 from recserve.service import Service
 from recserve.service.pending import Pending
+from recserve.service.recommend.attribution import Signer
 from recserve.service.slate_log.slate_log import SlateLog
 
 T = TypeVar("T")
@@ -73,11 +74,11 @@ class Exchange:
         """The service. Raises NotReady while it takes no requests."""
         return self.lifecycle.service
 
-    def log_slate(self, body: RecommendRequest, answer: RecommendResponse) -> None:
+    def log_slate(self, body: RecommendRequest, answer: RecommendResponse, signer: Signer) -> None:
         """Logs a slate that is about to be returned, if slates are logged."""
         if self.slate_log is not None:
             user = None if body.user is None else body.user.id
-            self.slate_log.slate(user, answer, self.service.runtime.signer)
+            self.slate_log.slate(user, answer, signer)
 
     async def body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
         """Reads and decodes the body of a request.

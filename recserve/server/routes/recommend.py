@@ -22,7 +22,9 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def recommend(request: Request) -> Response:
         """Return the k best items for a user or a history."""
         body = await exchange.body(request, BODY)
+        # Read before the answer: the server may be draining when the answer is there.
+        signer = exchange.service.runtime.signer
         answer = await answer_items(exchange, request, RECOMMEND, body)
         exchange.metrics.rounds.observe(answer.rounds)
-        exchange.log_slate(body, answer)
+        exchange.log_slate(body, answer, signer)
         return json_response(answer)
