@@ -3,9 +3,9 @@
     LLAMA_SERVER=build/bin/llama-server python -m benchmarks.text.beside_llama_server \
         --llm FOLDER --prompts PROMPTS.jsonl [--workers 1 8] [--seconds 20] [--rounds 3]
 
-Both run with one thread, in the type of the model folder, with caches in that type. The load
-generator of `recserve bench` drives one server at a time in a closed loop; the servers take turns.
-Texts are greedy and have a fixed number of tokens. A figure is the median of the rounds.
+Both run with one thread and weights of the folder's type; llama-server's caches are float32. The
+load generator of `recserve bench` drives one server at a time in a closed loop, and the servers
+take turns. Texts are greedy with a fixed number of tokens. A figure is the median of the rounds.
 """
 
 from __future__ import annotations

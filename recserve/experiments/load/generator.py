@@ -31,8 +31,6 @@ DETAIL = 200
 PROGRESS_S = 0.5
 # Time between planning and the first request, so that the first sends are not late.
 LEAD_S = 0.2
-# Connections in a row that the server may have closed before a request fails.
-STALE_CONNECTIONS = 3
 JSON_HEADER = {"Content-Type": "application/json"}
 CLIENT_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (TimeoutError, "timeout"),
@@ -265,17 +263,16 @@ class _Sender:
     async def _post(self, call: Call) -> aiohttp.ClientResponse:
         """Sends a call, again if the server closed a kept connection before it answered.
 
-        llama.cpp's server closes the connection after each stream without saying so. A failure on
-        a new connection is one of the request.
+        llama.cpp's server closes the connection after each stream without saying so. Every try
+        takes one such connection from the pool. A failure on a new connection is the request's.
         """
-        for _ in range(STALE_CONNECTIONS):
+        while True:
             reused: list[bool] = []
             try:
                 return await self.session.post(call.url, data=call.body, trace_request_ctx=reused)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
                 if not reused:
                     raise
-        return await self.session.post(call.url, data=call.body, trace_request_ctx=[])
 
     async def send(self, number: int, place: int, call: Call, scheduled: float) -> HttpExchange:
         """Sends one call; a failure is an exchange with an error."""
