@@ -131,6 +131,23 @@ def test_failures_are_counted_by_kind():
     assert found["hang"].latency_ms >= 190
 
 
+def test_a_kept_connection_that_the_server_closed_is_no_failure():
+    """llama.cpp's server closes the connection after a stream, and the next request meets that."""
+    seen, closed = set(), []
+
+    async def once_per_connection(request):
+        if request.transport in seen:
+            closed.append(True)
+            request.transport.close()
+        seen.add(request.transport)
+        return web.json_response(SLATE)
+
+    with http_server(once_per_connection) as url:
+        run = send(url, shots(url, [0.0] * 40), workers=8)
+    assert closed
+    assert [one.error for one in run.exchanges] == [None] * 40
+
+
 def test_a_server_that_is_not_there_is_a_connect_error():
     run = send("", shots("http://127.0.0.1:9", [0.0]))
     assert [one.error for one in run.exchanges] == ["connect"]

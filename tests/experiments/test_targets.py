@@ -1,4 +1,10 @@
-"""Bodies, and answers of recserve, vLLM, SGLang and llama.cpp as their protocols are documented."""
+"""Bodies, and answers of recserve, vLLM and SGLang as documented, of llama.cpp as recorded.
+
+llama.cpp's are from llama-server 0.5.0-dev of llama-cpp-python 0.3.36, without `id` and
+`system_fingerprint`. stories260k drafts for itself: `llama-server --model stories.gguf --spec-type
+draft-simple --spec-draft-model stories.gguf --spec-draft-n-max 4`. The log of the server says 7 of
+7 drafted tokens and a mean length of 4.50 for the completion, which is two steps.
+"""
 
 from pathlib import Path
 
@@ -14,11 +20,13 @@ from recserve.experiments.load.targets import (
 )
 
 FIXTURES = Path(__file__).parent / "fixtures"
+LILY = ", there was a little girl named Lily"
 # (fixture, target, text, output tokens, steps, drafted, accepted, pieces of text)
 STREAMS = [
     ("vllm_chat_stream.txt", "chat", "Hello, world. Über!", 8, 3, 9, 5, 3),
     ("sglang_chat_stream.txt", "chat", "Let me thinkFour", 6, 2, 8, 4, 2),
-    ("llamacpp_completion_stream.txt", "completions", " there was a little", 4, 2, 4, 2, 2),
+    ("llamacpp_completion_stream.txt", "completions", LILY, 10, 2, 7, 7, 10),
+    ("llamacpp_chat_stream.txt", "chat", '"Here," Ann', 10, 2, 7, 7, 10),
 ]
 
 
@@ -46,6 +54,20 @@ def test_streams_of_three_servers_are_read(
     assert reply.output_tokens == tokens
     found = (reply.num_drafts, reply.num_draft_tokens, reply.num_accepted_tokens)
     assert found == (steps, drafted, accepted)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "server_ms"),
+    [
+        ("llamacpp_completion_stream.txt", "length", 2.181 + 4.398),
+        ("llamacpp_chat_stream.txt", "length", 20.044 + 7.112),
+        ("vllm_chat_stream.txt", "stop", None),
+    ],
+)
+def test_the_end_of_a_stream_says_why_it_ended_and_how_long_it_took(name, reason, server_ms):
+    reply = find_target("completions").read(joined(name).answer())
+    assert reply.finish_reasons == (reason,)
+    assert reply.server_ms == (None if server_ms is None else pytest.approx(server_ms))
 
 
 def test_a_role_without_text_is_not_the_first_token():

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.support.baselines.gguf_vocabulary import add_vocabulary
 from recserve.models.language_model import LanguageModel
 from recserve.models.saving import named_tensors
 
@@ -43,13 +44,19 @@ def missing() -> list[str]:
     return [package for module, package in packages.items() if find_spec(module) is None]
 
 
-def write_gguf(model: LanguageModel, path: Path) -> None:
-    """Writes a plain Llama as a GGUF file without a vocabulary.
+def write_gguf(model: LanguageModel, path: Path, tokenizer: Path | None = None) -> None:
+    """Writes a plain Llama as a GGUF file.
 
     Matrices keep their type and values; norms are float32.
 
+    Args:
+        model: The model.
+        path: File to write.
+        tokenizer: Folder with the tokenizer; None writes no vocabulary.
+
     Raises:
-        ValueError: If the model has biases, norms of queries and keys, or scaled positions.
+        ValueError: If the model has biases, norms of queries and keys, or scaled positions, or the
+            tokenizer is not a known BPE.
     """
     import gguf
 
@@ -69,7 +76,10 @@ def write_gguf(model: LanguageModel, path: Path) -> None:
     writer.add_rope_freq_base(c.rope_theta)
     writer.add_layer_norm_rms_eps(c.norm_eps)
     writer.add_vocab_size(model.config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        add_vocabulary(writer, tokenizer)
     kinds = gguf.GGMLQuantizationType
     matrices = {torch.float32: kinds.F32, torch.bfloat16: kinds.BF16}[model.tokens.weight.dtype]
     heads = {"attn_q": c.num_heads, "attn_k": c.num_kv_heads}

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -112,8 +113,13 @@ async def drive(
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
     timeout = aiohttp.ClientTimeout(total=options.timeout_s)
     cpu = time.process_time()
+    tracing = aiohttp.TraceConfig()
+    tracing.on_connection_reuseconn.append(_note_reuse)
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers={**JSON_HEADER, **options.headers}
+        connector=connector,
+        timeout=timeout,
+        headers={**JSON_HEADER, **options.headers},
+        trace_configs=[tracing],
     ) as session:
         sender.session = session
         sender.start = time.perf_counter() + (0.0 if options.workers else LEAD_S)
@@ -135,6 +141,11 @@ async def drive(
         cpu_seconds=time.process_time() - cpu,
         peak_in_flight=sender.peak,
     )
+
+
+async def _note_reuse(session: object, context: SimpleNamespace, params: object) -> None:
+    """Notes that a request goes over a connection that carried an earlier one."""
+    context.trace_request_ctx.append(True)
 
 
 async def _watch(sender: _Sender, total: int, progress: Callable[[LoadProgress], None]) -> None:
@@ -249,6 +260,20 @@ class _Sender:
         self.finished += 1
         self.ended.add(number)
 
+    async def _post(self, call: Call) -> aiohttp.ClientResponse:
+        """Sends a call, again if the server closed a kept connection before it answered.
+
+        llama.cpp's server closes the connection after each stream without saying so. Every try
+        takes one such connection from the pool. A failure on a new connection is the request's.
+        """
+        while True:
+            reused: list[bool] = []
+            try:
+                return await self.session.post(call.url, data=call.body, trace_request_ctx=reused)
+            except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+                if not reused:
+                    raise
+
     async def send(self, number: int, place: int, call: Call, scheduled: float) -> HttpExchange:
         """Sends one call; a failure is an exchange with an error."""
         sent = self.now()
@@ -256,7 +281,7 @@ class _Sender:
         joiner = StreamJoiner() if self.target.streams else None
         done = 0.0
         try:
-            async with self.session.post(call.url, data=call.body) as response:
+            async with await self._post(call) as response:
                 status = response.status
                 if joiner is not None and status == 200:
                     async for data in response.content.iter_any():

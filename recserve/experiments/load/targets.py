@@ -30,10 +30,13 @@ class Reply:
         item_ids: The slate or the ranking, best first.
         degraded: Ways in which the answer is less than what was asked.
         server_ms: Total time that the server reports for the request; None if it does not.
+            llama.cpp's is the time of prompt and decoding, without the wait for a slot.
         text: The text, all choices after one another.
         output_tokens: Tokens written; None if the server does not say.
         prompt_tokens: Tokens of the prompt; None if the server does not say.
-        num_drafts: Verification steps with a draft.
+        finish_reasons: Why each choice ended: "stop", "length" or another word of the server.
+        num_drafts: Verification steps with a draft. llama.cpp does not count them, so all decoding
+            steps of a request with drafts count.
         num_draft_tokens: Tokens drafted.
         num_accepted_tokens: Drafted tokens accepted, without bonus tokens.
         versions: Model and catalogue version, where the server names them.
@@ -45,6 +48,7 @@ class Reply:
     text: str = ""
     output_tokens: int | None = None
     prompt_tokens: int | None = None
+    finish_reasons: tuple[str, ...] = ()
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -124,10 +128,13 @@ class Text:
         try:
             text = "".join(_choice_text(choice) for choice in answer["choices"])
             usage = answer.get("usage") or {}
+            ended = [choice.get("finish_reason") for choice in answer["choices"]]
             reply = Reply(
+                server_ms=_server_ms(answer.get("timings") or {}),
                 text=text,
                 output_tokens=usage.get("completion_tokens"),
                 prompt_tokens=usage.get("prompt_tokens"),
+                finish_reasons=tuple(str(reason) for reason in ended if reason),
                 versions=(str(answer["model"]),) if answer.get("model") else (),
             )
             return _with_speculation(reply, answer)
@@ -189,6 +196,7 @@ class StreamJoiner:
     done: bool = False
     _buffer: bytes = b""
     _texts: dict[int, list[str]] = field(default_factory=dict)
+    _reasons: dict[int, str] = field(default_factory=dict)
     _answer: Json = field(default_factory=dict)
 
     def feed(self, data: bytes, now: float) -> None:
@@ -216,7 +224,10 @@ class StreamJoiner:
         for choice in event.get("choices") or ():
             text = _choice_text(choice)
             has_text = has_text or bool(text)
-            self._texts.setdefault(int(choice.get("index") or 0), []).append(text)
+            index = int(choice.get("index") or 0)
+            self._texts.setdefault(index, []).append(text)
+            if choice.get("finish_reason"):
+                self._reasons[index] = choice["finish_reason"]
             if choice.get("meta_info"):
                 self._answer["meta_info"] = choice["meta_info"]
         if has_text:
@@ -227,7 +238,10 @@ class StreamJoiner:
 
     def answer(self) -> Json:
         """Returns the joined answer in the form of an unstreamed completion."""
-        choices = [{"text": "".join(self._texts[index])} for index in sorted(self._texts)]
+        choices = [
+            {"text": "".join(texts), "finish_reason": self._reasons.get(index)}
+            for index, texts in sorted(self._texts.items())
+        ]
         return {**self._answer, "choices": choices}
 
 
@@ -237,6 +251,13 @@ def _choice_text(choice: Mapping[str, Any]) -> str:
     if part is None:
         return choice.get("text") or ""
     return (part.get("reasoning_content") or "") + (part.get("content") or "")
+
+
+def _server_ms(timings: Mapping[str, float]) -> float | None:
+    """The time of prompt and decoding that llama.cpp reports."""
+    if "prompt_ms" not in timings or "predicted_ms" not in timings:
+        return None
+    return timings["prompt_ms"] + timings["predicted_ms"]
 
 
 def _with_speculation(reply: Reply, answer: Json) -> Reply:
@@ -263,12 +284,13 @@ def _with_speculation(reply: Reply, answer: Json) -> Reply:
         )
     timings = answer.get("timings") or {}
     if timings.get("draft_n"):
-        # llama.cpp counts no steps; every step writes its accepted tokens and one more.
+        # llama.cpp sends no number of steps. The prompt's step writes the first token, and every
+        # later step its accepted tokens and one more.
         accepted = timings.get("draft_n_accepted", 0)
         written = timings.get("predicted_n", reply.output_tokens or 0)
         return replace(
             reply,
-            num_drafts=max(written - accepted, 0),
+            num_drafts=max(written - 1 - accepted, 1),
             num_draft_tokens=timings["draft_n"],
             num_accepted_tokens=accepted,
         )

@@ -67,6 +67,7 @@ class TextSummary:
         gap_ms: Time between two pieces of text, however many tokens a piece holds.
         output_tokens: Tokens per answer.
         tokens_per_s: Output tokens of all requests per second of the run.
+        finish_reasons: Choices by why they ended.
         drafting: By category, and "all".
     """
 
@@ -75,6 +76,7 @@ class TextSummary:
     gap_ms: Spread | None
     output_tokens: Spread | None
     tokens_per_s: float
+    finish_reasons: dict[str, int]
     drafting: dict[str, Drafting]
 
 
@@ -290,12 +292,14 @@ def _text(
     total_ms = sum(one.latency_ms for one in answered)
     groups = {**classes, "all": list(answered)} if set(classes) != {"none"} else {"all": answered}
     drafting = {name: _drafting(group, total_ms) for name, group in groups.items()}
+    reasons = Counter(why for one in answered if one.reply for why in one.reply.finish_reasons)
     return TextSummary(
         ttft_ms=spread(first),
         tpot_ms=spread(per_token),
         gap_ms=spread(gaps),
         output_tokens=spread(tokens),
         tokens_per_s=sum(tokens) / seconds if seconds else 0.0,
+        finish_reasons=dict(reasons),
         drafting={name: one for name, one in drafting.items() if one is not None},
     )
 
