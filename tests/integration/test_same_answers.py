@@ -204,7 +204,10 @@ def test_every_path_gives_the_same_bytes(world, path):
     compared = []
     with in_process(world) as reference, PATHS[path](world) as other:
         for name, request in REQUESTS.items():
-            reference(request)  # both are then answered with the prefix in the cache
+            # The cached prefix keeps what proved a slate, which is the next draft. The tree of a
+            # step decides the last bits of its scores, so both are answered with the same proof.
+            for _ in range(3):
+                reference(request)
             given, wanted = other(request), msgspec.json.decode(reference(request))
             if given is None:
                 continue
