@@ -113,7 +113,8 @@ class MedusaDrafter(Drafter):
             raise ValueError("drafter 'medusa' needs the folder of its heads (medusa=DIR)")
         size, vocabulary = target.config.decoder.hidden_size, target.config.vocab_size
         weight = target.tokens.weight
-        head = weight if target.head is None else target.head.get_parameter("weight")
+        # A packed head has no weight to read; heads without a matrix are then refused.
+        head = weight if target.head is None else getattr(target.head, "weight", None)
         heads = load_medusa(folders[0], size, vocabulary, weight.dtype, weight.device, head)
         measured = load_accuracies(folders[0])
         tree = None if measured is None else best_tree(measured, NUM_NODES)
