@@ -6,8 +6,8 @@ An input line has `custom_id`, `method`, `url` and `body`. An output line has `i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,12 +16,18 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from recserve.batch.part import Generated
 from recserve.batch.source import LINE, LINES, MAX_LINE_BYTES
-from recserve.batch.texts import TextAnswer, TextCall, answer_together, call_name, text_call
-from recserve.batch.together import NoAnswer, reset
+from recserve.batch.texts import (
+    TextAnswer,
+    TextCall,
+    TextTask,
+    answer_together,
+    call_name,
+    text_call,
+)
+from recserve.batch.together import NoAnswer
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
 from recserve.schemas.validation import converted
-from recserve.service import Service
 from recserve.service.errors import ContextExceeded, UnknownModel
 
 INVALID = "invalid_request_error"
@@ -55,36 +61,11 @@ class BatchAnswer(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class LineTask:
-    """Answers lines of requests.
+class LineTask(TextTask):
+    """Answers lines of requests."""
 
-    Attributes:
-        service: Service with a language model that receives no other requests.
-        seed: Seed of the job, from which texts without a seed derive theirs.
-        in_flight: Number of lines that are answered together.
-        versions: What determines the answers besides.
-    """
-
-    service: Service
-    seed: int = 0
-    in_flight: int = 256
-    versions: Mapping[str, object] = field(default_factory=dict)
     columns = (LINE,)
     suffix = ".jsonl"
-
-    @property
-    def group_rows(self) -> int:
-        """Number of lines that are answered together."""
-        return self.in_flight
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """What determines the answers besides the input."""
-        return {"seed": self.seed, "in_flight": self.in_flight, **self.versions}
-
-    def begin_part(self) -> None:
-        """Empties the caches of the engine."""
-        reset(self.service.engine)
 
     def __call__(self, users: pa.Table, first_row: int) -> Generated:
         """Returns output lines and lines of rejected requests; blank lines are left out."""

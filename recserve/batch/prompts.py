@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -16,43 +15,16 @@ from recserve.batch.prompt_columns import (
     PROMPT_ERRORS,
     SOURCES,
 )
-from recserve.batch.texts import TextCall, answer_together, call_name, text_call
-from recserve.batch.together import reset
+from recserve.batch.texts import TextCall, TextTask, answer_together, call_name, text_call
 from recserve.schemas.text import ChatResponse, CompletionChoice, CompletionResponse, Usage
-from recserve.service import Service
 
 
 @dataclass(frozen=True)
-class PromptTask:
-    """Completes the prompts of a table.
+class PromptTask(TextTask):
+    """Completes the prompts of a table."""
 
-    Attributes:
-        service: Service with a language model that receives no other requests.
-        seed: Seed of the job, from which texts without a seed derive theirs.
-        in_flight: Number of rows that are answered together.
-        versions: What determines the texts besides.
-    """
-
-    service: Service
-    seed: int = 0
-    in_flight: int = 256
-    versions: Mapping[str, object] = field(default_factory=dict)
     columns = tuple(PROMPT_COLUMNS)
     suffix = ".parquet"
-
-    @property
-    def group_rows(self) -> int:
-        """Number of rows that are answered together."""
-        return self.in_flight
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """What determines the texts besides the input."""
-        return {"seed": self.seed, "in_flight": self.in_flight, **self.versions}
-
-    def begin_part(self) -> None:
-        """Empties the caches of the engine."""
-        reset(self.service.engine)
 
     def __call__(self, users: pa.Table, first_row: int) -> Generated:
         """Returns completions with schema COMPLETIONS, and errors with schema PROMPT_ERRORS."""

@@ -8,13 +8,13 @@ drawn with a seed that is a function of the row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import UNSET, structs
 
-from recserve.batch.together import submit_together
+from recserve.batch.together import reset, submit_together
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.scoring import (
     GenerativeScoringRequest,
@@ -52,6 +52,37 @@ class TextCall:
     url: str
     body: TextBody
     name: str
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """What all tasks of texts share: a service, and the settings of a job.
+
+    Attributes:
+        service: Service with a language model that receives no other requests.
+        seed: Seed of the job, from which texts without a seed derive theirs.
+        in_flight: Number of rows that are answered together.
+        versions: What determines the answers besides.
+    """
+
+    service: Service
+    seed: int = 0
+    in_flight: int = 256
+    versions: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def group_rows(self) -> int:
+        """Number of rows that are answered together."""
+        return self.in_flight
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What determines the answers besides the input."""
+        return {"seed": self.seed, "in_flight": self.in_flight, **self.versions}
+
+    def begin_part(self) -> None:
+        """Empties the caches of the engine."""
+        reset(self.service.engine)
 
 
 def text_call(url: str, body: dict[str, Any], name: str) -> TextCall:

@@ -117,6 +117,9 @@ class DecoderLayer(nn.Module):
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
 
 
+FINAL_LAYER = -1  # names the final hidden state where layers are named, as in Taps
+
+
 @dataclass
 class Taps:
     """Records the residual stream between layers during a forward pass.

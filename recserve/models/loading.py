@@ -199,7 +199,19 @@ def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
     if name in OUTSIDE:
         return read(OUTSIDE[name])
     _, _, layer, part, last = name.split(".")
-    pieces = [read(f"model.layers.{layer}.{theirs}.{last}") for theirs in PARTS[part]]
+    return joined(f"model.layers.{layer}.", part, last, read)
+
+
+def joined(prefix: str, part: str, last: str, read: Callable[[str], Tensor]) -> Tensor:
+    """Returns one of our tensors of a layer.
+
+    Args:
+        prefix: What precedes the names of the layer's tensors in the file.
+        part: Our name of the part, a key of PARTS.
+        last: `weight` or `bias`.
+        read: Returns a tensor of the file.
+    """
+    pieces = [read(f"{prefix}{theirs}.{last}") for theirs in PARTS[part]]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

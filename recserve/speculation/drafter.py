@@ -29,8 +29,6 @@ from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 
-FINAL_LAYER = -1  # the final hidden state, which the head reads
-
 
 @dataclass(eq=False)
 class TextContext:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle_files import load_eagle, save_eagle
 from recserve.models.loading import UnsupportedModel
-from recserve.speculation.drafter import FINAL_LAYER
 from tests.support.text_engines import eagle
 from tests.support.text_plain import VOCABULARY, drawn_model
 

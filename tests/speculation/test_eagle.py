@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from recserve.models.attention import DenseAttention, Rope
+from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafter import FINAL_LAYER
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import (
     assert_forgotten,

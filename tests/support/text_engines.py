@@ -10,12 +10,11 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.paged_kv import KVShape
-from recserve.models.decoder import RMSNorm
+from recserve.models.decoder import FINAL_LAYER, RMSNorm
 from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafter import FINAL_LAYER
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter

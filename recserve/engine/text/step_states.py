@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from recserve.models.decoder import Taps
-from recserve.speculation.drafter import FINAL_LAYER, Drafter
+from recserve.models.decoder import FINAL_LAYER, Taps
+from recserve.speculation.drafter import Drafter
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import (
+    PARTS,
     UnsupportedModel,
+    joined,
     opened_file,
     read_config,
     read_json,
@@ -37,7 +40,6 @@ from recserve.models.loading import (
 )
 from recserve.models.weight_check import is_finite
 
-FINAL_LAYER = -1
 PREFIX = re.compile(r"^(model\.|midlayer\.)")
 # Fields that read_config reads.
 SIZES = (
@@ -202,15 +204,6 @@ def _check_vocabulary(
             )
 
 
-PARTS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "output": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
 OUTSIDE = {
     "feature_norm.weight": "layers.0.hidden_norm.weight",
     "states_norm.weight": "input_norm.weight",
@@ -226,8 +219,7 @@ def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
     if first != "layers":
         return read(OUTSIDE.get(name, name))
     layer, part, last = rest
-    pieces = [read(f"layers.{layer}.{theirs}.{last}") for theirs in PARTS[part]]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return joined(f"layers.{layer}.", part, last, read)
 
 
 def save_eagle(network: Eagle, folder: Path) -> None:

@@ -177,7 +177,7 @@ class EagleDrafter(Drafter):
         tree.grow(*self._children(outputs[:, None], texts, 0, width))
         outputs = outputs[:, None].expand(-1, width, -1)
         for level in range(1, depth):
-            batch = self._level(tree, texts, level)
+            batch = self._frontier(tree, texts)
             computed = self._run(outputs.flatten(0, 1), tree.frontier_tokens.flatten(), batch)
             computed = computed.view(len(contexts), -1, computed.shape[-1])
             parents = tree.grow(*self._children(computed, texts, level, width))
@@ -192,7 +192,7 @@ class EagleDrafter(Drafter):
         )
         return outputs
 
-    def _level(self, tree: ScoreTree, texts: _Texts, level: int) -> TreeBatch:
+    def _frontier(self, tree: ScoreTree, texts: _Texts) -> TreeBatch:
         """Returns the batch that computes the frontier below all nodes computed before."""
         nodes, order, queries = tree.computed()
         base = self.pool.spare_slot + self.pool.page_size

@@ -24,14 +24,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from recserve.models.attention import DenseAttention
-from recserve.models.decoder import Taps
+from recserve.models.decoder import FINAL_LAYER, Taps
 from recserve.models.drafters.eagle import Eagle, EagleConfig
-from recserve.models.drafters.eagle_files import FINAL_LAYER, load_eagle, save_eagle
+from recserve.models.drafters.eagle_files import load_eagle, save_eagle
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule
-from recserve.training.text.windows import windows
+from recserve.training.text.windows import shuffled_batches, windows
 
 DISCOUNT = 0.8
 LOGITS_WEIGHT = 0.1
@@ -143,9 +143,7 @@ class EagleTrainee:
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
         """Returns the row numbers of each batch."""
-        rng = np.random.default_rng((self.seed, epoch))
-        order = rng.permutation(len(self.train))
-        return np.array_split(order, -(-len(order) // self.recipe.batch))
+        return shuffled_batches(len(self.train), self.recipe.batch, self.seed, epoch)
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
         """Returns the loss of a batch, as the mean over positions."""

@@ -27,7 +27,7 @@ from recserve.speculation.drafters.medusa import RANKS
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule
-from recserve.training.text.windows import windows
+from recserve.training.text.windows import shuffled_batches, windows
 
 DISCOUNT = 0.8
 
@@ -96,9 +96,7 @@ class MedusaTrainee:
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
         """Returns the row numbers of each batch."""
-        rng = np.random.default_rng((self.seed, epoch))
-        order = rng.permutation(len(self.train))
-        return np.array_split(order, -(-len(order) // self.recipe.batch))
+        return shuffled_batches(len(self.train), self.recipe.batch, self.seed, epoch)
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
         """Returns the discounted cross-entropy with the target's distribution, as the mean over

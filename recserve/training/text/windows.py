@@ -16,3 +16,9 @@ def windows(text: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     if not count:
         raise ValueError(f"the text has {len(text)} tokens; it needs at least a window of {size}")
     return np.ascontiguousarray(text[: count * size].reshape(count, size), dtype=np.int64)
+
+
+def shuffled_batches(num_rows: int, batch: int, seed: int, epoch: int) -> list[NDArray[np.int64]]:
+    """Returns the row numbers of each batch of an epoch, at most `batch` each."""
+    order = np.random.default_rng((seed, epoch)).permutation(num_rows)
+    return np.array_split(order, -(-num_rows // batch))
