@@ -107,7 +107,7 @@ def input_paths(source: Path) -> list[Path]:
 
 
 def check_lines(file: InputFile) -> tuple[str, ...]:
-    """Checks that a file holds lines; no column of it is ignored. Raises SchemaError."""
+    """Checks that a file holds lines, which have no columns to ignore. Raises SchemaError."""
     if not is_lines(file.path):
         raise SchemaError(f"{file.path}: expected a name that ends with {LINE_SUFFIXES[0]}")
     return ()

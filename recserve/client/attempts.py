@@ -79,7 +79,7 @@ class Attempts:
         """Starts the clock.
 
         Args:
-            operation: What is asked.
+            operation: The request to send.
             options: Options of the client.
             deadline_s: Time for the answer; None means that of the options.
         """

@@ -8,8 +8,8 @@ hidden state are stored under the hash of the whole root:
 - A history with new events copies the partly filled page and continues it.
 
 A drafter may have keys and values of its own in the same slots. The entry of a row then depends on
-the target's state one row before. So such a root is found up to one row less, unless all of it is
-cached with its state, and the missing state is computed again.
+the target's state one row before. If only a beginning of such a root is cached, its last row is
+computed again to get that state. A root that is cached as a whole has it stored.
 
 The first `shared` rows attend to each other, so their keys are part of every hash.
 

@@ -41,7 +41,7 @@ class Gate:
         lifecycle: Counts requests in progress.
         metrics: Counts requests and failures.
         keys: Valid API keys; empty means that no key is required.
-        admin_keys: Valid keys of the admin routes; empty means that nobody may use them.
+        admin_keys: Valid keys of the admin routes; empty closes these routes.
         recorders: Take each ended request.
     """
 
