@@ -86,8 +86,11 @@ def drafter(
         Path | None, typer.Option("--bundle", help="Bundle whose recommender the head drafts for.")
     ] = None,
     kind: Annotated[
-        Literal["items", "eagle", "eagle3"],
-        typer.Option(help="A head for item search, or a drafter of a language model."),
+        str,
+        typer.Option(
+            help="`items`, a head for item search; or a drafter of a language model: "
+            "medusa, eagle, eagle3."
+        ),
     ] = "items",
     text: Annotated[
         list[Path] | None, typer.Option(help="Training text of a drafter for texts; repeatable.")
@@ -121,7 +124,7 @@ def drafter(
         if not text or llm is None or out is None:
             raise typer.BadParameter(f"--kind {kind} needs --text, --llm and --out")
         options = replace(options, start_from=start_from)
-        _print(train_eagle_from(kind, text, out, llm, options))
+        _print(train_text_drafter(kind, text, out, llm, options))
         return
     if bundle is None:
         raise typer.BadParameter("--bundle is missing; a head for item search needs it")
@@ -195,7 +198,7 @@ def medusa(
 ) -> None:
     """Train Medusa heads, which draft for a language model."""
     options = _options(epochs, max_minutes, seed, device, resume)
-    _print(train_medusa_from(text, out, llm, options))
+    _print(train_text_drafter("medusa", text, out, llm, options))
 
 
 def train_language_model_from(
@@ -222,37 +225,26 @@ def train_language_model_from(
     return train_language_model(list(read_texts(texts)), out, options, DRAFT, tokenizer=tokenizer)
 
 
-def train_medusa_from(
-    texts: list[Path], out: Path, llm: Path, options: TrainOptions
+def train_text_drafter(
+    kind: str, texts: list[Path], out: Path, llm: Path, options: TrainOptions
 ) -> TrainReport:
-    """Trains Medusa heads for `llm`; the last twentieth of the tokens is the validation set.
+    """Trains a drafter for `llm`; the last twentieth of the tokens is the validation set.
 
     Args:
+        kind: A name of `training.text.drafters.KINDS`.
         texts: Files with the training text.
-        out: Folder of the heads.
+        out: Folder of the drafter.
         llm: Folder of the language model.
         options: Limits of the training.
 
     Raises:
-        BadParameter: If the folder `llm` does not exist.
+        BadParameter: If the kind is unknown, or the folder `llm` does not exist.
     """
-    from recserve.training.text.medusa import train_medusa
+    from recserve.training.text.drafters import KINDS
 
-    return train_medusa(*_target_and_texts(texts, llm, options), out, options)
-
-
-def train_eagle_from(
-    kind: Literal["eagle", "eagle3"],
-    texts: list[Path],
-    out: Path,
-    llm: Path,
-    options: TrainOptions,
-) -> TrainReport:
-    """Trains an EAGLE network for `llm`; arguments and errors as in `train_medusa_from`."""
-    from recserve.training.text.eagle import EagleRecipe, train_eagle
-
-    recipe = EagleRecipe(kind=kind)
-    return train_eagle(*_target_and_texts(texts, llm, options), out, options, recipe)
+    if kind not in KINDS:
+        raise typer.BadParameter(f"--kind is {kind!r}; expected items, {', '.join(KINDS)}")
+    return KINDS[kind](*_target_and_texts(texts, llm, options), out, options)
 
 
 def _target_and_texts(

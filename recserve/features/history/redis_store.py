@@ -6,6 +6,7 @@ the value with a new checksum. It takes one round trip and is atomic.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from recserve.features.history.history_merge import merge, runs
 PREFIX = b"recserve:history:"
 RETRIES = 2
 SCANS, SCANNED = 20, 1000  # SCAN calls of one listing, and about how many keys each looks at
+CURSOR = re.compile(r"(\d{1,20})(?:\.(\d{1,20})\.([0-9a-f]{32}))?")
 CORRUPT = "RECSERVE_CORRUPT"
 
 ADD, REPLACE, REPLACE_IN_PLACE, REMOVE = b"+", b"=", b"~", b"-"
@@ -212,27 +214,35 @@ class RedisStore(HistoryStore):
     def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
         """Returns a page of users in no particular order.
 
-        A call scans at most SCANS * SCANNED keys of the database. The cursor is that of Redis'
-        SCAN, and the number of ids of that reply that were returned already.
+        A call scans at most SCANS * SCANNED keys of the database. `next` names a place between two
+        replies of Redis' SCAN, or a place within one. A page may repeat ids of the page before it
+        after Redis resized its hash table, but a user who is there all the time is listed.
         """
-        match = re.fullmatch(r"(\d{1,20})\.(\d{1,6})", after or "0.0")
+        match = CURSOR.fullmatch(after or "0")
         if match is None:
             raise ValueError(f"after is {str(after)[:40]!r}; expected `next` of an earlier page")
-        cursor, skip = int(match[1]), int(match[2])
+        place, inside = int(match[1]), match[2] is not None
+        end, last = (int(match[2]), bytes.fromhex(match[3])) if inside else (0, b"")
         pattern = PREFIX + re.sub(rb"([*?\[\]^\\-])", rb"\\\1", prefix.encode()) + b"*"
         ids: list[str] = []
         with self._failures():
             for _ in range(SCANS):
-                following, keys = self._client.scan(cursor, match=pattern, count=SCANNED)
-                new = [key[len(PREFIX) :].decode() for key in keys[skip:]]
+                # Two replies for the same place may hold different keys in a different order: a
+                # resized table has other buckets. So a place within a reply is the digest of the
+                # last id that was returned, and the reply counts up to the nearer end.
+                reached, keys = self._client.scan(place, match=pattern, count=SCANNED)
+                end = min(int(reached), end, key=_scan_order) if inside else int(reached)
+                new = sorted((_digest(key), key) for key in keys)
+                new = [one for one in new if one[0] > last]
                 room = limit - len(ids)
-                ids += new[:room]
+                ids += [key[len(PREFIX) :].decode() for _, key in new[:room]]
                 if len(new) > room:
-                    return StoredUsers(ids, f"{cursor}.{skip + room}")
-                cursor, skip = int(following), 0
-                if not cursor:
+                    inner = f".{end}.{new[room - 1][0].hex()}" if room else ""
+                    return StoredUsers(ids, f"{place}{inner}")
+                if not end:
                     return StoredUsers(ids, None)
-        return StoredUsers(ids, f"{cursor}.0")
+                place, inside, last = end, False, b""
+        return StoredUsers(ids, f"{place}")
 
     def close(self) -> None:
         """Closes the connections."""
@@ -311,3 +321,12 @@ def _correction(change: Correction) -> bytes:
         return REMOVE + records([StoredEvent(0, 0, change.event_key)]).tobytes()
     kind = REPLACE_IN_PLACE if change.keeps_time else REPLACE
     return kind + records([change.event]).tobytes()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=16).digest()
+
+
+def _scan_order(cursor: int) -> int:
+    """Returns the rank of a SCAN cursor; Redis counts from its highest bit, and 0 is the end."""
+    return int(f"{cursor:064b}"[::-1], 2) if cursor else 2**64

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from recserve.cli.app import app
-from recserve.cli.train import train_language_model_from, train_medusa_from
+from recserve.cli.train import train_language_model_from, train_text_drafter
 from recserve.models.loading import load_language_model
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
@@ -47,7 +47,7 @@ def test_what_drafts_for_a_model_shares_its_tokens(text, tmp_path, monkeypatch):
     train_language_model_from([text], draft, target, options)
     assert (draft / "tokenizer.json").read_text() == (target / "tokenizer.json").read_text()
     assert load_language_model(draft).config.vocab_size == TINY.vocab_size
-    report = train_medusa_from([text], heads, target, options)
+    report = train_text_drafter("medusa", [text], heads, target, options)
     assert report.selection == "accept_length"
     assert (heads / "medusa_lm_head.safetensors").exists()
 

@@ -1,0 +1,57 @@
+"""The kinds of drafters for texts that `recserve train drafter` trains.
+
+A new kind is one file with its recipe, and one line in KINDS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from recserve.models.language_model import LanguageModel
+from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.text.eagle import EagleRecipe, train_eagle
+from recserve.training.text.medusa import train_medusa
+
+
+class TrainDrafter(Protocol):
+    """Trains a drafter for a target model and writes its folder."""
+
+    def __call__(
+        self,
+        target: LanguageModel,
+        train: NDArray[np.int64],
+        valid: NDArray[np.int64],
+        directory: Path,
+        options: TrainOptions,
+        *,
+        console: Console | None = None,
+    ) -> TrainReport:
+        """Trains the drafter.
+
+        Args:
+            target: The language model, which stays as it is.
+            train: [n] int64 training tokens, preferably text that the target wrote.
+            valid: [n] int64 validation tokens.
+            directory: Folder that receives the drafter.
+            options: Options of the run.
+            console: Where progress is printed; None means standard error.
+
+        Raises:
+            ValueError: If a text is too short, or the drafter of `options.start_from` has another
+                shape.
+        """
+        ...
+
+
+KINDS: Mapping[str, TrainDrafter] = {
+    "medusa": train_medusa,
+    "eagle": partial(train_eagle, recipe=EagleRecipe(kind="eagle")),
+    "eagle3": partial(train_eagle, recipe=EagleRecipe(kind="eagle3")),
+}
