@@ -62,18 +62,29 @@ class RMSNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU, each after an RMSNorm and with a residual."""
+    """Attention and SwiGLU, each after an RMSNorm and with a residual.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    Args:
+        config: Sizes.
+        num_inputs: Numbers per row that the attention of `run` reads. None means E, after the
+            layer's own norm; otherwise the layer has no norm before the attention.
+        gated: Whether a sigmoid of the attention's inputs scales its output (Qwen3-Next).
+    """
+
+    def __init__(
+        self, config: DecoderConfig, num_inputs: int | None = None, gated: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         size, dim = config.hidden_size, config.head_dim
-        self.attention_norm = RMSNorm(size, config.norm_eps)
-        heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = nn.Linear(size, heads * dim, bias=config.attention_bias)
+        if num_inputs is None:
+            self.attention_norm = RMSNorm(size, config.norm_eps)
+        inputs, heads = num_inputs or size, config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Linear(inputs, heads * dim, bias=config.attention_bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(dim, config.norm_eps)
             self.k_norm = RMSNorm(dim, config.norm_eps)
+        self.gate = nn.Linear(inputs, config.num_heads * dim, bias=False) if gated else None
         self.output = nn.Linear(config.num_heads * dim, size, bias=config.output_bias)
         self.mlp_norm = RMSNorm(size, config.norm_eps)
         self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
@@ -95,8 +106,21 @@ class DecoderLayer(nn.Module):
         Returns:
             [..., T, E], or [..., R, E].
         """
+        mixed = self.mix(self.attention_norm(x), rope, layer, attend)
+        if rows is not None:
+            x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
+        return self.add(x, mixed)
+
+    def run(
+        self, inputs: Tensor, residual: Tensor, rope: Rope, layer: int, attend: Attend
+    ) -> Tensor:
+        """Runs the layer on inputs [..., T, num_inputs] and a residual [..., T, E]."""
+        return self.add(residual, self.mix(inputs, rope, layer, attend))
+
+    def mix(self, inputs: Tensor, rope: Rope, layer: int, attend: Attend) -> Tensor:
+        """Returns the attention's output [..., T, H D] of inputs [..., T, num_inputs]."""
         c = self.config
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, c.head_dim))
+        qkv = self.qkv(inputs).unflatten(-1, (-1, c.head_dim))
         turned, value = qkv.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
         if c.qk_norm:
             query, key = turned.split([c.num_heads, c.num_kv_heads], dim=-2)
@@ -107,9 +131,11 @@ class DecoderLayer(nn.Module):
         else:
             query, key = torch.split(rope(turned), [c.num_heads, c.num_kv_heads], dim=-2)
             mixed = attend(layer, query, key, value).flatten(-2)
-        if rows is not None:
-            x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
-        x = x + self._dropout(self.output(mixed))
+        return mixed if self.gate is None else mixed * self.gate(inputs).sigmoid()
+
+    def add(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """Projects and adds the attention's output [..., T, H D], then adds SwiGLU."""
+        x = residual + self._dropout(self.output(mixed))
         gated = self.silu.gate(self.gate_up(self.mlp_norm(x)))
         return x + self._dropout(self.down(gated))
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from recserve.models.attention import DenseAttention
-from recserve.models.decoder import FINAL_LAYER, Taps
+from recserve.models.decoder import FINAL_LAYER, RMSNorm, Taps
 from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.eagle_files import load_eagle, save_eagle
 from recserve.models.language_model import LanguageModel
@@ -139,6 +139,7 @@ class EagleTrainee:
         assert isinstance(head, nn.Linear | nn.Embedding)
         tokens = self.model.token_map
         self.model.head.weight.copy_(head.weight if tokens is None else head.weight[tokens])
+        assert isinstance(self.model.norm, RMSNorm)
         self.model.norm.weight.copy_(target.decoder.norm.weight)
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
@@ -155,7 +156,7 @@ class EagleTrainee:
             (given,) = self._outputs(tokens, states + noise, 1)
             features = F.smooth_l1_loss(given.float(), final[:, 1:].float())
             wanted = logits[:, 1:].float().softmax(-1)
-            said = self._logits(given).log_softmax(-1)
+            said = self.model.logits(given, self.target).log_softmax(-1)
             likelihood = -(wanted * said).sum(-1).mean()
             total = features + LOGITS_WEIGHT * likelihood
             both = {"state": features.detach(), "logits": likelihood.detach()}
@@ -168,7 +169,7 @@ class EagleTrainee:
             if self.model.token_map is not None:
                 known = torch.isin(wanted.argmax(-1), self.model.token_map)
                 wanted = wanted[..., self.model.token_map]
-            said = self._logits(given).log_softmax(-1)
+            said = self.model.logits(given, self.target).log_softmax(-1)
             own = -(wanted.softmax(-1) * said).sum(-1)
             part = (own * known).sum() / known.sum().clamp(min=1)
             parts[f"step_{step}"] = part.detach()
@@ -188,21 +189,13 @@ class EagleTrainee:
             tokens, states, _, logits = self._target(part)
             steps, right = self.recipe.steps, []
             for step, given in enumerate(self._outputs(tokens, states, steps)):
-                said = self.model.targets(self._logits(given).argmax(-1))
+                said = self.model.targets(self.model.logits(given, self.target).argmax(-1))
                 right.append(said == logits[:, 1 + step :].argmax(-1))
             size = right[-1].shape[1]
             found.append(torch.stack([own[:, :size].flatten() for own in right]))
         hits = torch.cat(found, dim=1)
         metrics = {f"step_{number}": float(own.float().mean()) for number, own in enumerate(hits)}
         return {"accept_length": float(hits.cumprod(0).sum(0).float().mean()), **metrics}
-
-    def _logits(self, outputs: Tensor) -> Tensor:
-        """Returns float32 logits [..., draft_vocab_size] of outputs [..., E]."""
-        read = self.model.read_by_head(outputs)
-        if self.model.config.fused:
-            own: Tensor = self.model.head(read)
-            return own.float()
-        return self.target.logits(read.to(self.target.tokens.weight.dtype)).float()
 
     def _outputs(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
         """Returns the outputs [B, T - 1 - i, E] of each step i.

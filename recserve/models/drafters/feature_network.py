@@ -1,0 +1,84 @@
+"""The interface of networks that draft from features, such as EAGLE's and MTP modules.
+
+Row p of such a network reads a feature of the target's state at position p and the token at p + 1.
+Its output is the next feature, from which the logits of the token at p + 2 follow.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from recserve.models.attention import Attend
+from recserve.models.config import DecoderConfig
+from recserve.models.language_model import LanguageModel
+
+
+class FeatureConfig(Protocol):
+    """What the drafter needs to know of a network's configuration."""
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """Sizes of the network's own keys and values."""
+        ...
+
+    @property
+    def target_size(self) -> int:
+        """E of the target's states."""
+        ...
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """Layers of the target that are read, as in `Drafter.hidden_layers`."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary of the target."""
+        ...
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that the network can propose."""
+        ...
+
+
+class FeatureNetwork(Protocol):
+    """A network that reads a feature and the next token, and returns the next feature."""
+
+    @property
+    def config(self) -> FeatureConfig:
+        """The configuration."""
+        ...
+
+    @property
+    def mask_token(self) -> int | None:
+        """Token of rows without a token, if one pass drafts all positions; None otherwise."""
+        ...
+
+    def features(self, states: Tensor) -> Tensor:
+        """Returns features [..., T, E] of the target's states [..., T, F]."""
+        ...
+
+    def mask_features(self) -> Tensor:
+        """Returns the feature [E] of rows that read no state."""
+        ...
+
+    def embed(self, tokens: Tensor, target: LanguageModel) -> Tensor:
+        """Returns the embedding [..., E] of the target's tokens [...]."""
+        ...
+
+    def __call__(
+        self, features: Tensor, embedded: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Returns the features [..., T, E] of the next positions."""
+        ...
+
+    def logits(self, outputs: Tensor, target: LanguageModel) -> Tensor:
+        """Returns float32 logits [..., n] of returned features [..., E]."""
+        ...
+
+    def targets(self, columns: Tensor) -> Tensor:
+        """Returns the target's tokens of columns of the logits, of any shape."""
+        ...
