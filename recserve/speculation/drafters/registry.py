@@ -15,6 +15,7 @@ from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.drafters.mtp import MtpDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.drafters.specinfer import SpecinferDrafter
@@ -33,6 +34,7 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     SpecinferDrafter,
     MedusaDrafter,
     EagleDrafter,
+    MtpDrafter,
 )
 
 

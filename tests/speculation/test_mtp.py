@@ -1,0 +1,218 @@
+"""MTP modules and P-EAGLE: drafts against plain transcriptions of what the files hold.
+
+The transcriptions read the published tensors themselves, so that loader, network and proposer are
+tested together.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from recserve.speculation.completion import TextQuery
+from recserve.speculation.drafters.mtp import MtpDrafter
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.models.test_mtp_files import LAYOUTS, written
+from tests.speculation.test_eagle import (
+    PlainEagle,
+    assert_as_transcribed,
+    plain_layer,
+    recording,
+    rms,
+    target_states,
+)
+from tests.support.mtp_drafter import SIZES, peagle
+from tests.support.text_engines import engine_for, prompts
+from tests.support.text_plain import drawn_model
+
+HEADS, KEYS, DIM = 4, 2, 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn_model(1)
+
+
+class Published:
+    """A module as its authors wrote it, on the tensors of a checkpoint."""
+
+    def __init__(self, name: str, weights: dict[str, torch.Tensor]) -> None:
+        self.weights, self.qwen = weights, name == "qwen3-next"
+        self.module, self.layer = {
+            "deepseek": ("model.layers.2.", "model.layers.2."),
+            "qwen3-next": ("mtp.", "mtp.layers.0."),
+            "speculators": ("mtp_layers.0.", "mtp_layers.0."),
+        }[name]
+        self.names = {
+            "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+            "qwen3-next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+            "speculators": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        }[name]
+        self.feeds_norm = name != "deepseek"
+
+    def norm(self, x, name):
+        weight = self.weights[f"{name}.weight"] + (1.0 if self.qwen else 0.0)
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    def linear(self, x, name):
+        return x @ self.weights[f"{name}.weight"].T
+
+    def turned(self, x):
+        """Rotates x [n, H, D] at 0..n-1; Qwen3-Next only the first half of a head here."""
+        dim = DIM // 2 if self.qwen else DIM
+        angles = torch.arange(len(x))[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        low, high = x[..., : dim // 2], x[..., dim // 2 : dim]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., dim:]], dim=-1)
+
+    def outputs(self, features, embedded):
+        """Returns what the rows 0..n-1 feed back."""
+        token, state, fc, last = (self.module + name for name in self.names)
+        if not self.feeds_norm:
+            embedded = embedded.clone()
+            embedded[0] = 0.0
+        both = [self.norm(embedded, token), self.norm(features, state)]
+        x = self.linear(torch.cat(both, dim=-1), fc)
+        inner = self.norm(x, f"{self.layer}input_layernorm")
+        x = x + self.attention(inner)
+        inner = self.norm(x, f"{self.layer}post_attention_layernorm")
+        gate, up = (self.linear(inner, f"{self.layer}mlp.{n}_proj") for n in ("gate", "up"))
+        x = x + self.linear(F.silu(gate) * up, f"{self.layer}mlp.down_proj")
+        return self.norm(x, last) if self.feeds_norm else x
+
+    def attention(self, x):
+        at, count = f"{self.layer}self_attn.", len(x)
+        query = self.linear(x, f"{at}q_proj").view(count, HEADS, -1)
+        gate = None
+        if self.qwen:
+            query, gate = query.chunk(2, dim=-1)
+        key, value = (self.linear(x, f"{at}{n}_proj").view(count, KEYS, DIM) for n in "kv")
+        if f"{at}q_norm.weight" in self.weights:
+            query, key = self.norm(query, f"{at}q_norm"), self.norm(key, f"{at}k_norm")
+        query, key = self.turned(query), self.turned(key)
+        key, value = (one.repeat_interleave(HEADS // KEYS, 1) for one in (key, value))
+        scores = torch.einsum("nhd,mhd->hnm", query, key) * DIM**-0.5
+        scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), float("-inf"))
+        mixed = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), value).flatten(1)
+        if gate is not None:
+            mixed = mixed * gate.flatten(1).sigmoid()
+        return self.linear(mixed, f"{at}o_proj")
+
+    def logits(self, output, model):
+        if self.feeds_norm:
+            return model.logits(output)
+        read = self.norm(output, self.module + self.names[3])
+        return self.linear(read, "model.layers.2.shared_head.head")
+
+
+def plain_class(published: Published):
+    class PlainMtp(PlainEagle):
+        """The published module with a dynamic tree, everything computed again for every node."""
+
+        def children(self, path):
+            features, embedded = self.features, self.embedded
+            output = published.outputs(features, embedded)[-1:]
+            for token in path:
+                features = torch.cat([features, output])
+                embedded = torch.cat([embedded, self.model.tokens(torch.tensor([token]))])
+                output = published.outputs(features, embedded)[-1:]
+            best = published.logits(output, self.model)[0].log_softmax(-1).topk(self.drafter.width)
+            return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+    return PlainMtp
+
+
+def greedy(texts, name, length=14) -> list[TextQuery]:
+    params = SamplingParams(temperature=0.0, max_tokens=length)
+    return [TextQuery(text, params, Speculation(name)) for text in texts]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.inference_mode()
+def test_drafts_equal_the_transcription(name, model, tmp_path):
+    """Eight texts at once, prompts in chunks; then cached prompts."""
+    torch.manual_seed(3)
+    fields, weights = LAYOUTS[name]()
+    loaded = MtpDrafter.from_folders([written(tmp_path, fields, weights)], model)
+    drafter = MtpDrafter(loaded.network, model, **SIZES)
+    notes = recording(drafter)
+    engine = engine_for(model, 300, {"mtp": drafter})
+    texts = prompts(8, low=4)
+    engine.run_many(greedy(texts, "mtp"))
+    again = engine.run_many(greedy(texts[:2], "mtp"))
+    assert all(answer.timing.root_cached > 0 for answer in again)
+    plain = plain_class(Published(name, weights))
+    assert_as_transcribed(notes, drafter, model, least=20, plain=plain)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.inference_mode()
+def test_features_equal_the_transcription(name, model, tmp_path):
+    """What the rows feed back, to 1e-4: DeepSeek's before its norm, the others' after it."""
+    torch.manual_seed(4)
+    fields, weights = LAYOUTS[name]()
+    loaded = MtpDrafter.from_folders([written(tmp_path, fields, weights)], model)
+    drafter = MtpDrafter(loaded.network, model, **SIZES)
+    engine = engine_for(model, 300, {"mtp": drafter})
+    seen = {}
+    propose = drafter.propose
+
+    def noted(contexts, budgets):
+        for context in contexts:
+            if context.id in drafter._outputs:
+                seen[tuple(context.tokens)] = drafter._outputs[context.id][1].clone()
+        return propose(contexts, budgets)
+
+    drafter.propose = noted
+    engine.run_many(greedy(prompts(3, low=4), "mtp"))
+    published, compared = Published(name, weights), 0
+    for tokens, output in seen.items():
+        states = target_states(model, list(tokens), drafter.hidden_layers)[:-1]
+        embedded = model.tokens(torch.tensor(tokens[1:]))
+        expected = published.outputs(states, embedded)[-1]
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        compared += 1
+    assert compared > 6
+
+
+class PlainPeagle(PlainEagle):
+    """P-EAGLE: the rows below the committed ones read the mask, so a slot knows no path."""
+
+    def __init__(self, drafter, model, tokens):
+        super().__init__(drafter, model, tokens)
+        network, more = self.network, drafter.depth
+        mask = model.tokens(torch.tensor([network.config.mask_token]))
+        ahead = network.fc(network.mask_states).expand(more, -1)
+        x = features = torch.cat([self.features, ahead])
+        embedded = torch.cat([self.embedded, mask.expand(more, -1)])
+        normed = rms(features, network.feature_norm)
+        inputs = torch.cat([rms(embedded, network.input_norms[0]), normed], dim=-1)
+        for number, layer in enumerate(network.layers):
+            if number:
+                inputs = rms(x, network.input_norms[number])
+            x = plain_layer(network, layer, inputs, x)
+        assert len(network.layers) == 2
+        self.slots = network.head(rms(x[len(self.features) - 1 :], network.norm)).log_softmax(-1)
+
+    def children(self, path):
+        best = self.slots[len(path)].topk(self.drafter.width)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+@torch.inference_mode()
+def test_parallel_drafts_equal_the_transcription(model):
+    drafter = peagle(model, seed=3)
+    notes = recording(drafter)
+    engine = engine_for(model, 300, {"eagle": drafter})
+    engine.run_many(greedy(prompts(8), "eagle"))
+    assert_as_transcribed(notes, drafter, model, least=20, plain=PlainPeagle)
+
+
+@torch.inference_mode()
+def test_a_parallel_draft_takes_one_forward(model):
+    drafter = peagle(model, seed=3)
+    sizes, network = [], drafter.network
+    network.register_forward_hook(lambda module, given, output: sizes.append(len(output)))
+    engine = engine_for(model, 300, {"eagle": drafter})
+    answer = engine.run(greedy(prompts(1, low=8), "eagle")[0])
+    # One pass reads the committed tokens, and one drafts.
+    assert answer.counts.num_drafts > 3 and len(sizes) <= 2 * answer.counts.num_drafts + 2
