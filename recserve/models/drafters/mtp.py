@@ -81,9 +81,11 @@ class Mtp(nn.Module):
     Attributes:
         config: The configuration.
         mask_token: None, because every row reads a token.
+        token_map: None, because it proposes tokens of the target's vocabulary.
     """
 
     mask_token: None = None
+    token_map: None = None
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()
