@@ -137,15 +137,16 @@ def test_every_tensor_lies_in_its_place(name, tmp_path, target):
     found = [weights[f"{start[name]}{place}.weight"] for place in places]
     if name == "qwen3-next":
         found = [own + 1 if own.ndim == 1 else own for own in found]
-    ours = (network.token_norm, network.state_norm, network.fc, network.norm)
+    (block,) = network.blocks
+    ours = (block.token_norm, block.state_norm, block.fc, block.norm)
     for module, own in zip(ours, found, strict=True):
         assert torch.equal(module.weight, own)
     at = "mtp.layers.0." if name == "qwen3-next" else start[name]
     down = weights[f"{at}mlp.down_proj.weight"]
-    assert torch.equal(network.layer.down.weight, down)
+    assert torch.equal(block.layer.down.weight, down)
     value = weights[f"{at}self_attn.v_proj.weight"]
-    assert torch.equal(network.layer.qkv.weight[-16:], value)
-    assert (network.layer.gate is not None) == (name == "qwen3-next")
+    assert torch.equal(block.layer.qkv.weight[-16:], value)
+    assert (block.layer.gate is not None) == (name == "qwen3-next")
 
 
 @pytest.mark.parametrize("name", ["deepseek", "qwen3-next"])
@@ -164,7 +165,7 @@ def test_a_target_s_folder_holds_both(name, tmp_path, target):
     assert torch.equal(*states)
     network = load_mtp(folder, again)
     fc = "model.layers.2.eh_proj.weight" if name == "deepseek" else "mtp.fc.weight"
-    assert torch.equal(network.fc.weight, weights[fc])
+    assert torch.equal(network.blocks[0].fc.weight, weights[fc])
 
 
 def test_a_target_s_folder_with_another_layer_is_refused(tmp_path, target):
@@ -243,7 +244,7 @@ FAULTS = {
     no_state_norm: r"model\.layers\.2\.hnorm\.weight",
     experts: "mixture of experts",
     latent: "latent attention",
-    two_modules: "num_nextn_predict_layers is 2; it holds 1",
+    two_modules: "num_nextn_predict_layers is 2; it holds 1 modules",
     another_embedding: r"embed_tokens\.weight",
     another_size: r"fc\.weight",
     a_gate: "attn_output_gate",

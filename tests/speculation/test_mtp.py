@@ -35,10 +35,10 @@ def model():
 class Published:
     """A module as its authors wrote it, on the tensors of a checkpoint."""
 
-    def __init__(self, name: str, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, name: str, weights: dict[str, torch.Tensor], number: int = 0) -> None:
         self.weights, self.qwen = weights, name == "qwen3-next"
         self.module, self.layer = {
-            "deepseek": ("model.layers.2.", "model.layers.2."),
+            "deepseek": (f"model.layers.{2 + number}.", f"model.layers.{2 + number}."),
             "qwen3-next": ("mtp.", "mtp.layers.0."),
             "speculators": ("mtp_layers.0.", "mtp_layers.0."),
         }[name]
@@ -101,7 +101,7 @@ class Published:
         if self.feeds_norm:
             return model.logits(output)
         read = self.norm(output, self.module + self.names[3])
-        return self.linear(read, "model.layers.2.shared_head.head")
+        return self.linear(read, f"{self.module}shared_head.head")
 
 
 def plain_class(published: Published):
@@ -172,6 +172,56 @@ def test_features_equal_the_transcription(name, model, tmp_path):
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
         compared += 1
     assert compared > 6
+
+
+def several_class(modules: list[Published]):
+    """Several modules: each one reads what the one before it returned at the token before."""
+
+    class PlainModules(PlainEagle):
+        def children(self, path):
+            count, embedded = len(modules), self.embedded
+            features, outputs = [self.features], []
+            for number, module in enumerate(modules):
+                if number:
+                    nothing = torch.zeros_like(outputs[-1][:1])
+                    features.append(torch.cat([nothing, outputs[-1][:-1]]))
+                outputs.append(module.outputs(features[-1], embedded))
+            for token in path:
+                embedded = torch.cat([embedded, self.model.tokens(torch.tensor([token]))])
+                news = [outputs[number - 1][-1:] for number in range(count)]
+                features = [torch.cat(both) for both in zip(features, news, strict=True)]
+                pairs = zip(modules, features, strict=True)
+                outputs = [module.outputs(own, embedded) for module, own in pairs]
+            number = len(path) % count
+            logits = modules[number].logits(outputs[number][-1:], self.model)
+            best = logits[0].log_softmax(-1).topk(self.drafter.width)
+            return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+    return PlainModules
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@torch.inference_mode()
+def test_level_k_reads_module_k_mod_n(count, model, tmp_path):
+    """Drafts are deeper than the number of modules. Cached prompts give the same texts."""
+    torch.manual_seed(5)
+    fields, weights = LAYOUTS["deepseek"]()
+    for number in range(1, count):
+        weights |= LAYOUTS["deepseek"](2 + number)[1]
+    fields["num_nextn_predict_layers"] = count
+    folder = written(tmp_path, fields, weights)
+    drafter = MtpDrafter(MtpDrafter.from_folders([folder], model).network, model, **SIZES)
+    notes = recording(drafter)
+    engine = engine_for(model, 300, {"mtp": drafter})
+    texts = prompts(4, low=4)
+    answers = engine.run_many(greedy(texts, "mtp"))
+    plain = several_class([Published("deepseek", weights, k) for k in range(count)])
+    assert_as_transcribed(notes, drafter, model, least=10, plain=plain)
+    again = engine.run_many(greedy(texts, "mtp"))
+    assert all(answer.timing.root_cached > 0 for answer in again)
+    undrafted = engine.run_many(greedy(texts, "none"))
+    for one, *others in zip(undrafted, answers, again, strict=True):
+        assert all(one.tokens.tolist() == other.tokens.tolist() for other in others)
 
 
 class PlainPeagle(PlainEagle):

@@ -16,6 +16,7 @@ EAGLE-3.1 (arXiv 2605.09992), HASS (arXiv 2408.15766), P-EAGLE (arXiv 2602.01469
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -176,6 +177,18 @@ class Eagle(nn.Module):
         """Returns the feature [E] of the rows that read no state of the target."""
         return self.features(self.mask_states)
 
+    def committed(
+        self,
+        states: Tensor,
+        before: Sequence[tuple[int, Tensor | None]],
+        embedded: Tensor,
+        positions: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """Computes the outputs [T, E] of committed tokens; `before` has no effect on them."""
+        outputs: Tensor = self(self.features(states), embedded, positions, attend)
+        return outputs
+
     def forward(
         self, features: Tensor, embedded: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
@@ -211,10 +224,10 @@ class Eagle(nn.Module):
             x = layer.run(inputs, x, rope, number, attend)
         return self.norm(x) if config.norm_output else x
 
-    def logits(self, outputs: Tensor, target: LanguageModel) -> Tensor:
+    def logits(self, outputs: Tensor, target: LanguageModel, level: int = 0) -> Tensor:
         """Returns float32 logits [..., draft_vocab_size] of outputs [..., E].
 
-        They are normalised once, if the network has a norm.
+        They are normalised once, if the network has a norm. All levels of a draft are alike.
         """
         read = outputs if self.config.norm_output else self.norm(outputs)
         if self.config.fused:

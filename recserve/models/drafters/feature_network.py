@@ -6,6 +6,7 @@ Its output is the next feature, from which the logits of the token at p + 2 foll
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -57,10 +58,6 @@ class FeatureNetwork(Protocol):
         """Token of rows without a token, if one pass drafts all positions; None otherwise."""
         ...
 
-    def features(self, states: Tensor) -> Tensor:
-        """Returns features [..., T, E] of the target's states [..., T, F]."""
-        ...
-
     def mask_features(self) -> Tensor:
         """Returns the feature [E] of rows that read no state."""
         ...
@@ -69,14 +66,34 @@ class FeatureNetwork(Protocol):
         """Returns the embedding [..., E] of the target's tokens [...]."""
         ...
 
+    def committed(
+        self,
+        states: Tensor,
+        before: Sequence[tuple[int, Tensor | None]],
+        embedded: Tensor,
+        positions: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """Returns the outputs [T, O] of committed tokens of several texts.
+
+        Args:
+            states: [T, F] states of the target.
+            before: For each text, its first row, and the outputs [O] at the row before. None if
+                those are not known.
+            embedded: [T, E] embedding of the tokens after the states.
+            positions: [T] positions of the states.
+            attend: Attention.
+        """
+        ...
+
     def __call__(
         self, features: Tensor, embedded: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """Returns the features [..., T, E] of the next positions."""
+        """Returns the outputs [..., T, O] of rows that read outputs of rows before them."""
         ...
 
-    def logits(self, outputs: Tensor, target: LanguageModel) -> Tensor:
-        """Returns float32 logits [..., n] of returned features [..., E]."""
+    def logits(self, outputs: Tensor, target: LanguageModel, level: int = 0) -> Tensor:
+        """Returns float32 logits [..., n] of a draft's level from outputs [..., O]."""
         ...
 
     def targets(self, columns: Tensor) -> Tensor:

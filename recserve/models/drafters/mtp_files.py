@@ -2,14 +2,13 @@
 
     DeepSeek      model.layers.{L + k}.{enorm, hnorm, eh_proj, shared_head.*, embed_tokens} and the
                   layer's own tensors; L is the number of the target's layers
-    Qwen3-Next    mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.{k}.*
+    Qwen3-Next    mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm} for all modules, and
+                  mtp.layers.{k}.*
     speculators   mtp_layers.{k}.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}
                   and the layer's own tensors; sizes are inside transformer_layer_config
 
-A folder may hold the module alone or beside the target's own tensors. Of several modules the first
-one drafts all positions, as published engines do where they draft more tokens than there are
-modules. Every field of the configuration is read, known to change nothing, or an error. The same
-holds for every tensor.
+A folder may hold the modules alone or beside the target's own tensors. Every field of the
+configuration is read, known to change nothing, or an error. The same holds for every tensor.
 
 The norms of the families Qwen3-Next and Qwen3.5 are stored as differences from 1. Their query
 projection holds the gate of each head behind its query. RoPE turns the first numbers of a head;
@@ -68,7 +67,6 @@ CENTRED = ("qwen3_next", "qwen3_5")
 TARGETS_OWN = re.compile(
     r"^(model\.layers\.\d+\.|model\.embed_tokens\.|model\.norm\.|lm_head\.|.*rotary_emb\.inv_freq$)"
 )
-LATER_MODULE = re.compile(r"^mtp\.layers\.[1-9]")
 NOT_COMPUTED = {
     ".mlp.experts.": "a mixture of experts",
     ".mlp.gate.": "a mixture of experts",
@@ -78,63 +76,71 @@ NOT_COMPUTED = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where the tensors of a module lie.
-
-    Attributes:
-        layer: Prefix of the layer's tensors.
-        outside: Name of each other tensor, by ours.
-        feeds_norm: Whether modules in this layout feed back the normalised output.
-    """
-
-    layer: str
-    outside: dict[str, str]
-    feeds_norm: bool
-
-    @property
-    def prefix(self) -> str:
-        """What the names of all tensors of the module begin with."""
-        return self.layer.removesuffix("layers.0.") if self.layer.startswith("mtp.") else self.layer
-
-
-def deepseek(layer: int) -> Layout:
-    """Returns DeepSeek's layout of the module with this layer number."""
-    at = f"model.layers.{layer}."
-    names = {
+DEEPSEEK = re.compile(r"^model\.layers\.(\d+)\.eh_proj\.weight$")
+QWEN = re.compile(r"^mtp\.layers\.(\d+)\.input_layernorm\.weight$")
+SPECULATORS = re.compile(r"^mtp_layers\.(\d+)\.input_proj\.weight$")
+# Our names of a module's tensors outside its layer, and theirs.
+NAMES = {
+    DEEPSEEK: {
         "token_norm": "enorm",
         "state_norm": "hnorm",
         "fc": "eh_proj",
         "norm": "shared_head.norm",
         "head": "shared_head.head",
-    }
-    return Layout(at, {ours: at + theirs for ours, theirs in names.items()}, False)
+    },
+    QWEN: {
+        "token_norm": "pre_fc_norm_embedding",
+        "state_norm": "pre_fc_norm_hidden",
+        "fc": "fc",
+        "norm": "norm",
+    },
+    SPECULATORS: {
+        "token_norm": "token_layernorm",
+        "state_norm": "hidden_layernorm",
+        "fc": "input_proj",
+        "norm": "final_layernorm",
+    },
+}
 
 
-QWEN = Layout(
-    "mtp.layers.0.",
-    {
-        "token_norm": "mtp.pre_fc_norm_embedding",
-        "state_norm": "mtp.pre_fc_norm_hidden",
-        "fc": "mtp.fc",
-        "norm": "mtp.norm",
-    },
-    True,
-)
-SPECULATORS = Layout(
-    "mtp_layers.0.",
-    {
-        "token_norm": "mtp_layers.0.token_layernorm",
-        "state_norm": "mtp_layers.0.hidden_layernorm",
-        "fc": "mtp_layers.0.input_proj",
-        "norm": "mtp_layers.0.final_layernorm",
-    },
-    True,
-)
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of the modules lie.
+
+    Attributes:
+        kind: A key of NAMES.
+        first: Layer number of the first module.
+        count: Number of modules.
+    """
+
+    kind: re.Pattern[str]
+    first: int
+    count: int
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What the names of the modules' tensors begin with."""
+        own = tuple(self.layer(number) for number in range(self.count))
+        return ("mtp.",) if self.kind is QWEN else own
+
+    @property
+    def feeds_norm(self) -> bool:
+        """Whether modules in this layout feed back the normalised output."""
+        return self.kind is not DEEPSEEK
+
+    def layer(self, number: int) -> str:
+        """Returns the prefix of a module's layer."""
+        starts = {DEEPSEEK: "model.layers.", QWEN: "mtp.layers.", SPECULATORS: "mtp_layers."}
+        return f"{starts[self.kind]}{self.first + number}."
+
+    def outside(self, number: int, ours: str) -> str:
+        """Returns the name of a module's tensor outside its layer."""
+        at = "mtp." if self.kind is QWEN else self.layer(number)
+        return f"{at}{NAMES[self.kind][ours]}"
 
 
 def load_mtp(folder: Path, target: LanguageModel) -> Mtp:
-    """Loads the first module of a folder, ready to draft for a target.
+    """Loads the modules of a folder, ready to draft for a target.
 
     Raises:
         UnsupportedModel: If a field or tensor is unknown or does not fit; the message names it,
@@ -152,33 +158,29 @@ def load_mtp(folder: Path, target: LanguageModel) -> Mtp:
     fields = read_json(folder / "config.json")
     fields = {**fields, **(fields.get("text_config") or {})}
     fields |= fields.get("transformer_layer_config") or {}
-    _check_modules(fields, stored, layout)
     config = _read_config(fields, stored, layout, target)
     centred = str(fields.get("model_type")).startswith(CENTRED)
     with torch.device("meta"):
         network = Mtp(config)
     fill(network, stored, partial(_assemble, layout, config, centred), target.tokens.weight)
-    embedding = f"{layout.layer}embed_tokens.weight"
-    if embedding in stored.names:
-        check_embedding(stored.read(embedding), target, embedding, folder.name)
-    for name in sorted(stored.unread()):
-        if name.startswith(layout.prefix) and not LATER_MODULE.match(name):
-            raise UnsupportedModel(
-                f"{folder.name} has a tensor {name!r} that has no place in an MTP module"
-            )
+    for number in range(layout.count):
+        embedding = f"{layout.layer(number)}embed_tokens.weight"
+        if embedding in stored.names:
+            check_embedding(stored.read(embedding), target, embedding, folder.name)
+    if left := sorted(name for name in stored.unread() if name.startswith(layout.prefixes)):
+        raise UnsupportedModel(
+            f"{folder.name} has a tensor {left[0]!r} that has no place in an MTP module"
+        )
     return network.requires_grad_(False).eval()
 
 
 def _layout(stored: StoredTensors, target: LanguageModel) -> Layout:
     """Finds the layout by the names of the tensors; refuses names that belong to none."""
-    found = re.compile(r"^model\.layers\.(\d+)\.eh_proj\.weight$")
-    numbers = [int(match[1]) for name in stored.names if (match := found.match(name))]
-    if numbers:
-        layout = deepseek(min(numbers))
-    elif "mtp.fc.weight" in stored.names:
-        layout = QWEN
-    elif any(name.startswith("mtp_layers.") for name in stored.names):
-        layout = SPECULATORS
+    for kind in NAMES:
+        numbers = [int(match[1]) for name in stored.names if (match := kind.match(name))]
+        if numbers:
+            layout = Layout(kind, min(numbers), len(numbers))
+            break
     else:
         raise UnsupportedModel(
             f"{stored.folder} holds no MTP module: it has none of the tensors "
@@ -186,32 +188,17 @@ def _layout(stored: StoredTensors, target: LanguageModel) -> Layout:
             "'mtp_layers.0.input_proj.weight'"
         )
     for name in sorted(stored.names):
-        if not name.startswith(layout.prefix) and not TARGETS_OWN.match(name):
+        if not name.startswith(layout.prefixes) and not TARGETS_OWN.match(name):
             raise UnsupportedModel(
                 f"{stored.folder} has a tensor {name!r} that has no place in an MTP module"
             )
-        for part, kind in NOT_COMPUTED.items():
-            if name.startswith(layout.prefix) and part in name:
+        for part, what in NOT_COMPUTED.items():
+            if name.startswith(layout.prefixes) and part in name:
                 raise UnsupportedModel(
-                    f"{stored.folder}: {name} belongs to {kind}; MTP modules with plain attention "
+                    f"{stored.folder}: {name} belongs to {what}; MTP modules with plain attention "
                     "and a dense MLP are computed here"
                 )
     return layout
-
-
-def _check_modules(fields: dict[str, Any], stored: StoredTensors, layout: Layout) -> None:
-    """Checks the number of modules that the configuration names."""
-    named = fields.get("num_nextn_predict_layers", fields.get("mtp_num_hidden_layers", 1))
-    norm = "input_layernorm.weight"
-    first = re.match(r"^(.*\.)(\d+)\.$", layout.layer)
-    assert first is not None
-    count = sum(
-        f"{first[1]}{int(first[2]) + k}.{norm}" in stored.names for k in range(max(int(named), 1))
-    )
-    if count != named:
-        raise UnsupportedModel(
-            f"{stored.folder}: num_nextn_predict_layers is {named}; it holds {count} MTP modules"
-        )
 
 
 def _read_config(
@@ -223,13 +210,18 @@ def _read_config(
         raise UnsupportedModel(f"speculators_model_type is {kind!r}; this drafter reads 'mtp'")
     if fields.get("mtp_use_dedicated_embeddings"):
         raise UnsupportedModel("mtp_use_dedicated_embeddings is True; only False is computed here")
+    named = fields.get("num_nextn_predict_layers", fields.get("mtp_num_hidden_layers", 1))
+    if named != layout.count:
+        raise UnsupportedModel(
+            f"{stored.folder}: num_nextn_predict_layers is {named}; it holds {layout.count} modules"
+        )
     centred = str(fields.get("model_type")).startswith(CENTRED)
-    names = {name for name in stored.names if name.startswith(layout.layer)}
-    decoder = replace(read_sizes(fields, names, target), num_layers=1)
+    names = {name for name in stored.names if name.startswith(layout.prefixes)}
+    decoder = replace(read_sizes(fields, names, target), num_layers=layout.count)
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     share = (0.25 if centred else 1.0) if share is None else float(share)
-    head = layout.outside.get("head")
+    heads = [name for name in names if name.endswith(".shared_head.head.weight")]
     return MtpConfig(
         decoder=decoder,
         vocab_size=target.config.vocab_size,
@@ -237,7 +229,7 @@ def _read_config(
         first_token=layout.feeds_norm,
         gated=bool(fields.get("attn_output_gate", centred)),
         rotary_dim=None if share == 1.0 else int(decoder.head_dim * share),
-        own_head=f"{head}.weight" in stored.names,
+        own_head=bool(heads),
     )
 
 
@@ -245,14 +237,16 @@ def _assemble(
     layout: Layout, config: MtpConfig, centred: bool, name: str, read: Callable[[str], Tensor]
 ) -> Tensor:
     """Returns our tensor `name`."""
-    first, *rest = name.split(".")
+    _, block, first, *rest = name.split(".")
+    number = int(block)
+    at = layout.layer(number)
     if first != "layer":
-        tensor = read(f"{layout.outside[first]}.{rest[0]}")
+        tensor = read(f"{layout.outside(number, first)}.{rest[0]}")
     elif rest[0] == "gate":
-        both = read(f"{layout.layer}self_attn.q_proj.weight")
+        both = read(f"{at}self_attn.q_proj.weight")
         return _by_heads(both, config, 2)[:, 1].flatten(0, 1)
     else:
-        tensor = joined(layout.layer, rest[0], rest[1], partial(_piece, config, read))
+        tensor = joined(at, rest[0], rest[1], partial(_piece, config, read))
     if "norm" in name and centred:
         tensor = tensor + 1.0
     return tensor
@@ -287,26 +281,31 @@ def _by_heads(tensor: Tensor, config: MtpConfig, count: int) -> Tensor:
 def save_mtp(network: Mtp, folder: Path, target_layers: int) -> None:
     """Writes `config.json` and `model.safetensors` in DeepSeek's layout.
 
+    Without heads of their own, the modules' readers use the target's.
+
     Args:
         network: The module.
         folder: Where to.
-        target_layers: Layers of the target. The module's tensors get this layer's number.
+        target_layers: Layers of the target. The modules' layers get the numbers after them.
 
     Raises:
         ValueError: If the layout cannot express the module.
     """
-    config, layout = network.config, deepseek(target_layers)
+    config = network.config
+    layout = Layout(DEEPSEEK, target_layers, config.decoder.num_layers)
     if config.feeds_norm or config.first_token or config.gated or config.rotary_dim:
         raise ValueError(
             "DeepSeek's layout holds modules that feed back their output, without gate"
         )
     weights: dict[str, Tensor] = {}
     for name, tensor in network.state_dict().items():
-        first, *rest = name.split(".")
+        _, block, first, *rest = name.split(".")
+        number = int(block)
         if first == "layer":
-            weights |= layer_tensors(layout.layer, rest[0], rest[1], tensor, config.decoder)
+            at = layout.layer(number)
+            weights |= layer_tensors(at, rest[0], rest[1], tensor, config.decoder)
         else:
-            weights[f"{layout.outside[first]}.{rest[0]}"] = tensor
+            weights[f"{layout.outside(number, first)}.{rest[0]}"] = tensor
     fields = size_fields(config.decoder, config.vocab_size)
-    fields |= {"num_hidden_layers": target_layers, "num_nextn_predict_layers": 1}
+    fields |= {"num_hidden_layers": target_layers, "num_nextn_predict_layers": layout.count}
     write_folder(fields, weights, folder)

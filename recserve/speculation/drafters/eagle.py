@@ -136,7 +136,7 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def read(self, parts: Seq[StateSpan]) -> None:
         """Computes the entries of committed tokens from the target's states before them."""
-        tokens, slots, roots, trees, ends = [], [], [], [], []
+        tokens, slots, roots, trees, before, ends = [], [], [], [], [], []
         device, stop = self.pool.keys.device, 0
         for part in parts:
             first, size, own = part.first, part.states.shape[0], part.context.slots
@@ -145,11 +145,18 @@ class EagleDrafter(Drafter):
             trees.append(chain(tokens[-1]))
             slots.append(own[first + 1 : first + 1 + size])
             roots.append(own[1 : first + 1])
+            length, last = self._outputs.get(part.context.id, (0, None))
+            before.append((stop, last if length == first + 1 else None))
             stop += size
             ends.append(stop - 1)
         batch = TreeBatch(merge(trees), None, torch.cat(slots), tuple(roots))
-        features = self.network.features(torch.cat([part.states for part in parts]))
-        outputs = self._run(features, torch.cat(tokens), batch)[on_device(ends, device)]
+        outputs = self.network.committed(
+            torch.cat([part.states for part in parts]),
+            before,
+            self.network.embed(torch.cat(tokens), self.target),
+            batch.positions(),
+            PagedAttention(batch, self.pool),
+        )[on_device(ends, device)]
         for part, output in zip(parts, outputs, strict=True):
             length = part.first + part.states.shape[0] + 1
             self._outputs[part.context.id] = length, output
@@ -277,7 +284,7 @@ class EagleDrafter(Drafter):
             width: Children of a node.
         """
         network = self.network
-        logits = network.logits(outputs, self.target)
+        logits = network.logits(outputs, self.target, level)
         if texts.greedy:
             best = logits.log_softmax(-1).topk(width)
             return network.targets(best.indices), best.values

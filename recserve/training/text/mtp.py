@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from recserve.models.drafters.eagle import Eagle
-from recserve.models.drafters.mtp import Mtp, MtpConfig
+from recserve.models.drafters.mtp import Mtp, MtpConfig, MtpModule
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
@@ -38,8 +38,10 @@ class MtpTrainee(EagleTrainee):
         own = self.target.config
         decoder = replace(own.decoder, num_layers=1, dropout=0.0)
         network = Mtp(MtpConfig(decoder, own.vocab_size))
-        network.layer.load_state_dict(self.target.decoder.layers[-1].state_dict())
-        network.norm.weight.copy_(self.target.decoder.norm.weight)
+        (block,) = network.blocks
+        assert isinstance(block, MtpModule)
+        block.layer.load_state_dict(self.target.decoder.layers[-1].state_dict())
+        block.norm.weight.copy_(self.target.decoder.norm.weight)
         return network
 
     def _save(self, folder: Path) -> None:
