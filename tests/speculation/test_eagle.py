@@ -88,8 +88,12 @@ class PlainEagle:
     def __init__(self, drafter, model, tokens):
         self.drafter, self.model, self.network = drafter, model, drafter.network
         states = target_states(model, tokens, drafter.hidden_layers)[:-1]
-        self.features = self.network.features(states)
+        self.features = self.first(states)
         self.embedded = model.tokens(torch.tensor(tokens[1:]))
+
+    def first(self, states):
+        """Returns the features of the target's states."""
+        return self.network.features(states)
 
     def children(self, path):
         """Returns (token, log-probability) of the best children of a path of draft tokens."""

@@ -104,8 +104,15 @@ class Published:
         return self.linear(read, f"{self.module}shared_head.head")
 
 
+class PlainStates(PlainEagle):
+    """A dynamic tree from a network that reads the target's states themselves."""
+
+    def first(self, states):
+        return states
+
+
 def plain_class(published: Published):
-    class PlainMtp(PlainEagle):
+    class PlainMtp(PlainStates):
         """The published module with a dynamic tree, everything computed again for every node."""
 
         def children(self, path):
@@ -177,7 +184,7 @@ def test_features_equal_the_transcription(name, model, tmp_path):
 def several_class(modules: list[Published]):
     """Several modules: each one reads what the one before it returned at the token before."""
 
-    class PlainModules(PlainEagle):
+    class PlainModules(PlainStates):
         def children(self, path):
             count, embedded = len(modules), self.embedded
             features, outputs = [self.features], []

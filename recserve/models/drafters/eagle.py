@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import DecoderLayer, RMSNorm
+from recserve.models.drafters.feature_network import MaskRow
 from recserve.models.language_model import LanguageModel
 
 
@@ -162,20 +163,18 @@ class Eagle(nn.Module):
         projected: Tensor = self.fc(states)
         return projected
 
-    @property
-    def mask_token(self) -> int | None:
-        """The token of the rows that read no token. None if the network drafts row by row."""
-        return self.config.mask_token
-
     def embed(self, tokens: Tensor, target: LanguageModel) -> Tensor:
         """Returns the embedding [..., E] of the target's tokens [...]."""
         table = self.tokens if self.config.own_embedding else target.tokens
         embedded: Tensor = table(tokens)
         return embedded
 
-    def mask_features(self) -> Tensor:
-        """Returns the feature [E] of the rows that read no state of the target."""
-        return self.features(self.mask_states)
+    def mask_row(self, target: LanguageModel) -> MaskRow | None:
+        """Returns what rows without a token and a state read (P-EAGLE); None for others."""
+        if self.config.mask_token is None:
+            return None
+        token = torch.tensor(self.config.mask_token, device=self.mask_states.device)
+        return MaskRow(self.features(self.mask_states), self.embed(token, target))
 
     def committed(
         self,

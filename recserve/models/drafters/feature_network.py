@@ -7,6 +7,7 @@ Its output is the next feature, from which the logits of the token at p + 2 foll
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +15,19 @@ from torch import Tensor
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class MaskRow:
+    """What a row reads in place of a state and a token.
+
+    Attributes:
+        feature: [O].
+        embedded: [E].
+    """
+
+    feature: Tensor
+    embedded: Tensor
 
 
 class FeatureConfig(Protocol):
@@ -53,13 +67,11 @@ class FeatureNetwork(Protocol):
         """The configuration."""
         ...
 
-    @property
-    def mask_token(self) -> int | None:
-        """Token of rows without a token, if one pass drafts all positions; None otherwise."""
-        ...
+    def mask_row(self, target: LanguageModel) -> MaskRow | None:
+        """Returns what rows without a token and a state read.
 
-    def mask_features(self) -> Tensor:
-        """Returns the feature [E] of rows that read no state."""
+        With it one forward pass drafts all positions. None if the network drafts level by level.
+        """
         ...
 
     def embed(self, tokens: Tensor, target: LanguageModel) -> Tensor:

@@ -110,11 +110,9 @@ class Mtp(nn.Module):
 
     Attributes:
         config: The configuration.
-        mask_token: None, because every row reads a token.
         token_map: None, because it proposes tokens of the target's vocabulary.
     """
 
-    mask_token: None = None
     token_map: None = None
 
     def __init__(self, config: MtpConfig) -> None:
@@ -127,13 +125,8 @@ class Mtp(nn.Module):
         frequencies = rope_frequencies(turned)
         self._frequencies = F.pad(frequencies, (0, decoder.head_dim // 2 - len(frequencies)))
 
-    def features(self, states: Tensor) -> Tensor:
-        """Returns the target's states [..., T, E], which are the features."""
-        return states
-
-    def mask_features(self) -> Tensor:
-        """Raises NotImplementedError, because every row reads a state."""
-        raise NotImplementedError("an MTP module has no rows without a state")
+    def mask_row(self, target: LanguageModel) -> None:
+        """Returns None: every row reads a token and a state."""
 
     def embed(self, tokens: Tensor, target: LanguageModel) -> Tensor:
         """Returns the embedding [..., E] of the target's tokens [...]."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain, merge
 from recserve.models.attention import PagedAttention
 from recserve.models.drafters.eagle_files import load_eagle
-from recserve.models.drafters.feature_network import FeatureNetwork
+from recserve.models.drafters.feature_network import FeatureNetwork, MaskRow
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -64,6 +65,9 @@ class _Texts:
     roots: tuple[Tensor, ...]
     greedy: bool
     outputs: Tensor
+
+
+_requested_tree = lru_cache(maxsize=256)(rank_tree)
 
 
 class EagleDrafter(Drafter):
@@ -205,7 +209,7 @@ class EagleDrafter(Drafter):
     def _shape(self, context: TextContext) -> RankTree | None:
         """Returns the request's static tree; None if it has none or may not fork."""
         paths = context.speculation.tree
-        return None if not paths or only_chains(context) else rank_tree(paths)
+        return None if not paths or only_chains(context) else _requested_tree(paths)
 
     def _num_together(self, shape: RankTree | None) -> int:
         """Returns how many texts fit into the scratch memory."""
@@ -229,14 +233,15 @@ class EagleDrafter(Drafter):
         tree = ScoreTree(len(texts.roots), width, depth, self.pool.keys.device, shape)
         outputs = texts.outputs[:, None]
         parents = tree.grow(*self._children(outputs, texts, 0, width))
-        at_once = self.network.mask_token is not None and depth > 1
-        ahead = self._all_levels(texts, depth) if at_once else None
+        mask = self.network.mask_row(self.target) if depth > 1 else None
+        ahead = None if mask is None else self._all_levels(mask, texts, depth)
         for level in range(1, depth):
             places = parents[..., None].expand(-1, -1, outputs.shape[-1])
             if ahead is None:
                 batch = self._frontier(tree, texts)
                 features = outputs.gather(1, places).flatten(0, 1)
-                computed = self._run(features, tree.frontier_tokens.flatten(), batch)
+                embedded = self.network.embed(tree.frontier_tokens.flatten(), self.target)
+                computed = self._run(features, embedded, batch)
                 outputs = computed.view(len(texts.roots), -1, computed.shape[-1])
                 tokens, logprobs = self._children(outputs, texts, level, width)
             else:
@@ -245,24 +250,20 @@ class EagleDrafter(Drafter):
             parents = tree.grow(tokens, logprobs)
         return tree
 
-    def _all_levels(self, texts: _Texts, depth: int) -> Tensor:
+    def _all_levels(self, mask: MaskRow, texts: _Texts, depth: int) -> Tensor:
         """Returns the outputs [B, depth - 1, E] of P-EAGLE's rows below the committed tokens."""
         device, count, rows = self.pool.keys.device, len(texts.roots), depth - 1
-        assert self.network.mask_token is not None
-        tokens = torch.full((rows,), self.network.mask_token, device=device)
+        chains = merge([chain(torch.zeros(rows, dtype=torch.int64, device=device))] * count)
         first = self.pool.spare_slot + self.pool.page_size
         slots = torch.arange(first, first + count * rows, device=device)
-        batch = TreeBatch(merge([chain(tokens)] * count), None, slots, texts.roots)
-        features = self.network.mask_features().expand(count * rows, -1)
-        return self._run(features, tokens.repeat(count), batch).view(count, rows, -1)
+        features, embedded = (x.expand(count * rows, -1) for x in (mask.feature, mask.embedded))
+        outputs = self._run(features, embedded, TreeBatch(chains, None, slots, texts.roots))
+        return outputs.view(count, rows, -1)
 
-    def _run(self, features: Tensor, tokens: Tensor, batch: TreeBatch) -> Tensor:
-        """Returns the outputs [n, E] of the computed nodes."""
+    def _run(self, features: Tensor, embedded: Tensor, batch: TreeBatch) -> Tensor:
+        """Returns the outputs [n, O] of the computed nodes."""
         attend = PagedAttention(batch, self.pool)
-        outputs: Tensor = self.network(
-            features, self.network.embed(tokens, self.target), batch.positions(), attend
-        )
-        return outputs
+        return self.network(features, embedded, batch.positions(), attend)
 
     def _frontier(self, tree: ScoreTree, texts: _Texts) -> TreeBatch:
         """Returns the batch that computes the frontier below all nodes computed before."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -47,6 +48,7 @@ class _StaticShape:
     sizes: tuple[int, ...]
 
     @staticmethod
+    @lru_cache(maxsize=256)
     def of(shape: RankTree, base: int, depth: int, device: torch.device) -> _StaticShape:
         paths = [path for path in shape.paths if len(path) <= depth]
         keys = {

@@ -257,16 +257,17 @@ class EagleTrainee:
             states: [B, T, F] states of the target.
             steps: Number of steps.
         """
-        attend, outputs = UnrolledAttention(), []
-        features, last = self.model.features(states[:, :-1]), tokens.shape[1] - 1
+        attend, outputs, last = UnrolledAttention(), list[Tensor](), tokens.shape[1] - 1
         embedded = self.target.tokens(tokens).float()
         for step in range(steps):
             rows = last - step
             positions = torch.arange(rows, device=tokens.device) + step
-            features = self.model(
-                features[:, :rows], embedded[:, 1 + step : 1 + step + rows], positions, attend
-            )
-            outputs.append(features)
+            words = embedded[:, 1 + step : 1 + step + rows]
+            if step:
+                given = self.model(outputs[-1][:, :rows], words, positions, attend)
+            else:
+                given = self.model.committed(states[:, :-1], (), words, positions, attend)
+            outputs.append(given)
         return outputs
 
     @torch.no_grad()
