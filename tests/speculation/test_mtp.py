@@ -4,6 +4,9 @@ The transcriptions read the published tensors themselves, so that loader, networ
 tested together.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,8 +23,14 @@ from tests.speculation.test_eagle import (
     rms,
     target_states,
 )
-from tests.support.mtp_drafter import SIZES, peagle
-from tests.support.text_engines import engine_for, prompts
+from tests.support.mtp_drafter import SIZES, mtp, peagle
+from tests.support.text_engines import (
+    PARAMETERS,
+    assert_forgotten,
+    assert_no_leak,
+    engine_for,
+    prompts,
+)
 from tests.support.text_plain import drawn_model
 
 HEADS, KEYS, DIM = 4, 2, 8
@@ -273,3 +282,41 @@ def test_a_parallel_draft_takes_one_forward(model):
     answer = engine.run(greedy(prompts(1, low=8), "eagle")[0])
     # One pass reads the committed tokens, and one drafts.
     assert answer.counts.num_drafts > 3 and len(sizes) <= 2 * answer.counts.num_drafts + 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [mtp, partial(mtp, qwen=True), peagle],
+    ids=["deepseek", "qwen3-next", "p-eagle"],
+)
+@torch.inference_mode()
+def test_texts_are_the_plain_ones(make, model):
+    """All sets of parameters, dynamic and static trees, preemption, then cached prompts."""
+    drafter = make(model, seed=2)
+    rank_paths = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+    queries = [
+        TextQuery(
+            prompt,
+            SamplingParams(**{"max_tokens": 16, "seed": 50 + number} | PARAMETERS[name]),
+            Speculation("d", tree=rank_paths if number % 3 == 0 else None),
+        )
+        for number, (name, prompt) in enumerate(
+            zip(PARAMETERS, prompts(len(PARAMETERS), low=6), strict=True)
+        )
+    ]
+    plain = engine_for(model).run_many([replace(q, speculation=Speculation()) for q in queries])
+    engine = engine_for(model, 26, {"d": drafter})
+    preempted, preempt = [], engine.schedulers["text"]._preempt
+    engine.schedulers["text"]._preempt = lambda s: (preempted.append(s), preempt(s))
+    for start in (0, 7):
+        some = engine.run_many(queries[start : start + 8])
+        for one, other in zip(plain[start : start + 8], some, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+    assert preempted
+    for query, expected in zip(queries[-4:], plain[-4:], strict=True):
+        engine.run(query)
+        again = engine.run(query)
+        assert again.timing.root_cached > 0
+        assert again.tokens.tolist() == expected.tokens.tolist()
+    assert_no_leak(engine)
+    assert_forgotten(drafter)

@@ -1,8 +1,9 @@
 """Training of MTP modules for a frozen target model.
 
 DeepSeek trains its modules with the target. Here the target stays as it is, so that a module can be
-added to any model. It starts as a copy of the target's last layer and learns the target's
-distributions over unrolled steps, as EAGLE-3 does. Step i has the weight 0.6 ** i.
+added to any model. It starts as a copy of the target's last layer on the token's embedding, and
+learns the target's distributions over unrolled steps, as EAGLE-3 does. Step i has the weight
+0.6 ** i.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2) for the module, FastMTP (arXiv 2509.18362,
 equation 2) for the weights of the steps.
@@ -42,6 +43,8 @@ class MtpTrainee(EagleTrainee):
         assert isinstance(block, MtpModule)
         block.layer.load_state_dict(self.target.decoder.layers[-1].state_dict())
         block.norm.weight.copy_(self.target.decoder.norm.weight)
+        size = decoder.hidden_size
+        block.fc.weight[:, :size] += torch.eye(size)
         return network
 
     def _save(self, folder: Path) -> None:
