@@ -219,6 +219,19 @@ def another_size(fields, weights):
     weights["model.layers.2.eh_proj.weight"] = torch.randn(32, 32)
 
 
+def a_layer_of_nobody(fields, weights):
+    weights["model.layers.4.mlp.down_proj.weight"] = torch.zeros(32, 48)
+
+
+def a_gate_with_a_bias(fields, weights):
+    fields |= {"attn_output_gate": True, "qkv_bias": True}
+
+
+def another_head_size(fields, weights):
+    fields["partial_rotary_factor"] = 0.5
+    weights["model.layers.2.self_attn.k_proj.weight"] = torch.zeros(12, 32)
+
+
 def a_gate(fields, weights):
     fields["attn_output_gate"] = True
 
@@ -247,6 +260,9 @@ FAULTS = {
     two_modules: "num_nextn_predict_layers is 2; it holds 1 modules",
     another_embedding: r"embed_tokens\.weight",
     another_size: r"fc\.weight",
+    a_layer_of_nobody: r"'model\.layers\.4\.mlp",
+    a_gate_with_a_bias: "attention_bias is True; with an output gate",
+    another_head_size: r"k_proj\.weight has 12 rows",
     a_gate: "attn_output_gate",
     odd_rotation: "RoPE turns 3 of 8",
     not_finite: r"token_norm\.weight",

@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recserve.models.drafters.mtp import Mtp
+from recserve.models.drafters.mtp_files import load_mtp
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.mtp import MtpDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.training.text.eagle import UnrolledAttention
 from tests.models.test_mtp_files import LAYOUTS, written
 from tests.speculation.test_eagle import (
     PlainEagle,
@@ -188,6 +191,26 @@ def test_features_equal_the_transcription(name, model, tmp_path):
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
         compared += 1
     assert compared > 6
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.inference_mode()
+def test_feeding_back_the_other_state_shows_below_the_first_level(name, model, tmp_path):
+    """The first level's logits are the same, so only the deeper levels tell the two apart."""
+    torch.manual_seed(6)
+    fields, weights = LAYOUTS[name]()
+    network = load_mtp(written(tmp_path, fields, weights), model)
+    other = Mtp(replace(network.config, feeds_norm=not network.config.feeds_norm)).eval()
+    other.load_state_dict(network.state_dict())
+    states, words = torch.randn(1, 6, 32), model.tokens(torch.arange(7)[None])
+    levels = []
+    for own in (network, other):
+        attend = UnrolledAttention()
+        first = own.committed(states, (), words[:, 1:], torch.arange(6), attend)
+        second = own(first[:, :5], words[:, 2:], torch.arange(5) + 1, attend)
+        levels.append([own.logits(output, model) for output in (first, second)])
+    torch.testing.assert_close(levels[0][0], levels[1][0])
+    assert (levels[0][1] - levels[1][1]).abs().max() > 0.1
 
 
 def several_class(modules: list[Published]):

@@ -64,9 +64,8 @@ WITHOUT_EFFECT = (
 )
 # Families whose norms are differences from 1, and whose attention has a gate.
 CENTRED = ("qwen3_next", "qwen3_5")
-TARGETS_OWN = re.compile(
-    r"^(model\.layers\.\d+\.|model\.embed_tokens\.|model\.norm\.|lm_head\.|.*rotary_emb\.inv_freq$)"
-)
+TARGETS_OWN = re.compile(r"^(model\.(embed_tokens|norm)|lm_head)\.|rotary_emb\.inv_freq$")
+TARGETS_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 NOT_COMPUTED = {
     ".mlp.experts.": "a mixture of experts",
     ".mlp.gate.": "a mixture of experts",
@@ -187,13 +186,17 @@ def _layout(stored: StoredTensors, target: LanguageModel) -> Layout:
             f"'model.layers.{target.config.decoder.num_layers}.eh_proj.weight', 'mtp.fc.weight', "
             "'mtp_layers.0.input_proj.weight'"
         )
+    depth = target.config.decoder.num_layers
     for name in sorted(stored.names):
-        if not name.startswith(layout.prefixes) and not TARGETS_OWN.match(name):
-            raise UnsupportedModel(
-                f"{stored.folder} has a tensor {name!r} that has no place in an MTP module"
-            )
+        if not name.startswith(layout.prefixes):
+            layer = TARGETS_LAYER.match(name)
+            if not (TARGETS_OWN.search(name) or (layer and int(layer[1]) < depth)):
+                raise UnsupportedModel(
+                    f"{stored.folder} has a tensor {name!r} that has no place in an MTP module"
+                )
+            continue
         for part, what in NOT_COMPUTED.items():
-            if name.startswith(layout.prefixes) and part in name:
+            if part in name:
                 raise UnsupportedModel(
                     f"{stored.folder}: {name} belongs to {what}; MTP modules with plain attention "
                     "and a dense MLP are computed here"
@@ -218,6 +221,9 @@ def _read_config(
     centred = str(fields.get("model_type")).startswith(CENTRED)
     names = {name for name in stored.names if name.startswith(layout.prefixes)}
     decoder = replace(read_sizes(fields, names, target), num_layers=layout.count)
+    gated = bool(fields.get("attn_output_gate", centred))
+    if gated and decoder.attention_bias:
+        raise UnsupportedModel("attention_bias is True; with an output gate only False is computed")
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     share = (0.25 if centred else 1.0) if share is None else float(share)
@@ -227,7 +233,7 @@ def _read_config(
         vocab_size=target.config.vocab_size,
         feeds_norm=layout.feeds_norm,
         first_token=layout.feeds_norm,
-        gated=bool(fields.get("attn_output_gate", centred)),
+        gated=gated,
         rotary_dim=None if share == 1.0 else int(decoder.head_dim * share),
         own_head=bool(heads),
     )
@@ -261,6 +267,8 @@ def _piece(config: MtpConfig, read: Callable[[str], Tensor], name: str) -> Tenso
     if part not in ("q_proj", "k_proj", "q_norm", "k_norm") or config.rotary_dim is None:
         return tensor
     dim, turned = config.decoder.head_dim, config.rotary_dim
+    if tensor.shape[0] % dim:
+        raise UnsupportedModel(f"{name} has {tensor.shape[0]} rows; heads have {dim} each")
     half, rest = turned // 2, (dim - turned) // 2
     places = torch.arange(dim)
     parts = torch.split(places, [half, half, rest, rest])
