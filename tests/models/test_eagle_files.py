@@ -1,15 +1,20 @@
 """EAGLE's published layouts: written here tensor by tensor, read back, and refused where wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from recserve.models.attention import DenseAttention, Rope
+from recserve.models.config import RopeScaling
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle_files import load_eagle, save_eagle
+from recserve.models.drafters.mtp_files import load_mtp, save_mtp
+from recserve.models.language_model import LanguageModel
 from recserve.models.loading import UnsupportedModel
+from tests.support.mtp_drafter import mtp
 from tests.support.mtp_drafter import peagle as parallel
 from tests.support.text_engines import eagle
 from tests.support.text_plain import VOCABULARY, drawn_model
@@ -335,5 +340,29 @@ def test_a_saved_p_eagle_network_is_read_back(tmp_path, target):
     save_eagle(network, tmp_path)
     again = load_eagle(tmp_path, target)
     assert again.config == network.config
+    for name, weight in network.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", ["eagle-1", "eagle-3", "mtp"])
+def test_biases_and_scaled_positions_of_the_target_are_saved(kind, tmp_path):
+    """Qwen2 has biases on queries, keys and values alone; Llama 3.1 scales its positions."""
+    plain = drawn_model(0).config
+    scaled = replace(
+        plain.decoder,
+        attention_bias=True,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16),
+    )
+    target = LanguageModel(replace(plain, decoder=scaled)).requires_grad_(False)
+    if kind == "mtp":
+        network, load = mtp(target).network, load_mtp
+        save_mtp(network, tmp_path, scaled.num_layers)
+    else:
+        network, load = eagle(target, kind == "eagle-3").network, load_eagle
+        save_eagle(network, tmp_path)
+    again = load(tmp_path, target)
+    assert again.config == network.config
+    assert torch.equal(again._frequencies, network._frequencies)
     for name, weight in network.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
