@@ -41,7 +41,7 @@ MAX_TEXTS = 64  # texts that are drafted together
 
 
 @dataclass(frozen=True)
-class _Texts:
+class _Drafted:
     """Texts that are drafted together.
 
     Attributes:
@@ -177,7 +177,7 @@ class BlockDrafter(Drafter):
     def lattice(self, contexts: Seq[TextContext], depth: int) -> Lattice:
         """Returns the candidates of the first `depth` slots of texts whose entries are complete."""
         device, params = self.pool.keys.device, [context.params for context in contexts]
-        texts = _Texts(
+        texts = _Drafted(
             lengths=on_device([len(context.tokens) for context in contexts], device),
             anchors=on_device([context.tokens[-1] for context in contexts], device),
             temperatures=on_device([p.temperature for p in params], device, torch.float32),
@@ -224,7 +224,7 @@ class BlockDrafter(Drafter):
         outputs: Tensor = self.network(rows, batch.positions(), each)
         return outputs.view(count, -1, outputs.shape[-1])
 
-    def _ranked(self, logits: Tensor, texts: _Texts, first: int) -> _Ranked:
+    def _ranked(self, logits: Tensor, texts: _Drafted, first: int) -> _Ranked:
         """Ranks the columns of logits [B, K, V] of the slots from `first` on."""
         if texts.greedy:
             best = logits.topk(self.num_candidates)
@@ -243,14 +243,14 @@ class BlockDrafter(Drafter):
         return _Ranked(columns, chosen.values, values.logsumexp(-1))
 
     def _scaled(
-        self, contexts: Tensor, successors: Tensor, ranked: _Ranked, texts: _Texts
+        self, contexts: Tensor, successors: Tensor, ranked: _Ranked, texts: _Drafted
     ) -> Tensor:
         """Returns pair scores [B, K, P, C] with the temperature and the noise of the values."""
         pairs = pair_scores(torch.zeros_like(ranked.values), contexts, successors, ranked.columns)
         heat = texts.temperatures[:, None, None, None]
         return pairs / torch.where(heat > 0, heat, 1.0) + ranked.values[..., None, :]
 
-    def _markov_lattice(self, outputs: Tensor, logits: Tensor, texts: _Texts) -> Lattice:
+    def _markov_lattice(self, outputs: Tensor, logits: Tensor, texts: _Drafted) -> Lattice:
         """Returns the candidates under a Markov head.
 
         The candidates of a slot are the best tokens after the greedy path. The state of the kind

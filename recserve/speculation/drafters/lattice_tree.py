@@ -41,7 +41,7 @@ class Lattice:
 
 
 @dataclass(frozen=True)
-class _Nodes:
+class _Paths:
     """Nodes of B texts: n for each text.
 
     A key holds the rank of the candidate, plus one, at each level, as digits of a number. Keys in
@@ -59,9 +59,9 @@ class _Nodes:
     columns: Tensor
     scores: Tensor
 
-    def select(self, index: Tensor) -> _Nodes:
+    def select(self, index: Tensor) -> _Paths:
         """Returns the nodes [B, m] of an index [B, m]."""
-        return _Nodes(**{name: column.gather(1, index) for name, column in vars(self).items()})
+        return _Paths(**{name: column.gather(1, index) for name, column in vars(self).items()})
 
 
 def most_candidates(num_slots: int) -> int:
@@ -95,7 +95,7 @@ def lattice_drafts(
         return [empty_draft(device)] * num_texts
     levels = _levels(lattice, max(depths), most, width)
     sizes = [level.keys.shape[1] for level in levels]
-    pool = _Nodes(
+    pool = _Paths(
         keys=torch.cat([level.keys for level in levels], dim=1),
         parents=torch.cat([level.parents for level in levels], dim=1),
         columns=torch.cat([level.columns for level in levels], dim=1),
@@ -127,12 +127,12 @@ def lattice_drafts(
     ]
 
 
-def _levels(lattice: Lattice, depth: int, most: int, width: int | None) -> list[_Nodes]:
+def _levels(lattice: Lattice, depth: int, most: int, width: int | None) -> list[_Paths]:
     """Returns the likeliest nodes of each level, by ascending key."""
     device, (num_texts, num_slots, count) = lattice.tokens.device, lattice.tokens.shape
     ranks, base = torch.arange(count, device=device), count + 1
     root = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)
-    above = _Nodes(root, root, root, root.float())
+    above = _Paths(root, root, root, root.float())
     found = []
     for level in range(depth):
         given = lattice.logprobs[:, level]
@@ -141,7 +141,7 @@ def _levels(lattice: Lattice, depth: int, most: int, width: int | None) -> list[
         elif given.shape[1] > 1:
             given = given[:, :1]
         unit = base ** (num_slots - 1 - level)
-        children = _Nodes(
+        children = _Paths(
             keys=(above.keys[..., None] + (ranks + 1) * unit).flatten(1),
             parents=above.keys[..., None].expand(-1, -1, count).flatten(1),
             columns=ranks.expand(num_texts, above.keys.shape[1], -1).flatten(1),
