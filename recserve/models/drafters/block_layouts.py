@@ -125,8 +125,13 @@ def read_block_config(
     ):
         # transformers would read 10,000 and vLLM 1,000,000.
         raise UnsupportedModel("config.json names no rope_theta; add the one of the training")
-    if (stated := found.top.get("vocab_size", own.vocab_size)) != own.vocab_size:
-        raise UnsupportedModel(f"vocab_size is {stated}; the target has {own.vocab_size}")
+    for name, expected in (
+        ("vocab_size", own.vocab_size),
+        ("num_target_layers", decoder.num_layers),
+        ("target_hidden_size", decoder.hidden_size),
+    ):
+        if (stated := found.get(name, default=expected)) != expected:
+            raise UnsupportedModel(f"{name} is {stated}; the target has {expected}")
     network = replace(
         read_config(sizes).decoder,
         max_positions=decoder.max_positions,
@@ -219,16 +224,11 @@ def _layers(found: _Fields, depth: int) -> tuple[int, ...]:
         ids = found.get("target_layer_ids", "dspark_target_layer_ids")
     if not ids:
         raise UnsupportedModel("config.json names no layers of the target (target_layer_ids)")
-    if (stated := found.get("num_target_layers", default=depth)) != depth:
-        raise UnsupportedModel(f"num_target_layers is {stated}; the target has {depth} layers")
     layers = tuple(int(n) + (not speculators) for n in ids)
     if bad := [given for n, given in zip(layers, ids, strict=True) if not 0 <= n <= depth]:
         raise UnsupportedModel(
             f"the drafter reads layer {bad[0]} of its target, which has {depth} layers"
         )
-    stated_size = found.get("target_hidden_size")
-    if stated_size not in (None, 0) and found.get("hidden_size") is None:
-        raise UnsupportedModel("config.json names no hidden_size")
     return layers
 
 
