@@ -16,6 +16,7 @@ from rich.console import Console
 
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.text.block import BlockRecipe, train_block
 from recserve.training.text.eagle import EagleRecipe, train_eagle
 from recserve.training.text.medusa import train_medusa
 
@@ -54,4 +55,8 @@ KINDS: Mapping[str, TrainDrafter] = {
     "medusa": train_medusa,
     "eagle": partial(train_eagle, recipe=EagleRecipe(kind="eagle")),
     "eagle3": partial(train_eagle, recipe=EagleRecipe(kind="eagle3")),
+    "dflash": partial(train_block, recipe=BlockRecipe(kind="dflash")),
+    "jetspec": partial(train_block, recipe=BlockRecipe(kind="jetspec")),
+    "dspark": partial(train_block, recipe=BlockRecipe(kind="dspark")),
+    "dflash2": partial(train_block, recipe=BlockRecipe(kind="dflash2")),
 }
