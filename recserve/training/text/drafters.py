@@ -16,7 +16,8 @@ from rich.console import Console
 
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.text.block import BlockRecipe, train_block
+from recserve.training.text.block import train_block
+from recserve.training.text.block_recipe import BlockRecipe
 from recserve.training.text.eagle import EagleRecipe, train_eagle
 from recserve.training.text.medusa import train_medusa
 

@@ -16,7 +16,8 @@ from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.block import BlockRecipe, BlockTrainee, train_block
+from recserve.training.text.block import BlockTrainee, train_block
+from recserve.training.text.block_recipe import BlockRecipe
 from tests.support.text_plain import drawn_model
 
 KINDS = ("dflash", "jetspec", "dspark", "dflash2")
