@@ -14,7 +14,15 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.speculation.test_eagle import paths_of, rms, target_states, turned
 from tests.support.block_drafter import VARIANTS, block
-from tests.support.text_engines import assert_forgotten, assert_no_leak, engine_for, prompts
+from tests.support.text_engines import (
+    PARAMETERS,
+    among_others,
+    assert_forgotten,
+    assert_no_leak,
+    engine_for,
+    prompts,
+    shared_model,
+)
 from tests.support.text_plain import drawn_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -289,6 +297,29 @@ def test_a_chain_is_the_published_walk(variant, model):
             walk.append(int(best.indices[scores.argmax()]))
         assert draft.tokens.tolist() == walk
         assert draft.parents.tolist() == list(range(-1, len(walk) - 1))
+
+
+@pytest.mark.parametrize(
+    "variant,names",
+    [
+        ("dflash2", tuple(PARAMETERS)),
+        ("dflash", ("greedy", "everything")),
+        ("dspark-rnn", ("hot", "everything")),
+    ],
+)
+@torch.inference_mode()
+def test_texts_are_the_plain_texts_under_all_parameters(variant, names):
+    """Eight texts of different parameters together; then with few pages, so that some wait."""
+    drafter = block(shared_model(), variant, seed=2, num_nodes=16)
+    for pages, chosen in ((300, names), (16, names[-1:])):
+        engine = engine_for(shared_model(), pages, {"block": drafter})
+        for name in chosen:
+            requests, expected = among_others(name, Speculation("block"))
+            answers = engine.run_many(requests)
+            assert [answer.tokens.tolist() for answer in answers] == expected
+            assert sum(answer.counts.num_drafts for answer in answers)
+        assert_no_leak(engine)
+        assert_forgotten(drafter)
 
 
 @torch.inference_mode()
