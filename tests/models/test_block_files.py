@@ -329,6 +329,13 @@ def test_the_causal_flags_have_an_order(fields, causal, tmp_path, target):
     assert network.config.causal == causal
 
 
+def test_windows_that_the_target_cannot_fill_have_no_effect(tmp_path, target):
+    for window, expected in ((4096, ()), (64, ()), (63, (63, 0))):
+        fields = flagged({"sliding_window": window}, {}, ("sliding", "full"))
+        network = load_block(written(tmp_path, fields, backbone()), target)
+        assert network.config.windows == expected
+
+
 def test_rope_of_neighbours_is_read_as_rope_of_halves(tmp_path, target):
     """Keys in either order have the same products, which is all that attention sees."""
     torch.manual_seed(1)
@@ -416,9 +423,13 @@ FAULTS = {
         "hidden_dim_adapter: an untrained adapter",
     ),
     "contradicting flags": (nested(causal=False, causal_head=True), "contradict each other"),
-    "short window": (
-        with_fields(layer_types=["full_attention", "sliding_attention"], sliding_window=32),
-        "layer 1 attends to a window of 32",
+    "tiny window": (
+        with_fields(layer_types=["full_attention", "sliding_attention"], sliding_window=8),
+        "the window is 8, not larger than the block",
+    ),
+    "no window": (
+        with_fields(layer_types=["full_attention", "sliding_attention"]),
+        "layer 1 has a window; config.json names none",
     ),
     "sinks": (nested(attention_sink_bias=True), "attention sinks"),
     "Domino": (nested(projector_type="domino"), "'domino'"),
@@ -451,7 +462,7 @@ def test_a_pickled_mask_is_refused(tmp_path, target):
         load_block(written(tmp_path, fields, weights), target)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "mixed"])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("mixed", "windows")])
 def test_what_is_saved_is_what_was_there(variant, tmp_path, target):
     network = block_network(target, variant, seed=2, fields={"own_mask": True})
     save_block(network, tmp_path)

@@ -58,6 +58,10 @@ def around(conv, x, sublayer):
 def attention(network, layer, causal, context, places):
     """Returns the attention sublayer: keys of the context and of the block, as in the paper."""
     c = network.config.decoder
+    if network.config.windows:
+        window = network.config.windows[list(network.layers).index(layer)]
+        places = places[-(window - 1) - network.config.block_size :] if window else places
+        context = context[-(window - 1) :] if window else context
 
     def attend(rows):
         count, size = len(context), len(rows)

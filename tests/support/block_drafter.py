@@ -14,6 +14,7 @@ VARIANTS = {
     "dflash": {},
     "jetspec": {"causal": (True, True)},
     "mixed": {"causal": (True, False)},
+    "windows": {"causal": (True, False), "windows": (7, 0)},
     "dflash2": {"conv": ConvConfig(2, 8), "selector": SelectorConfig(6, 5)},
     "dspark": {"markov": MarkovConfig(6), "from_anchor": True},
     "dspark-gated": {"markov": MarkovConfig(6, "gated"), "from_anchor": True},

@@ -50,6 +50,9 @@ class BlockConfig:
         draft_vocab_size: Tokens that it can propose, at most `vocab_size`.
         block_size: S, rows of a block, the anchor's included.
         causal: For each layer, whether a row of the block sees only earlier rows of the block.
+        windows: For each layer, positions that the anchor's row sees, its own included; 0 means all
+            of them. All rows of a block have the window of its anchor. The published code moves it
+            with the row, which differs by less than a block. Empty means no windows.
         mask_token: Token whose embedding is the mask's, unless `own_mask`.
         from_anchor: Whether the anchor's row predicts too (DSpark).
         own_mask: Whether the mask has an embedding of its own.
@@ -74,6 +77,7 @@ class BlockConfig:
     block_size: int
     causal: tuple[bool, ...]
     mask_token: int
+    windows: tuple[int, ...] = ()
     from_anchor: bool = False
     own_mask: bool = False
     own_embedding: bool = False
@@ -93,6 +97,10 @@ class BlockConfig:
             raise ValueError("the drafter reads no layer of its target")
         if len(self.causal) != self.decoder.num_layers:
             raise ValueError(f"causal has {len(self.causal)} values, one per layer is needed")
+        if self.windows and len(self.windows) != self.decoder.num_layers:
+            raise ValueError(f"windows has {len(self.windows)} values, one per layer is needed")
+        if short := [w for w in self.windows if w and w <= self.block_size]:
+            raise ValueError(f"the window is {short[0]}, not larger than the block")
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; expected 1..{self.vocab_size}"

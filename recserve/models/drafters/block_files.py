@@ -195,7 +195,8 @@ def save_block(network: Block, folder: Path) -> None:
         ValueError: If the network's configuration has no place in the layout.
     """
     config, decoder = network.config, network.config.decoder
-    if len(set(config.causal)) > 1 or config.from_anchor != (config.markov is not None):
+    mixed = len(set(config.causal)) > 1 or config.windows
+    if mixed or config.from_anchor != (config.markov is not None):
         raise ValueError("the layout holds no such mixture of variants")
     sizes = {
         "key_value": [decoder.num_kv_heads * decoder.head_dim] * 2,

@@ -150,7 +150,7 @@ def read_block_config(
         vocab_size=own.vocab_size,
         draft_vocab_size=int(found.get("draft_vocab_size", default=own.vocab_size)),
         block_size=int(size),
-        causal=_causal(found, network.num_layers, decoder.max_positions),
+        **_attention(found, network.num_layers, decoder.max_positions),
         mask_token=-1 if mask is None else int(mask),
         from_anchor=bool(found.get("sample_from_anchor", default=found.kind == "dspark")),
         own_mask="mask_embedding" in tensors,
@@ -232,12 +232,12 @@ def _layers(found: _Fields, depth: int) -> tuple[int, ...]:
     return layers
 
 
-def _causal(found: _Fields, num_layers: int, positions: int) -> tuple[bool, ...]:
-    """Returns for each layer whether it is causal within the block.
+def _attention(found: _Fields, num_layers: int, positions: int) -> dict[str, Any]:
+    """Returns for each layer whether it is causal within the block, and its window.
 
-    Order: `is_causal` at the top, `causal` (NeMo) or `causal_head` (JetSpec) inside
-    `dflash_config`. Without any of them, layers with a sliding window are causal and others are
-    not.
+    The order of the causal flags: `is_causal` at the top, `causal` (NeMo) or `causal_head`
+    (JetSpec) inside `dflash_config`. Without any of them, layers with a sliding window are causal
+    and others are not.
     """
     types = found.top.get("layer_types") or ["full_attention"] * num_layers
     if len(types) != num_layers:
@@ -252,20 +252,20 @@ def _causal(found: _Fields, num_layers: int, positions: int) -> tuple[bool, ...]
         first = int(found.top.get("max_window_layers") or 0)
         sliding = [n >= first for n in range(num_layers)]
     window = found.get("swa_window_size", "sliding_window")
-    if any(sliding) and (window is None or int(window) < positions):
-        raise UnsupportedModel(
-            f"layer {sliding.index(True)} attends to a window of {window} positions; windows "
-            f"shorter than the target's {positions} positions are not computed"
-        )
+    if any(sliding) and window is None:
+        raise UnsupportedModel(f"layer {sliding.index(True)} has a window; config.json names none")
+    short = any(sliding) and int(window) < positions
+    windows = tuple(int(window) if own else 0 for own in sliding) if short else ()
     flags = {n: found.nested[n] for n in ("causal", "causal_head") if n in found.nested}
     if len(set(map(bool, flags.values()))) > 1:
         raise UnsupportedModel("dflash_config: causal and causal_head contradict each other")
     stated = found.top.get("is_causal")
     stated = next(iter(flags.values()), None) if stated is None else stated
-    if stated is not None:
-        return (bool(stated),) * num_layers
     both_ways = types is None or found.get("sliding_window_non_causal", default=False)
-    return tuple(own and not both_ways for own in sliding)
+    causal = tuple(own and not both_ways for own in sliding)
+    if stated is not None:
+        causal = (bool(stated),) * num_layers
+    return {"causal": causal, "windows": windows}
 
 
 def _heads(found: _Fields) -> dict[str, Any]:

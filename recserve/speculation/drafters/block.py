@@ -185,7 +185,7 @@ class BlockDrafter(Drafter):
             greedy=all(p.greedy for p in params),
         )
         roots = tuple(c.slots[1 : len(c.tokens)] for c in contexts if c.slots is not None)
-        outputs = self._run(texts.anchors, roots)[:, : max(depth, 1)]
+        outputs = self.outputs(texts.anchors, roots)[:, : max(depth, 1)]
         logits = self.network.logits(outputs, self.target)
         if self.network.config.markov is not None:
             return self._markov_lattice(outputs, logits, texts)
@@ -199,8 +199,13 @@ class BlockDrafter(Drafter):
         pairs = self._scaled(contexts_of, selector.successors, ranked, texts)
         return Lattice(tokens, pairs.log_softmax(-1))
 
-    def _run(self, anchors: Tensor, roots: tuple[Tensor, ...]) -> Tensor:
-        """Returns the outputs [B, K, E] of one block per text."""
+    def outputs(self, anchors: Tensor, roots: tuple[Tensor, ...]) -> Tensor:
+        """Returns the network's outputs [B, K, E] for one block per text.
+
+        Args:
+            anchors: [B] last committed tokens.
+            roots: Slots of the entries of each text, one for each position before the anchor.
+        """
         config, count = self.network.config, len(roots)
         size = config.block_size
         index = torch.arange(count * size, device=anchors.device)
@@ -213,15 +218,19 @@ class BlockDrafter(Drafter):
             offsets=torch.arange(0, count * size + 1, size, device=anchors.device),
         )
         slots = index + self.pool.spare_slot + self.pool.page_size
+        # One attention per kind of layer.
+        windows = config.windows or (0,) * len(config.causal)
+        kinds = list(zip(config.causal, windows, strict=True))
         attends = {}
-        for causal in set(config.causal):
+        for causal, window in set(kinds):
             shared = None if causal else torch.full_like(anchors, size)
-            tree = replace(chains, shared=shared)
-            batch = TreeBatch(tree, None, slots, roots, [size] * count)
-            attends[causal] = PagedAttention(batch, self.pool)
+            seen = tuple(root[-(window - 1) :] for root in roots) if window else roots
+            batch = TreeBatch(replace(chains, shared=shared), None, slots, seen, [size] * count)
+            attends[causal, window] = PagedAttention(batch, self.pool)
         rows = self.network.embed(anchors, self.target).flatten(0, 1)
-        each = [attends[causal] for causal in config.causal]
-        outputs: Tensor = self.network(rows, batch.positions(), each)
+        starts = on_device([root.shape[0] for root in roots], anchors.device)
+        positions = starts.repeat_interleave(size) + depths
+        outputs: Tensor = self.network(rows, positions, [attends[kind] for kind in kinds])
         return outputs.view(count, -1, outputs.shape[-1])
 
     def _ranked(self, logits: Tensor, texts: _Drafted, first: int) -> _Ranked:

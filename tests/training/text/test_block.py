@@ -67,7 +67,7 @@ class Seen:
         context = TextContext(1, tokens, 1, params, Speculation("block"), slots=slots)
         self.drafter.read([StateSpan(context, 0, self.states[: length - 1])])
         roots = (slots[1:length],)
-        return self.drafter._run(torch.tensor(tokens[-1:]), roots)[0]
+        return self.drafter.outputs(torch.tensor(tokens[-1:]), roots)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
