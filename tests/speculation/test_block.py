@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from recserve.engine.text.limits import TextLimits
 from recserve.kernels.noise import gumbel
 from recserve.models.drafters.block import Block
+from recserve.models.drafters.block_files import save_block
+from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
+from recserve.speculation.drafters.registry import build_drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.speculation.test_eagle import paths_of, rms, target_states, turned
 from tests.support.block_drafter import VARIANTS, block
@@ -362,3 +365,23 @@ def test_a_network_for_another_target_is_refused(model):
     other.config = type(other.config)(other.config.decoder, 41)
     with pytest.raises(ValueError, match="40 tokens, the target has 32 and 41"):
         type(drafter)(drafter.network, other)
+
+
+@pytest.mark.parametrize("variant", ["jetspec", "dflash2", "dspark-gated"])
+@torch.inference_mode()
+def test_a_drafter_from_a_folder_drafts_as_the_one_that_was_saved(variant, tmp_path):
+    """Target and network are packed for serving, as a server loads them."""
+    target = drawn_model(1)
+    drafter = block(target, variant, seed=9)
+    save_block(drafter.network, tmp_path)
+    drafts = []
+    for packed in (False, True):
+        if packed:
+            pack_weights(target)
+            drafter = build_drafter("block", target, [tmp_path])
+            drafter.num_nodes, drafter.num_candidates = 12, min(6, drafter.num_candidates)
+        notes = recording(drafter)
+        engine = engine_for(target, 300, {"block": drafter})
+        engine.run_many(queries([p.tolist() for p in prompts(4, low=3)], 8))
+        drafts.append([paths_of(draft) for *_, draft in notes])
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 8
