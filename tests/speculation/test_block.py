@@ -385,3 +385,22 @@ def test_a_drafter_from_a_folder_drafts_as_the_one_that_was_saved(variant, tmp_p
         engine.run_many(queries([p.tolist() for p in prompts(4, low=3)], 8))
         drafts.append([paths_of(draft) for *_, draft in notes])
     assert drafts[0] == drafts[1] and len(drafts[0]) > 8
+
+
+@torch.inference_mode()
+def test_an_embedding_a_mask_and_a_head_of_its_own_are_used(model):
+    own = {"own_embedding": True, "own_mask": True, "own_head": True, "input_scale": 2.0}
+    drafter = block(model, seed=10, fields=own)
+    network, anchors = drafter.network, torch.tensor([3, 17])
+    rows = network.embed(anchors, model)
+    assert torch.equal(rows[:, 0], 2.0 * network.tokens.weight[anchors])
+    assert torch.equal(rows[:, 1:], (2.0 * network.mask_embedding).expand(2, 4, -1))
+    hidden = torch.randn(3, model.config.decoder.hidden_size)
+    expected = hidden @ network.head.weight.T
+    torch.testing.assert_close(network.logits(hidden, model), expected, **CLOSE)
+    engine = engine_for(model, 300, {"block": drafter})
+    requests = queries([p.tolist() for p in prompts(3)])
+    plain = [TextQuery(request.prompt, request.params) for request in requests]
+    drafted, undrafted = engine.run_many(requests), engine.run_many(plain)
+    assert [a.tokens.tolist() for a in drafted] == [a.tokens.tolist() for a in undrafted]
+    assert sum(answer.counts.num_drafts for answer in drafted)
