@@ -24,6 +24,7 @@ from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.block_drafter import block
 from tests.support.mtp_drafter import mtp, peagle
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
 
@@ -125,6 +126,9 @@ MAKERS = {  # every drafter, for a target
     "eagle3": lambda m: eagle(m, fused=True),
     "mtp": mtp,
     "peagle": peagle,
+    "block": lambda m: block(m, "dflash"),
+    "block-dflash2": lambda m: block(m, "dflash2"),
+    "block-dspark": lambda m: block(m, "dspark"),
     "merged": lambda m: MergedDrafter(
         [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
     ),

@@ -10,6 +10,7 @@ from pathlib import Path
 from recserve.core.plugins import with_plugins
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
+from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
@@ -35,6 +36,7 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     MedusaDrafter,
     EagleDrafter,
     MtpDrafter,
+    BlockDrafter,
 )
 
 

@@ -16,6 +16,8 @@ from rich.console import Console
 
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.text.block import train_block
+from recserve.training.text.block_recipe import BlockRecipe
 from recserve.training.text.eagle import EagleRecipe, train_eagle
 from recserve.training.text.medusa import train_medusa
 from recserve.training.text.mtp import train_mtp
@@ -56,4 +58,8 @@ KINDS: Mapping[str, TrainDrafter] = {
     "eagle": partial(train_eagle, recipe=EagleRecipe(kind="eagle")),
     "eagle3": partial(train_eagle, recipe=EagleRecipe(kind="eagle3")),
     "mtp": train_mtp,
+    "dflash": partial(train_block, recipe=BlockRecipe(kind="dflash")),
+    "jetspec": partial(train_block, recipe=BlockRecipe(kind="jetspec")),
+    "dspark": partial(train_block, recipe=BlockRecipe(kind="dspark")),
+    "dflash2": partial(train_block, recipe=BlockRecipe(kind="dflash2")),
 }
