@@ -17,6 +17,7 @@ from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.drafters.specformer import SpecformerDrafter
 from recserve.speculation.drafters.specinfer import SpecinferDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import Speculation
@@ -33,6 +34,7 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     SpecinferDrafter,
     MedusaDrafter,
     EagleDrafter,
+    SpecformerDrafter,
 )
 
 
