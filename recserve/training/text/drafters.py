@@ -18,6 +18,7 @@ from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.text.eagle import EagleRecipe, train_eagle
 from recserve.training.text.medusa import train_medusa
+from recserve.training.text.specformer import train_specformer
 
 
 class TrainDrafter(Protocol):
@@ -54,4 +55,5 @@ KINDS: Mapping[str, TrainDrafter] = {
     "medusa": train_medusa,
     "eagle": partial(train_eagle, recipe=EagleRecipe(kind="eagle")),
     "eagle3": partial(train_eagle, recipe=EagleRecipe(kind="eagle3")),
+    "specformer": train_specformer,
 }
