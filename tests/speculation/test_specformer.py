@@ -5,6 +5,7 @@ The transcription computes a whole text at once, without any cache.
 
 import math
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,11 +14,21 @@ from recserve.engine.text.limits import TextLimits
 from recserve.kernels.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.speculation.completion import TextQuery
+from recserve.speculation.draft import Budget, TextDraft
+from recserve.speculation.drafter import TextContext
 from recserve.speculation.drafters.rank_tree import rank_tree
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.speculation.test_eagle import paths_of, rms, target_states, turned
 from tests.support.specformer_drafter import specformer
-from tests.support.text_engines import assert_no_leak, engine_for, prompts
+from tests.support.text_engines import (
+    PARAMETERS,
+    among_others,
+    assert_forgotten,
+    assert_no_leak,
+    engine_for,
+    prompts,
+    shared_model,
+)
 from tests.support.text_plain import VOCABULARY, drawn_model
 
 
@@ -77,14 +88,25 @@ def best_paths(logits, depth: int, num_nodes: int) -> set[tuple[int, ...]]:
     return set(sorted(scores, key=lambda path: -scores[path])[:num_nodes])
 
 
-def recording(drafter) -> list:
-    """Notes context, tokens, budget and draft of every proposal."""
+class Note(NamedTuple):
+    """A proposal; `output` is the drafter's context at the state before the last token."""
+
+    context: TextContext
+    tokens: list[int]
+    budget: Budget
+    draft: TextDraft
+    output: torch.Tensor | None
+
+
+def recording(drafter) -> list[Note]:
+    """Notes every proposal."""
     notes, propose = [], drafter.propose
 
     def noted(contexts, budgets):
         drafts = propose(contexts, budgets)
         for context, budget, draft in zip(contexts, budgets, drafts, strict=True):
-            notes.append((context, list(context.tokens), budget, draft))
+            known = drafter._outputs.get(context.id, (0, None))[1]
+            notes.append(Note(context, list(context.tokens), budget, draft, known))
         return drafts
 
     drafter.propose = noted
@@ -92,9 +114,12 @@ def recording(drafter) -> list:
 
 
 def assert_as_transcribed(notes, drafter, model, least: int) -> None:
-    filled = [note for note in notes if len(note[3])]
+    filled = [note for note in notes if len(note.draft)]
     assert len(filled) >= least
-    for context, tokens, budget, draft in filled:
+    for context, tokens, budget, draft, output in filled:
+        states = target_states(model, tokens[:-1], drafter.hidden_layers)[None]
+        whole = drafter.network.context(states, torch.arange(len(tokens) - 1), DenseAttention())
+        torch.testing.assert_close(output, whole[0, -1], rtol=1e-4, atol=1e-4)
         logits = slot_logits(drafter, model, tokens)
         params = context.params
         if params.temperature:
@@ -162,9 +187,9 @@ def test_a_request_chooses_a_chain_or_a_tree_of_its_own(model):
         notes = recording(drafter)
         engine = engine_for(model, 300, {"specformer": drafter})
         engine.run_many(queries(prompts(3), **drafting))
-        filled = [note for note in notes if len(note[3])]
+        filled = [note for note in notes if len(note.draft)]
         assert len(filled) > 8
-        for _, tokens, budget, draft in filled:
+        for _, tokens, budget, draft, _ in filled:
             ranked = slot_logits(drafter, model, tokens).topk(3).indices
             if "tree" in drafting:
                 shape = rank_tree(paths).within(budget).paths
@@ -217,3 +242,21 @@ def test_a_network_for_another_hidden_size_is_refused(model):
     object.__setattr__(other.config.decoder, "hidden_size", 48)
     with pytest.raises(ValueError, match="hidden size 32, the target has 48"):
         type(drafter)(drafter.network, other)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@torch.inference_mode()
+def test_texts_are_the_plain_texts(name):
+    """Eight texts with different parameters; with few pages; again, from cached prefixes."""
+    drafter = specformer(shared_model(), seed=8)
+    num_drafts = 0
+    for pages in (300, 14):
+        engine = engine_for(shared_model(), pages, {"specformer": drafter})
+        for _ in range(2):
+            requests, wanted = among_others(name, Speculation("specformer"))
+            answers = engine.run_many(requests)
+            assert [answer.tokens.tolist() for answer in answers] == wanted
+            num_drafts += sum(answer.counts.num_drafts for answer in answers)
+        assert_no_leak(engine)
+    assert num_drafts > 100
+    assert_forgotten(drafter)
