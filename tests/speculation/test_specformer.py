@@ -13,7 +13,7 @@ import torch
 from recserve.engine.text.limits import TextLimits
 from recserve.kernels.noise import gumbel
 from recserve.models.attention import DenseAttention
-from recserve.speculation.completion import TextQuery
+from recserve.speculation.completion import SpeculationCounts, TextQuery
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.drafter import TextContext
 from recserve.speculation.drafters.rank_tree import rank_tree
@@ -198,6 +198,26 @@ def test_a_request_chooses_a_chain_or_a_tree_of_its_own(model):
             assert paths_of(draft) == {
                 tuple(int(ranked[level, rank]) for level, rank in enumerate(path)) for path in shape
             }
+
+
+@torch.inference_mode()
+def test_kappa_of_chains_and_trees(model):
+    """kappa is tokens per step with a draft, times levels of the draft per drafted token."""
+    drafter = specformer(model, seed=4, slots=4, num_nodes=20)
+    for rule in ("block", "sample"):
+        notes = recording(drafter)
+        engine = engine_for(model, 300, {"specformer": drafter})
+        (answer,) = engine.run_many(queries(prompts(1), verifier=rule))
+        drafts = [note.draft for note in notes if len(note.draft)]
+        accepted = 1 + answer.counts.num_accepted_tokens / len(drafts)
+        levels, nodes = sum(d.depth for d in drafts), sum(map(len, drafts))
+        assert answer.counts.kappa == pytest.approx(accepted * levels / nodes)
+        assert (levels == nodes) == (rule == "block")
+    assert SpeculationCounts().kappa == 1.0
+    chains = SpeculationCounts()
+    chains.add(4, 2)
+    chains.add(2, 0)
+    assert chains.kappa == 2.0
 
 
 def test_a_tree_that_the_slots_cannot_fill_is_refused(model):

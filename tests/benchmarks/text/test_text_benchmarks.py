@@ -89,6 +89,12 @@ def test_drafters_on_the_reference_checkpoint(options, kinds, monkeypatch, tmp_p
         drafted = {n + kind for n in ("ngram", "suffix", "lookahead") for kind in kinds}
         assert set(workload["rows"]) == {"none", *drafted}
         assert workload["rows"]["none"]["tokens_per_step"] == 1.0
+        assert workload["rows"]["none"]["kappa"] == 1.0
+        for name in {*workload["rows"]} - {"none"}:
+            sums = workload["sums"][name]
+            if sums["drafts"]:
+                kappa = (1 + sum(sums["accepted"]) / sums["drafts"]) * sums["levels"]
+                assert workload["rows"][name]["kappa"] == kappa / sums["drafted"]
         assert all(row["differ"] == 0 for row in workload["rows"].values())
 
 
