@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -45,10 +44,12 @@ def plain_loss(trainee: SpecformerTrainee, batch: np.ndarray) -> torch.Tensor:
 
 
 def peak_mib(cuda: bool) -> float:
-    """Returns the most memory that this process has had."""
+    """Returns the most memory that this process has had; on a CPU it needs Linux."""
     if cuda:
         return torch.cuda.max_memory_allocated() / MIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # getrusage would not do: a child inherits the peak of the process that started it.
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def case(options: argparse.Namespace) -> dict[str, Any]:
