@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -170,7 +171,8 @@ class SpecformerDrafter(Drafter):
         width = max(self.width, *(shape.width for shape in shapes if shape is not None), 1)
         tokens, logprobs = self._ranked(contexts, max(b.depth for b in budgets), width)
         free = [i for i, shape in enumerate(shapes) if shape is None]
-        grown = iter(self._trees(tokens[free], logprobs[free], [budgets[i] for i in free]))
+        rows = on_device(np.array(free, np.int64), tokens.device)
+        grown = iter(self._trees(tokens[rows], logprobs[rows], [budgets[i] for i in free]))
         return [
             next(grown) if shape is None else _filled(shape, own)
             for shape, own in zip(shapes, tokens, strict=True)
