@@ -100,6 +100,12 @@ def test_silu_is_applied_to_up_proj_as_in_the_authors_code(tmp_path, target):
     torch.testing.assert_close(network.slots(context), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_that_the_files_cannot_name_is_refused(tmp_path, target):
+    with pytest.raises(ValueError, match="the stream after all 1 layers"):
+        save_specformer(specformer(target).network, tmp_path, 1)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
 def unknown_field(fields, weights):
     fields["sliding_window"] = 4
 

@@ -159,7 +159,15 @@ def save_specformer(network: Specformer, folder: Path, num_target_layers: int) -
         network: The network.
         folder: Receives the files.
         num_target_layers: Layers of the target.
+
+    Raises:
+        ValueError: If the network reads the stream after the last layer, which a hook cannot name.
     """
+    if num_target_layers in network.config.target_layers:
+        raise ValueError(
+            f"the network reads the stream after all {num_target_layers} layers; hook_list can "
+            "name only the final state"
+        )
     config, decoder = network.config, network.config.decoder
     heads = [decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads]
     sizes = {"qkv": [count * decoder.head_dim for count in heads]}
