@@ -99,17 +99,15 @@ class SpecformerDrafter(Drafter):
 
     def check_tree(self, speculation: Speculation) -> None:
         """Raises ValueError for a request's tree that the slots cannot fill."""
-        if speculation.tree is not None:
-            self._checked(rank_tree(speculation.tree))
-
-    def _checked(self, tree: RankTree) -> RankTree:
+        if speculation.tree is None:
+            return
+        tree = rank_tree(speculation.tree)
         slots, words = self.network.config.num_slots, self.target.config.vocab_size
         if tree.depth > slots or tree.width > words:
             raise ValueError(
                 f"tree has {tree.depth} levels and ranks up to {tree.width - 1}; this network has "
                 f"{slots} slots with {words} tokens each"
             )
-        return tree
 
     @torch.inference_mode()
     def read(self, parts: Seq[StateSpan]) -> None:
