@@ -196,7 +196,7 @@ class Drafter(Pluggable, ABC):
     needs_weights: ClassVar[bool] = False
     num_folders: ClassVar[int | None] = None
     hidden_layers: tuple[int, ...] = ()
-    reads_states: ClassVar[bool] = False
+    reads_states: bool = False
     kv_shape: KVShape | None = None
     scratch_slots: int = 0
     idle: ClassVar[bool] = False

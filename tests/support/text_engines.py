@@ -26,6 +26,7 @@ from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.block_drafter import block
 from tests.support.mtp_drafter import mtp, peagle
+from tests.support.specformer_drafter import specformer
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
 
 PARAMETERS = {
@@ -129,6 +130,7 @@ MAKERS = {  # every drafter, for a target
     "block": lambda m: block(m, "dflash"),
     "block-dflash2": lambda m: block(m, "dflash2"),
     "block-dspark": lambda m: block(m, "dspark"),
+    "specformer": specformer,
     "merged": lambda m: MergedDrafter(
         [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
     ),

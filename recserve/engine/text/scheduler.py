@@ -266,7 +266,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             if sequence.drafter.reads_states:
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
             if draft.num_nodes:
-                sequence.counts.add(draft.num_candidates, used)
+                sequence.counts.add(draft.num_candidates, used, draft.depth)
                 self._proposer.verified(sequence, draft, len(path) - 1)
             if ended:
                 done.append((sequence, sequence.completion()))

@@ -145,6 +145,7 @@ class PendingTexts:
             total.num_drafts += counts.num_drafts
             total.num_draft_tokens += counts.num_draft_tokens
             total.num_accepted_tokens += counts.num_accepted_tokens
+            total.num_draft_levels += counts.num_draft_levels
             places = len(counts.per_position)
             total.per_position += [0] * (places - len(total.per_position))
             for place, accepted in enumerate(counts.per_position):

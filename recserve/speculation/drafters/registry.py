@@ -19,6 +19,7 @@ from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.mtp import MtpDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.drafters.specformer import SpecformerDrafter
 from recserve.speculation.drafters.specinfer import SpecinferDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import Speculation
@@ -37,6 +38,7 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     EagleDrafter,
     MtpDrafter,
     BlockDrafter,
+    SpecformerDrafter,
 )
 
 

@@ -21,6 +21,7 @@ from recserve.training.text.block_recipe import BlockRecipe
 from recserve.training.text.eagle import EagleRecipe, train_eagle
 from recserve.training.text.medusa import train_medusa
 from recserve.training.text.mtp import train_mtp
+from recserve.training.text.specformer import train_specformer
 
 
 class TrainDrafter(Protocol):
@@ -62,4 +63,5 @@ KINDS: Mapping[str, TrainDrafter] = {
     "jetspec": partial(train_block, recipe=BlockRecipe(kind="jetspec")),
     "dspark": partial(train_block, recipe=BlockRecipe(kind="dspark")),
     "dflash2": partial(train_block, recipe=BlockRecipe(kind="dflash2")),
+    "specformer": train_specformer,
 }
