@@ -149,7 +149,7 @@ def test_registry_builds_what_it_names(tmp_path):
     save_drawn(tmp_path / "other", "qwen3", seed=1)
     target = tiny_model(vocabulary=61)
     weights = [tmp_path / "small"]
-    for name in sorted(set(drafter_classes()) - {"medusa", "eagle"}):
+    for name in sorted(set(drafter_classes()) - {"medusa", "eagle", "hydra"}):
         assert build_drafter(name, target, weights) is not None
     assert isinstance(build_drafter("none", target), NoDrafter)
     joined = build_drafter("suffix+draft_model", target, weights)
@@ -173,6 +173,7 @@ def test_registry_builds_what_it_names(tmp_path):
         ("draft_model", r"the folder of one draft model \(draft_model=DIR\), not 0"),
         ("specinfer", r"a draft model \(specinfer=DIR\)"),
         ("medusa", r"the folder of its heads \(medusa=DIR\)"),
+        ("hydra", r"the folder of its heads \(hydra=DIR\)"),
     ],
 )
 def test_names_and_weights_that_do_not_do(name, message):

@@ -24,6 +24,7 @@ from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.hydra_drafter import hydra
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
 
 PARAMETERS = {
@@ -122,6 +123,8 @@ MAKERS = {  # every drafter, for a target
     "medusa": medusa,
     "eagle": lambda m: eagle(m, fused=False),
     "eagle3": lambda m: eagle(m, fused=True),
+    "hydra": hydra,
+    "hydra++": lambda m: hydra(m, prefix=True),
     "merged": lambda m: MergedDrafter(
         [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
     ),

@@ -12,6 +12,7 @@ from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.eagle import EagleDrafter
+from recserve.speculation.drafters.hydra import HydraDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
@@ -33,6 +34,7 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     SpecinferDrafter,
     MedusaDrafter,
     EagleDrafter,
+    HydraDrafter,
 )
 
 
