@@ -1,8 +1,9 @@
-"""Converts Medusa heads from a `.pt` file to safetensors; the server reads no pickles.
+"""Converts Medusa or Hydra heads from a `.pt` file to safetensors; the server reads no pickles.
 
     python -m benchmarks.text.convert_medusa medusa_lm_head.pt heads/
 
-Only tensors are unpickled (weights_only). A config.json in the same folder as the file is copied.
+Hydra's tensors are written to hydra_lm_head.safetensors. Only tensors are unpickled (weights_only).
+A config.json in the same folder as the file is copied.
 Prints the number of tensors and the path of the new file.
 """
 
@@ -16,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 
-def convert(source: Path, folder: Path) -> int:
-    """Writes `medusa_lm_head.safetensors` into the folder; returns the number of tensors."""
+def convert(source: Path, folder: Path) -> tuple[int, Path]:
+    """Writes the heads into the folder; returns the number of tensors and the new file."""
     weights = torch.load(source, map_location="cpu", weights_only=True)
     if not isinstance(weights, dict) or not all(
         isinstance(tensor, torch.Tensor) for tensor in weights.values()
@@ -26,11 +27,13 @@ def convert(source: Path, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     # Heads that repeat a module share its memory, which safetensors rejects, so clone them.
     own = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
-    save_file(own, folder / "medusa_lm_head.safetensors")
+    hydra = any(name.startswith("hydra_") for name in own)
+    file = folder / f"{'hydra' if hydra else 'medusa'}_lm_head.safetensors"
+    save_file(own, file)
     config = source.parent / "config.json"
     if config.exists() and not (folder / "config.json").exists():
         shutil.copyfile(config, folder / "config.json")
-    return len(own)
+    return len(own), file
 
 
 def main() -> None:
@@ -38,8 +41,8 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="the .pt file")
     parser.add_argument("folder", type=Path, help="folder that receives the heads")
     given = parser.parse_args()
-    count = convert(given.source, given.folder)
-    print(f"{count} tensors written to {given.folder / 'medusa_lm_head.safetensors'}")
+    count, file = convert(given.source, given.folder)
+    print(f"{count} tensors written to {file}")
 
 
 if __name__ == "__main__":

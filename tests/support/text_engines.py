@@ -25,6 +25,7 @@ from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.block_drafter import block
+from tests.support.hydra_drafter import hydra
 from tests.support.mtp_drafter import mtp, peagle
 from tests.support.specformer_drafter import specformer
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
@@ -131,6 +132,8 @@ MAKERS = {  # every drafter, for a target
     "block-dflash2": lambda m: block(m, "dflash2"),
     "block-dspark": lambda m: block(m, "dspark"),
     "specformer": specformer,
+    "hydra": hydra,
+    "hydra++": lambda m: hydra(m, prefix=True),
     "merged": lambda m: MergedDrafter(
         [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
     ),

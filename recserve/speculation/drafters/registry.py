@@ -13,6 +13,7 @@ from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.eagle import EagleDrafter
+from recserve.speculation.drafters.hydra import HydraDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
@@ -39,6 +40,7 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     MtpDrafter,
     BlockDrafter,
     SpecformerDrafter,
+    HydraDrafter,
 )
 
 

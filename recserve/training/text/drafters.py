@@ -19,6 +19,7 @@ from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.text.block import train_block
 from recserve.training.text.block_recipe import BlockRecipe
 from recserve.training.text.eagle import EagleRecipe, train_eagle
+from recserve.training.text.hydra import HydraRecipe, train_hydra
 from recserve.training.text.medusa import train_medusa
 from recserve.training.text.mtp import train_mtp
 from recserve.training.text.specformer import train_specformer
@@ -64,4 +65,6 @@ KINDS: Mapping[str, TrainDrafter] = {
     "dspark": partial(train_block, recipe=BlockRecipe(kind="dspark")),
     "dflash2": partial(train_block, recipe=BlockRecipe(kind="dflash2")),
     "specformer": train_specformer,
+    "hydra": train_hydra,
+    "hydra++": partial(train_hydra, recipe=HydraRecipe(prefix=True)),
 }

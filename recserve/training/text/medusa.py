@@ -21,7 +21,7 @@ from torch import Tensor
 
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.models.drafters.medusa_files import save_medusa
+from recserve.models.drafters.medusa_files import load_medusa, save_medusa
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafters.medusa import RANKS
 from recserve.training.loop import StepLoss, fit
@@ -181,9 +181,22 @@ def train_medusa(
 
     Returns:
         The report of the run.
+
+    Raises:
+        ValueError: If a text is too short, or the heads of `options.start_from` have another shape.
     """
     recipe = recipe or MedusaRecipe()
     trainee = MedusaTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
+    if options.start_from is not None:
+        own = trainee.model.config
+        old = load_medusa(
+            options.start_from, own.hidden_size, own.vocab_size, device=trainee.device
+        )
+        if old.config != own:
+            raise ValueError(
+                f"{options.start_from.name} holds {old.config}; the new heads are {own}"
+            )
+        trainee.model.load_state_dict(old.state_dict())
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     save_medusa(trainee.model, directory, trainee.accuracies())
     return report
