@@ -24,6 +24,7 @@ from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.mask_tokens_drafter import mask_tokens
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
 
 PARAMETERS = {
@@ -122,6 +123,8 @@ MAKERS = {  # every drafter, for a target
     "medusa": medusa,
     "eagle": lambda m: eagle(m, fused=False),
     "eagle3": lambda m: eagle(m, fused=True),
+    "mask_tokens": mask_tokens,
+    "mask_tokens_linear": lambda m: mask_tokens(m, quadratic=False),
     "merged": lambda m: MergedDrafter(
         [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
     ),
@@ -131,7 +134,7 @@ MAKERS = {  # every drafter, for a target
 def assert_forgotten(drafter) -> None:
     """Asserts that the drafter holds no state of finished sequences."""
     for member in getattr(drafter, "sources", (drafter,)):
-        for state in ("_texts", "_contexts", "_windows", "_parts", "_outputs"):
+        for state in ("_texts", "_contexts", "_windows", "_parts", "_outputs", "_layouts"):
             assert not getattr(member, state, {})
         if isinstance(member, ModelDrafter):
             assert not member._cache.readings

@@ -13,6 +13,7 @@ from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
+from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
@@ -33,6 +34,8 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     SpecinferDrafter,
     MedusaDrafter,
     EagleDrafter,
+    MaskTokensDrafter,
+    LinearMaskTokensDrafter,
 )
 
 
