@@ -89,7 +89,7 @@ def drafter(
         str,
         typer.Option(
             help="`items`, a head for item search; or a drafter of a language model: "
-            "medusa, eagle, eagle3."
+            "medusa, eagle, eagle3, mask_tokens."
         ),
     ] = "items",
     text: Annotated[

@@ -104,11 +104,11 @@ class DecoderLayer(nn.Module):
             [..., T, E], or [..., R, E].
         """
         c = self.config
-        qkv = self._product("qkv", self.attention_norm(x), layer, gate)
-        qkv = qkv.unflatten(-1, (-1, c.head_dim))
-        turned, value = qkv.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
+        product = self._product("qkv", self.attention_norm(x), layer, gate)
+        qkv = torch.unflatten(product, -1, (-1, c.head_dim))
+        turned, value = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
         if c.qk_norm:
-            query, key = turned.split([c.num_heads, c.num_kv_heads], dim=-2)
+            query, key = torch.split(turned, [c.num_heads, c.num_kv_heads], dim=-2)
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
         if isinstance(attend, PagedAttention) and attend.turns:
             whole = torch.cat([turned, value], dim=-2) if c.qk_norm else qkv

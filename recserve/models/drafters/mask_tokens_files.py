@@ -197,7 +197,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 def save_mask_tokens(network: MaskTokens, folder: Path) -> None:
     """Writes the three files of a network."""
-    adapter, head = {}, {}
+    adapter: dict[str, Tensor] = {}
+    head: dict[str, Tensor] = {}
     for name, tensor in network.state_dict().items():
         first, *rest = name.split(".")
         if first == "sampler":

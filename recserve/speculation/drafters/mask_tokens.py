@@ -27,6 +27,7 @@ from torch import Tensor
 
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE, MASK
+from recserve.models.drafters.gated_lora import GatedLora
 from recserve.models.drafters.mask_tokens import MaskTokens
 from recserve.models.drafters.mask_tokens_files import load_mask_tokens
 from recserve.models.language_model import LanguageModel
@@ -129,11 +130,13 @@ class MaskTokensDrafter(Drafter):
     needs_weights = True
     num_folders = 1
     quadratic = True
+    masks: GatedLora
 
     def __init__(self, network: MaskTokens, target: LanguageModel) -> None:
         if network.config.decoder != target.config.decoder:
             raise ValueError("the mask tokens are for a target of another shape")
-        self.network, self.target, self.masks = network, target, network.lora
+        self.network, self.target = network, target
+        self.masks = network.lora
         self._layouts: dict[int, MaskLayout] = {}  # of the latest draft of each text
         # States of the masks for the next draft, and the number of tokens that they are for.
         self._outputs: dict[int, tuple[int, Tensor]] = {}

@@ -17,6 +17,7 @@ from rich.console import Console
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.text.eagle import EagleRecipe, train_eagle
+from recserve.training.text.mask_tokens import train_mask_tokens
 from recserve.training.text.medusa import train_medusa
 
 
@@ -54,4 +55,5 @@ KINDS: Mapping[str, TrainDrafter] = {
     "medusa": train_medusa,
     "eagle": partial(train_eagle, recipe=EagleRecipe(kind="eagle")),
     "eagle3": partial(train_eagle, recipe=EagleRecipe(kind="eagle3")),
+    "mask_tokens": train_mask_tokens,
 }
