@@ -154,6 +154,10 @@ def ranks_by_module(fields, adapter, head):
     fields["rank_pattern"] = {"q_proj": 8}
 
 
+def changed_target(fields, adapter, head):
+    fields["init_lora_weights"] = "pissa_niter_4"
+
+
 def some_layers(fields, adapter, head):
     fields["layers_to_transform"] = [0]
 
@@ -220,6 +224,7 @@ FAULTS = {
     another_method: "'IA3'",
     dora: "use_dora",
     ranks_by_module: "rank_pattern",
+    changed_target: "init_lora_weights is 'pissa_niter_4'",
     some_layers: "layers_to_transform",
     trained_biases: "bias is 'all'",
     another_rank: "r and the target require",

@@ -149,7 +149,9 @@ def test_registry_builds_what_it_names(tmp_path):
     save_drawn(tmp_path / "other", "qwen3", seed=1)
     target = tiny_model(vocabulary=61)
     weights = [tmp_path / "small"]
-    for name in sorted(set(drafter_classes()) - {"medusa", "eagle"}):
+    for name in sorted(
+        set(drafter_classes()) - {"medusa", "eagle", "mask_tokens", "mask_tokens_linear"}
+    ):
         assert build_drafter(name, target, weights) is not None
     assert isinstance(build_drafter("none", target), NoDrafter)
     joined = build_drafter("suffix+draft_model", target, weights)
@@ -168,6 +170,7 @@ def test_registry_builds_what_it_names(tmp_path):
         ("beagle", "drafter is 'beagle'; choose one of"),
         ("suffix+beagle", "drafter is 'beagle'"),
         ("eagle", r"the folder of its network \(eagle=DIR\)"),
+        ("mask_tokens", r"needs one folder \(mask_tokens=DIR\)"),
         ("suffix+suffix", "must differ"),
         ("none+suffix", "exclude 'none'"),
         ("draft_model", r"the folder of one draft model \(draft_model=DIR\), not 0"),

@@ -32,6 +32,8 @@ LORA_PARTS = ("qkv", "output", "gate_up", "down")
 # Fields that must be absent or have the value that plain LoRA has.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
+    # Other initialisations (pissa, olora, loftq, corda) change the weights of the target too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva"),
     **dict.fromkeys(
         ("fan_in_fan_out", "use_dora", "lora_bias", "use_qalora", "alora_invocation_tokens"),
         (False, None),
@@ -48,7 +50,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 OWN = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules")
 WITHOUT_EFFECT = (
     *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"),
-    *("lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config"),
+    *("lora_dropout", "loftq_config", "eva_config", "corda_config"),
     *("megatron_core", "qalora_group_size", "runtime_config", "peft_version"),
     "ensure_weight_tying",
 )
@@ -107,8 +109,7 @@ def _read_config(fields: dict[str, Any], folder: str) -> tuple[int, float]:
         if name in NEUTRAL:
             if value not in NEUTRAL[name]:
                 raise UnsupportedModel(
-                    f"{CONFIG} of {folder}: {name} is {value!r}; only {NEUTRAL[name][0]!r} is "
-                    "computed here"
+                    f"{CONFIG} of {folder}: {name} is {value!r}; only plain LoRA is computed here"
                 )
         elif name not in OWN and name not in WITHOUT_EFFECT:
             raise UnsupportedModel(f"{CONFIG} of {folder} has an unknown field {name!r}")
