@@ -15,6 +15,7 @@ from recserve.engine.runtime.runner import DecoderTrunk, RankerTrunk, Runner
 from recserve.engine.text.limits import TextLimits
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import cuda_graphs
+from recserve.engine.text.step_states import masks_of
 from recserve.kernels.fp8 import pool_dtype
 from recserve.kernels.paged_kv import KVPool
 from recserve.models.language_model import LanguageModel
@@ -120,6 +121,7 @@ def _add_recommender(
 
 
 def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) -> None:
+    masks_of(parts.drafters.values())  # drafters that cannot share an engine fail here
     runner = _runner(DecoderTrunk(model.eval()), config, parts.drafters.values())
     graphs = cuda_graphs(
         runner, model, config.max_running, config.graphs, config.graph_limits, parts.drafters

@@ -149,8 +149,9 @@ def test_registry_builds_what_it_names(tmp_path):
     save_drawn(tmp_path / "other", "qwen3", seed=1)
     target = tiny_model(vocabulary=61)
     weights = [tmp_path / "small"]
-    readers = {name for name, cls in drafter_classes().items() if cls.reads_states}
-    for name in sorted(set(drafter_classes()) - {"medusa"} - readers):
+    trained = {name for name, cls in drafter_classes().items() if cls.reads_states}
+    trained |= {"medusa", "mask_tokens", "mask_tokens_linear"}
+    for name in sorted(set(drafter_classes()) - trained):
         assert build_drafter(name, target, weights) is not None
     assert isinstance(build_drafter("none", target), NoDrafter)
     joined = build_drafter("suffix+draft_model", target, weights)
@@ -170,6 +171,7 @@ def test_registry_builds_what_it_names(tmp_path):
         ("suffix+beagle", "drafter is 'beagle'"),
         ("eagle", r"the folder of its network \(eagle=DIR\)"),
         ("block", r"the folder of its network \(block=DIR\)"),
+        ("mask_tokens", r"needs one folder \(mask_tokens=DIR\)"),
         ("suffix+suffix", "must differ"),
         ("none+suffix", "exclude 'none'"),
         ("draft_model", r"the folder of one draft model \(draft_model=DIR\), not 0"),

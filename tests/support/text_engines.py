@@ -26,6 +26,7 @@ from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.block_drafter import block
 from tests.support.hydra_drafter import hydra
+from tests.support.mask_tokens_drafter import mask_tokens
 from tests.support.mtp_drafter import mtp, peagle
 from tests.support.specformer_drafter import specformer
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
@@ -134,6 +135,8 @@ MAKERS = {  # every drafter, for a target
     "specformer": specformer,
     "hydra": hydra,
     "hydra++": lambda m: hydra(m, prefix=True),
+    "mask_tokens": mask_tokens,
+    "mask_tokens_linear": lambda m: mask_tokens(m, quadratic=False),
     "merged": lambda m: MergedDrafter(
         [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
     ),
@@ -143,7 +146,7 @@ MAKERS = {  # every drafter, for a target
 def assert_forgotten(drafter) -> None:
     """Asserts that the drafter holds no state of finished sequences."""
     for member in getattr(drafter, "sources", (drafter,)):
-        for state in ("_texts", "_contexts", "_windows", "_parts", "_outputs"):
+        for state in ("_texts", "_contexts", "_windows", "_parts", "_outputs", "_layouts"):
             assert not getattr(member, state, {})
         if isinstance(member, ModelDrafter):
             assert not member._cache.readings

@@ -31,7 +31,7 @@ from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step import VerifiedPaths, token_logprobs
 from recserve.engine.text.step_graphs import StepGraphs
-from recserve.engine.text.step_states import StepStates, split_states, taps_for
+from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
 from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextQuery
@@ -69,8 +69,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(model, self.limits.draft_nodes, self.limits.load_aware)
         self._pack = TreePacker(runner.pool.keys.device)
-        self._ids = count()
-        self.graphs = graphs
+        self._ids, self.graphs = count(), graphs
         self._earliest_s = math.inf  # no text has an earlier deadline
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
@@ -177,8 +176,9 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[FinishedText]:
         """Runs one forward pass over the trees of the groups and the chunks of prompts."""
         pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
-        taps = taps_for(text.drafter for text in self.running)
-        hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)], taps)
+        drafters = [text.drafter for text in self.running]
+        taps, masks = taps_for(drafters), masks_of(drafters)
+        hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)], taps, masks)
         states = split_states(hidden, taps)
         for part, own in zip(parts, states[len(groups) :], strict=True):
             part.done(own)

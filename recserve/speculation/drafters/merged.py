@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 
 from recserve.kernels.paged_kv import KVPool
-from recserve.kernels.tree import AUXILIARY, CANDIDATE
+from recserve.kernels.tree import CANDIDATE
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, RankedHeads, StateSpan, TextContext, TextOutcome
 from recserve.speculation.drafters.draft_tree import ROOT, DraftTree
@@ -50,7 +50,8 @@ class MergedDrafter(Drafter):
         sources: At least two drafters, of which at most one reads the target's states.
 
     Raises:
-        ValueError: If there are fewer than two sources, or several read the target's states.
+        ValueError: If there are fewer than two sources, several read the target's states, or two
+            of them have mask tokens.
     """
 
     def __init__(self, sources: Seq[Drafter]) -> None:
@@ -59,6 +60,10 @@ class MergedDrafter(Drafter):
         self.sources = tuple(sources)
         self.draws = any(source.draws for source in sources)
         self.takes_tree = any(source.takes_tree for source in sources)
+        masks = {id(source.masks): source.masks for source in sources if source.masks is not None}
+        if len(masks) > 1:
+            raise ValueError("two of the joined drafters have mask tokens; name only one of them")
+        self.masks = next(iter(masks.values()), None)
         self._parts: dict[int, list[Part]] = {}
         readers = [source for source in self.sources if source.reads_states]
         if len(readers) > 1:
@@ -233,8 +238,10 @@ def _add(tree: DraftTree, rows: Iterable[Seq[int]], source: int) -> list[int]:
     nodes: list[int] = []
     for token, parent, kind in rows:
         above = ROOT if parent < 0 else nodes[parent]
-        add = tree.add_auxiliary if kind == AUXILIARY else tree.add
-        nodes.append(add(above, token, source))
+        if kind == CANDIDATE:
+            nodes.append(tree.add(above, token, source))
+        else:
+            nodes.append(tree.add_auxiliary(above, token, source, kind))
     return nodes
 
 

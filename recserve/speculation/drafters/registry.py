@@ -15,6 +15,7 @@ from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.drafters.hydra import HydraDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
+from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.mtp import MtpDrafter
@@ -41,6 +42,8 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     BlockDrafter,
     SpecformerDrafter,
     HydraDrafter,
+    MaskTokensDrafter,
+    LinearMaskTokensDrafter,
 )
 
 

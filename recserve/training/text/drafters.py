@@ -20,6 +20,7 @@ from recserve.training.text.block import train_block
 from recserve.training.text.block_recipe import BlockRecipe
 from recserve.training.text.eagle import EagleRecipe, train_eagle
 from recserve.training.text.hydra import HydraRecipe, train_hydra
+from recserve.training.text.mask_tokens import train_mask_tokens
 from recserve.training.text.medusa import train_medusa
 from recserve.training.text.mtp import train_mtp
 from recserve.training.text.specformer import train_specformer
@@ -67,4 +68,5 @@ KINDS: Mapping[str, TrainDrafter] = {
     "specformer": train_specformer,
     "hydra": train_hydra,
     "hydra++": partial(train_hydra, recipe=HydraRecipe(prefix=True)),
+    "mask_tokens": train_mask_tokens,
 }

@@ -24,9 +24,9 @@ def counting(engine) -> list[int]:
     runner, rows = engine.schedulers["text"].runner, []
     forward = runner.forward
 
-    def counted(pieces, taps=None):
+    def counted(pieces, taps=None, masks=None):
         rows.append(sum(piece.tree.num_nodes for piece in pieces))
-        return forward(pieces, taps)
+        return forward(pieces, taps, masks)
 
     runner.forward = counted
     return rows
