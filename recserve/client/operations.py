@@ -62,8 +62,8 @@ def _post(path: str, answer: type[T], body: Any, repeatable: bool = True) -> Ope
 
 
 def _part(text: str) -> str:
-    """Encodes a path parameter, slashes too."""
-    return quote(text, safe="")
+    """Encodes a path parameter, slashes too. An id of dots is no step in the path."""
+    return text.replace(".", "%2E") if text in (".", "..") else quote(text, safe="")
 
 
 def _with_query(path: str, query: b.ItemsQuery | b.UsersQuery) -> str:

@@ -1,7 +1,8 @@
-"""Path matching: HEAD routes, the `Allow` header of a 405, and user ids with slashes.
+"""Path matching: HEAD routes, the `Allow` header of a 405, and ids with any characters.
 
-A user id may contain slashes. A literal `/history` at the end of a path names the user's history.
-If the id itself ends with `/history`, its last slash is written `%2F`.
+A path parameter `{name:path}` matches any characters, newlines too. A user id may contain slashes.
+A literal `/history` at the end of a path names the user's history. If the id itself ends with
+`/history`, its last slash is written `%2F`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from urllib.parse import quote, unquote_to_bytes
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
@@ -18,6 +20,15 @@ from starlette.types import Scope
 HISTORY = b"history"
 ORDER = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 Endpoint = Callable[..., Response] | Callable[..., Awaitable[Response]]
+
+
+class AnyText(PathConvertor):
+    """Path parameter of any characters. The framework's own does not match newlines."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("path", AnyText())
 
 
 def add_get_and_head(
