@@ -127,12 +127,14 @@ def open_parts(
             and the store gets the bundle's events of new users only.
 
     Raises:
-        BundleError: If the bundle is damaged.
+        BundleError: If the bundle is damaged: every file is compared with its hash.
         StoreUnavailable: If the history store does not answer.
         JournalError: If the journal of item changes cannot be read.
         ValueError: If the device or an option does not fit this machine.
     """
     bundle = Bundle.open(folder)
+    if predecessor is None:  # a replacement has been verified before it is opened
+        bundle.verify()
     place = resolve_device(device)
     snapshot = Snapshot.of(bundle.catalog(), place)
     models = load_models(bundle, snapshot, place, options.dtype)
@@ -161,6 +163,7 @@ def open_parts(
         journal = default_journal(folder) if options.journal is None else options.journal
         path = journal / f"{bundle.manifest.catalog_version}.jsonl"
         parts = _assemble(bundle, models, runtime, ItemJournal(path), predecessor)
+        parts.items.open_tools()
         import_events(histories.store, bundle, only_new_users=predecessor is not None)
     except BaseException:
         engine.close()
