@@ -68,7 +68,10 @@ class ServerConfig(BaseSettings):
         body_timeout_s: Time from the last header to the end of the body.
         drain_delay_s: Time for which a draining server still accepts connections and answers
             `ready` with 503.
-        drain_timeout_s: Time that running requests have to finish before the process ends.
+        drain_timeout_s: Time that running requests have to finish. The process ends at most 5 s
+            after `drain_delay_s` and `drain_timeout_s`.
+        stall_timeout_s: Time after which a step of the engine counts as hanging, and `ready` is
+            answered with 503.
         threads: Threads of torch. By default torch's own choice.
         dtype: Type of the recommender's weights and KV cache. `auto` takes the fastest on this
             machine.
@@ -122,6 +125,7 @@ class ServerConfig(BaseSettings):
     body_timeout_s: float = Field(30.0, gt=0, le=3600)
     drain_delay_s: float = Field(0.5, ge=0, le=600)
     drain_timeout_s: float = Field(30.0, ge=0, le=3600)
+    stall_timeout_s: float = Field(30.0, gt=0, le=3600)
     threads: int | None = Field(None, ge=1, le=1024)
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     load_aware: bool = False

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from recserve.engine.engine import Engine, EngineParts
+from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.engine_parts import EngineParts
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import cuda_searches
 from recserve.engine.runtime.invariance import invariant_runner

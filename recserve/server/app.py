@@ -105,6 +105,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         telemetry.slate_log,
         experiments,
         arm_servers=arm_servers,
+        stall_timeout_s=config.stall_timeout_s,
     )
     item_routes = (recommend, rank, inference, events, items, experiment_routes)
     for routes in (*item_routes, models, completions, text_scores, health, playground):

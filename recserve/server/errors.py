@@ -11,7 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from recserve.core.request import DeadlineExceeded, QueueFull
+from recserve.core.request import DeadlineExceeded, EngineStopped, QueueFull
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.experiments.serving.registry import UnknownExperiment
 from recserve.features.catalog.item_journal import JournalError
@@ -138,6 +138,7 @@ TABLE: dict[type[Exception], Row] = {
         "the stored history of this user is damaged; delete the user to start again",
     ),
     ListingUnsupported: Row(501, "unsupported_error", "listing_unsupported", "invalid"),
+    EngineStopped: Row(503, "unavailable_error", "not_ready", "not_ready"),
     NotReady: Row(503, "unavailable_error", "not_ready", "not_ready"),
     TooManyConnections: Row(
         503, "overloaded_error", "too_many_connections", "too_many_connections"

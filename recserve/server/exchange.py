@@ -27,7 +27,7 @@ from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
 from recserve.schemas.validation import validation_error
 from recserve.server.arms.arm_server import ArmServer
 from recserve.server.body_decoder import decode
-from recserve.server.errors import BodyTooLarge, ClientGone
+from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.trace import Trace, trace_of, upload_error
 from recserve.service import Service
@@ -55,6 +55,7 @@ class Exchange:
         text_timeout_ms: Timeout of a text request that does not set one.
         slate_log: Log of slates and outcomes; None without one.
         experiments: Experiments of the server.
+        stall_timeout_s: Time after which a step of the engine counts as hanging.
         copies: Requests of mode `shadow` in progress.
         arm_servers: Other servers of arms, by label of the arm.
     """
@@ -66,6 +67,7 @@ class Exchange:
     text_timeout_ms: int
     slate_log: SlateLog | None = None
     experiments: Experiments = field(default_factory=Experiments)
+    stall_timeout_s: float = 30.0
     copies: set[asyncio.Task[None]] = field(default_factory=set)
     arm_servers: Mapping[str, ArmServer] = field(default_factory=dict)
 
@@ -73,6 +75,12 @@ class Exchange:
     def service(self) -> Service:
         """The service. Raises NotReady while it takes no requests."""
         return self.lifecycle.service
+
+    def check_ready(self) -> None:
+        """Raises NotReady while the server takes no requests, or if a step of the engine hangs."""
+        engine = self.service.engine
+        if engine.stalled_s > self.stall_timeout_s:
+            raise NotReady(f"a step of the engine has been running for {engine.stalled_s:.0f} s")
 
     def log_slate(self, body: RecommendRequest, answer: RecommendResponse, signer: Signer) -> None:
         """Logs a slate that is about to be returned, if slates are logged."""

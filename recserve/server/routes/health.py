@@ -20,8 +20,8 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         return json_response({"status": "live"})
 
     async def ready() -> Response:
-        """Report that the server takes requests; 503 while loading, draining or failed."""
-        _ = exchange.service
+        """Report that the server takes requests; 503 while loading, draining, failed or hung."""
+        exchange.check_ready()
         return json_response({"status": "ready"})
 
     @app.get("/version", operation_id="version")
