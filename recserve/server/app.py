@@ -82,6 +82,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         for server in arm_servers.values():
             await server.close()
         await asyncio.to_thread(lifecycle.close)
+        exchange.threads.close()
         await asyncio.to_thread(telemetry.close)
 
     app = FastAPI(

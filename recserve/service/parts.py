@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.catalog.item_journal import ItemJournal
+from recserve.features.history.circuit_breaker import CircuitBreaker
 from recserve.features.history.stores import open_store
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
@@ -180,7 +181,8 @@ def _histories(folder: Path, store: str | None, predecessor: ItemParts | None) -
         histories.owns_store = False
         return histories
     opened = open_store(default_store(folder) if store is None else store)
-    return Histories(opened, blocks=opened.blocks)
+    guarded = CircuitBreaker(opened) if opened.blocks else opened
+    return Histories(guarded, blocks=opened.blocks)
 
 
 def _signer(options: ServiceOptions, predecessor: ItemParts | None) -> Signer:

@@ -97,7 +97,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         """
         if any(not s.waits for s in self.preempted):
             return False
-        config, device = self.model.config, self.runner.pool.keys.device
+        config = self.model.config
         sequence = TextSequence(
             request=request,
             future=future,
@@ -113,7 +113,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         else:
             return False
         if request.params.counts_tokens:
-            tokens = sequence.context.tokens
+            tokens, device = sequence.context.tokens, self.runner.pool.keys.device
             sequence.token_counts = TokenCounts(tokens, config.vocab_size, device)
         if request.deadline_s is not None:
             self._earliest_s = min(self._earliest_s, request.deadline_s)
@@ -136,8 +136,8 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     def step(self) -> list[FinishedText]:
         """Runs one forward pass over all texts. Returns the results that it completes.
 
-        A text whose prompt ends in this step takes its first step in the same forward pass. In each
-        layer, the keys and values of the prompt are written before the text's tree attends to them.
+        A text whose prompt ends takes its first step in the same forward pass. In each layer, keys
+        and values of the prompt are written before the text's tree attends to them.
         """
         self._resume()
         self._preempt_for_pages()
@@ -195,7 +195,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
 
     def pause(self) -> list[Dropped[Completion]]:
         """Removes and returns all texts; their computed tokens stay in the prefix cache."""
-        for sequence in list(self.running):
+        for sequence in self.running:
             self._cache_prefix(sequence)
         return self.drop_all()
 
@@ -293,8 +293,6 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
 
     def _resume(self) -> None:
         """Resumes preempted texts in order, until one finds no pages."""
-        if not self.preempted:
-            return
         waiting, self.preempted = self.preempted, []
         for sequence in waiting:
             found = all(s.waits for s in self.preempted) and self._place(sequence)
