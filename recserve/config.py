@@ -54,6 +54,8 @@ class ServerConfig(BaseSettings):
             `Authorization: Bearer KEY`.
         admin_keys: Keys of the routes below `/admin/`, of 16 characters or more. Without any these
             routes are disabled.
+        allowed_hosts: Host names that clients may use beside those of the loopback interface. Read
+            only without `api_keys`, to keep away web pages that a browser on this machine shows.
         insecure: True allows an address that other machines can reach without any key.
         signing_key: Key that signs attribution tokens. By default a new key at each start, so
             that tokens of an earlier process are invalid.
@@ -113,6 +115,7 @@ class ServerConfig(BaseSettings):
     bundles_dir: Path | None = None
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     admin_keys: Annotated[list[SecretStr], NoDecode] = []
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     insecure: bool = False
     signing_key: SecretStr | None = None
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
@@ -145,7 +148,7 @@ class ServerConfig(BaseSettings):
     otlp_sample_ratio: float = Field(1.0, ge=0, le=1)
     metrics_compat: Literal["vllm"] | None = None
 
-    @field_validator("api_keys", "admin_keys", "drafters", mode="before")
+    @field_validator("api_keys", "admin_keys", "drafters", "allowed_hosts", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         """Splits the environment's single string at commas."""

@@ -45,6 +45,7 @@ from recserve.server.routes import experiments as experiment_routes
 from recserve.server.routes.paths import allowed_methods
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.gate import Gate
+from recserve.server.transport.site_check import SiteCheck
 from recserve.service import Service
 from recserve.service.recommend.recommend import POPULAR
 from recserve.service.service import SCORERS
@@ -132,6 +133,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         api_keys=keys,
         admin_keys=admin_keys,
         recorders=telemetry.recorders,
+        sites=None if keys or config.insecure else SiteCheck(config.host, config.allowed_hosts),
     )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

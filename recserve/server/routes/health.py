@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
-from recserve.server.routes.paths import add_get_and_head
+from recserve.server.routes.paths import add_get
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
@@ -33,9 +33,9 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         """Return the metrics in the text format of Prometheus."""
         return Response(exchange.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    add_get_and_head(app, "/health/live", live, "live")
-    add_get_and_head(app, "/v2/health/live", live, "live_v2")
-    add_get_and_head(app, "/health", ready, "health")
-    add_get_and_head(app, "/health/ready", ready, "ready")
-    add_get_and_head(app, "/v2/health/ready", ready, "ready_v2")
-    add_get_and_head(app, "/metrics", metrics, "metrics")
+    add_get(app, "/health/live", live, "live")
+    add_get(app, "/v2/health/live", live, "live_v2")
+    add_get(app, "/health", ready, "health")
+    add_get(app, "/health/ready", ready, "ready")
+    add_get(app, "/v2/health/ready", ready, "ready_v2")
+    add_get(app, "/metrics", metrics, "metrics")

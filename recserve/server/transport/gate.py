@@ -1,4 +1,4 @@
-"""Middleware of every route: request id, API key, cross-site check, errors, metrics."""
+"""Middleware of every route: request id, API key, cross-site check, HEAD, errors, metrics."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from recserve.server.errors import (
     row_of,
 )
 from recserve.server.lifecycle import Lifecycle
+from recserve.server.transport.site_check import SiteCheck
 from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Gate:
         keys: Valid API keys; empty means that no key is required.
         admin_keys: Valid keys of the admin routes; empty closes these routes.
         recorders: Take each ended request.
+        sites: Checks `Host` and `Origin`; None checks neither.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Gate:
         api_keys: tuple[str, ...],
         admin_keys: tuple[str, ...] = (),
         recorders: Sequence[Recorder] = (),
+        sites: SiteCheck | None = None,
     ) -> None:
         self.app = app
         self.lifecycle = lifecycle
@@ -60,6 +63,7 @@ class Gate:
         self.keys = tuple(key.encode() for key in api_keys)
         self.admin_keys = tuple(key.encode() for key in admin_keys)
         self.recorders = recorders
+        self.sites = sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request to the application, or answers it with an error."""
@@ -78,13 +82,15 @@ class Gate:
                 message["headers"] = [*message["headers"], *trace.headers()]
             await send(message)
 
+        # Routes answer HEAD like GET. The connection, which has the other scope, omits the body.
+        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         generation = self.lifecycle.enter()
         try:
             try:
                 headers = Headers(scope=scope)
                 trace.rename(headers.get(HEADER))
                 self._check(scope, headers)
-                await self.app(scope, receive, answer)
+                await self.app(routed, receive, answer)
             except Exception as error:
                 row = row_of(error)
                 trace.failure = row.reason
@@ -98,6 +104,7 @@ class Gate:
                     await error_response(error)(scope, receive, answer)
         finally:
             self.lifecycle.leave(generation)
+            scope["route"] = routed.get("route")
             self._count(scope, trace)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
@@ -112,6 +119,8 @@ class Gate:
             raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
         if scope["method"] not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
             raise CrossSite("a page of another site may not send this request")
+        if self.sites is not None and scope["path"] not in OPEN_PATHS:
+            self.sites.check(headers)
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")

@@ -21,7 +21,7 @@ from recserve.service.text.model import TextModel
 from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import GREEDY, verifiers
-from recserve.tokenizer.chat_template import TemplateError
+from recserve.tokenizer.template_sandbox import TemplateError
 
 COMPLETION_TOKENS = 16
 
