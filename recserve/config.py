@@ -22,6 +22,7 @@ ENV_PREFIX = "RECSERVE_"
 # recserve/kernels reads RECSERVE_KERNELS and RECSERVE_ISA itself, also without a server.
 KERNEL_KEYS = ("kernels", "isa")
 MIN_KEY_LENGTH = 16
+LISTS = ("api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases")
 
 
 class ConfigError(ValueError):
@@ -35,6 +36,7 @@ class ServerConfig(BaseSettings):
         bundle: Folder of the bundle to serve.
         llm: Hugging Face folder of a language model to serve.
         llm_name: Name of the language model in requests. By default the folder's name.
+        llm_aliases: Further names of the language model in requests.
         llm_dtype: Type of the language model's weights. `auto` takes the fastest on this machine.
             By default the folder's own type, or float32 on a CPU where that is faster.
         chat_template: Jinja file to use instead of the chat template in the model's folder.
@@ -103,6 +105,7 @@ class ServerConfig(BaseSettings):
     bundle: Path | None = None
     llm: Path | None = None
     llm_name: str | None = Field(None, min_length=1, max_length=256)
+    llm_aliases: Annotated[tuple[str, ...], NoDecode] = ()
     llm_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     chat_template: Path | None = None
     drafters: Annotated[tuple[str, ...], NoDecode] = ()
@@ -148,7 +151,9 @@ class ServerConfig(BaseSettings):
     otlp_sample_ratio: float = Field(1.0, ge=0, le=1)
     metrics_compat: Literal["vllm"] | None = None
 
-    @field_validator("api_keys", "admin_keys", "drafters", "allowed_hosts", mode="before")
+    @field_validator(
+        "api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases", mode="before"
+    )
     @classmethod
     def _split(cls, value: Any) -> Any:
         """Splits the environment's single string at commas."""
@@ -170,7 +175,7 @@ class ServerConfig(BaseSettings):
         if self.bundle is None and self.llm is None:
             raise ValueError("bundle: is required unless llm is set")
         if self.llm is None:
-            for name in ("llm_name", "llm_dtype", "chat_template", "drafters"):
+            for name in ("llm_name", "llm_aliases", "llm_dtype", "chat_template", "drafters"):
                 if getattr(self, name):
                     raise ValueError(f"{name}: is for a language model; set llm too")
         if self.bundle is None and self.slate_log is not None:

@@ -24,6 +24,7 @@ from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.likelihood import likelihood_strategy
 from recserve.search.strategies.prewarm import PrewarmStrategy
+from recserve.search.strategies.prompt_scores import PromptStrategy
 from recserve.search.strategies.rank import RankStrategy
 from recserve.search.strategies.registry import recommend_strategies
 from recserve.search.strategies.text_scores import TextScoreStrategy
@@ -129,6 +130,7 @@ def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) ->
     parts.schedulers["text"] = scheduler
     parts.schedulers["text_scores"] = ItemScheduler(runner, sharing=scheduler)
     parts.strategies["text_scores"] = TextScoreStrategy(model)
+    parts.strategies["prompt_scores"] = PromptStrategy(model)
 
 
 def _runner(

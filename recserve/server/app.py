@@ -32,6 +32,7 @@ from recserve.server.openapi import describe
 from recserve.server.routes import (
     bundle_admin,
     completions,
+    encoding,
     events,
     health,
     inference,
@@ -110,7 +111,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         stall_timeout_s=config.stall_timeout_s,
     )
     item_routes = (recommend, rank, inference, events, items, experiment_routes)
-    for routes in (*item_routes, models, completions, text_scores, health, playground):
+    for routes in (*item_routes, models, completions, text_scores, encoding, health, playground):
         routes.add_routes(app, exchange)
     swaps = BundleSwaps(
         lifecycle,

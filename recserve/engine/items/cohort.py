@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
-from recserve.core.request import Result, Scores, Slate
+from recserve.core.request import PromptScores, Result, Scores, Slate
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, Strategy, TreeStrategy
 from recserve.engine.runtime.runner import ForwardPiece
@@ -85,6 +85,8 @@ def checked(result: Result | NotFinite) -> Result | NotFinite:
     scores = result.scores if isinstance(result, Slate) else None
     if isinstance(result, Scores):
         scores = result.values
+    if isinstance(result, PromptScores):
+        scores = result.chosen if result.mean is None else result.mean
     return result if scores is None or np.isfinite(scores).all() else NotFinite()
 
 

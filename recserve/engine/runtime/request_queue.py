@@ -13,6 +13,7 @@ from recserve.core.request import (
     DeadlineExceeded,
     LikelihoodQuery,
     PrewarmQuery,
+    PromptQuery,
     QueueFull,
     RankQuery,
     Request,
@@ -212,5 +213,7 @@ def model_and_method(request: Request | TextQuery) -> tuple[str, str]:
             return request.model, "warm"
         case TextScoreQuery():
             return "text_scores", "text_scores"
+        case PromptQuery():
+            return "text_scores", "prompt_scores"
         case TextQuery():
             return "text", request.speculation.drafter

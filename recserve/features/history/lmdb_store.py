@@ -132,4 +132,9 @@ class LmdbStore(HistoryStore):
         except lmdb.MapFullError as error:
             raise StoreUnavailable(f"{self.path}: full; open it with a larger map size") from error
         except (lmdb.Error, OSError) as error:
+            if "already open in this process" in str(error):
+                raise StoreUnavailable(
+                    f"{self.path}: another Service of this process has it open; use that one, or "
+                    "close it first (service.close(), or `with Service.open(...) as service`)"
+                ) from error
             raise StoreUnavailable(f"{self.path}: {error}") from error

@@ -96,7 +96,7 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
     if body.stream:
         return await EventStream(request, work, pieces, deadline_s, end).begin()
     try:
-        await ended(request, work.futures, deadline_s)
+        await ended(request, work.all_futures, deadline_s)
         answer = work.answer()
     except BaseException as error:
         end(error)

@@ -29,7 +29,7 @@ from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace
 log = logging.getLogger(__name__)
 # Orchestrators probe without a key. These paths reveal only whether the server is up.
 OPEN_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+    {"/health", "/health/live", "/health/ready", "/ping", "/v2/health/live", "/v2/health/ready"}
 )
 ADMIN = "/admin/"
 
