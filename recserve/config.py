@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -190,6 +191,45 @@ class ServerConfig(BaseSettings):
                 "set api_keys, bind 127.0.0.1, or set insecure: true"
             )
         return self
+
+    def check_files(self) -> None:
+        """Finds cheap mistakes before anything is imported or loaded.
+
+        Raises:
+            ConfigError: If a file or folder is missing, or the port is taken. The message names
+                the setting.
+        """
+        for name, path, file in (
+            ("bundle", self.bundle, "manifest.json"),
+            ("llm", self.llm, "config.json"),
+        ):
+            if path is not None and not path.is_dir():
+                raise ConfigError(f"{name} is {path}; there is no such folder")
+            if path is not None and not (path / file).is_file():
+                raise ConfigError(f"{name} is {path}, which has no {file}")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ConfigError(f"chat_template is {self.chat_template}; there is no such file")
+        for drafter in self.drafters:
+            name, _, folder = drafter.partition("=")
+            if folder and not Path(folder).is_dir():
+                raise ConfigError(f"drafters: {name} is {folder}; there is no such folder")
+        if self.port:
+            self._check_port()
+
+    def _check_port(self) -> None:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(
+                f"host {self.host}, port {self.port}: {reason}; choose another --port, or end the "
+                "server that has it"
+            ) from None
 
     @classmethod
     def load(cls, flags: Mapping[str, Any], file: Path | None = None) -> ServerConfig:

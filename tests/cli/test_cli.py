@@ -114,6 +114,7 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys):
 def test_serve_takes_a_language_model_and_its_drafters(monkeypatch):
     served = []
     monkeypatch.setattr("recserve.server.run.serve", lambda config: served.append(config) or 0)
+    monkeypatch.setattr("recserve.config.ServerConfig.check_files", lambda config: None)
     flags = "--llm m --llm-name tiny --drafter ngram --drafter medusa=heads --chat-template c"
     assert run("serve", *flags.split()).exit_code == 0
     (config,) = served
