@@ -17,7 +17,14 @@ from tests.support.tiny_bundle import NUM_ITEMS, shared_bundle
 
 COMMANDS = (
     *("demo", "build", "train", "evaluate", "serve", "recommend", "rank", "batch", "doctor"),
-    *("bundle verify", "bundle calibrate", "history show", "history delete"),
+    *(
+        "bundle verify",
+        "bundle calibrate",
+        "history show",
+        "history delete",
+        "history backup",
+        "history restore",
+    ),
     *("train recommender", "train drafter", "train lm", "train medusa"),
 )
 
