@@ -55,6 +55,8 @@ class ServerConfig(BaseSettings):
             that all bundles share them.
         api_keys: Accepted keys, of 16 characters or more. A client sends one of them as
             `Authorization: Bearer KEY`.
+        key_quota: Requests per minute that each of `api_keys` may send, in bursts of ten seconds'
+            worth. By default no limit. Each process counts for itself.
         admin_keys: Keys of the routes below `/admin/`, of 16 characters or more. Without any these
             routes are disabled.
         allowed_hosts: Host names that clients may use beside those of the loopback interface. Read
@@ -118,6 +120,7 @@ class ServerConfig(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bundles_dir: Path | None = None
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    key_quota: int | None = Field(None, ge=1, le=100_000_000)
     admin_keys: Annotated[list[SecretStr], NoDecode] = []
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     insecure: bool = False

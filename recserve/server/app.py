@@ -45,7 +45,8 @@ from recserve.server.routes import (
 from recserve.server.routes import experiments as experiment_routes
 from recserve.server.routes.paths import allowed_methods
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
-from recserve.server.transport.gate import Gate
+from recserve.server.transport.gate import AccessKeys, Gate
+from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import SiteCheck
 from recserve.service import Service
 from recserve.service.recommend.recommend import POPULAR
@@ -125,16 +126,19 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     metrics.arms = experiments.labels
     metrics.registry.register(ExperimentCollector(experiments))
-    keys = tuple(key.get_secret_value() for key in config.api_keys)
-    admin_keys = tuple(key.get_secret_value() for key in config.admin_keys)
+    keys = AccessKeys(
+        api=tuple(key.get_secret_value() for key in config.api_keys),
+        admin=tuple(key.get_secret_value() for key in config.admin_keys),
+        quotas=None if config.key_quota is None else Quotas(config.key_quota),
+    )
+    open_to_all = keys.api or config.insecure
     app.add_middleware(
         Gate,
         lifecycle=lifecycle,
         metrics=metrics,
-        api_keys=keys,
-        admin_keys=admin_keys,
+        keys=keys,
         recorders=telemetry.recorders,
-        sites=None if keys or config.insecure else SiteCheck(config.host, config.allowed_hosts),
+        sites=None if open_to_all else SiteCheck(config.host, config.allowed_hosts),
     )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

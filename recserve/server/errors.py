@@ -59,6 +59,18 @@ class Unauthorized(PermissionError):
     """The request has no valid API key."""
 
 
+class QuotaExceeded(RuntimeError):
+    """The key has sent too many requests.
+
+    Attributes:
+        retry_after_s: Seconds until it may send one again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class AdminDisabled(PermissionError):
     """The server has no admin keys, or lacks the setting that the admin route needs."""
 
@@ -128,6 +140,7 @@ TABLE: dict[type[Exception], Row] = {
     ),
     UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
+    QuotaExceeded: Row(429, "rate_limit_error", "quota_exceeded", "quota"),
     HeadersTooLarge: Row(431, "invalid_request_error", "headers_too_large", "invalid"),
     ClientGone: Row(499, "client_error", "client_gone", "cancelled"),
     CorruptHistory: Row(
@@ -202,7 +215,7 @@ def error_response(error: BaseException) -> Response:
     """Returns the response of an error, with the headers that its status requires."""
     row = row_of(error)
     headers = {}
-    if isinstance(error, QueueFull):
+    if isinstance(error, QueueFull | QuotaExceeded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif row.status == 503:
         headers["Retry-After"] = "1"
