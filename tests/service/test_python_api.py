@@ -13,6 +13,7 @@ from recserve import (
     RankRequest,
     RecommendRequest,
     Service,
+    ServiceOptions,
     UserRef,
 )
 from recserve.features.history.history import StoreUnavailable
@@ -21,8 +22,9 @@ from tests.support.tiny_bundle import shared_bundle
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store")
-    with Service.open(shared_bundle(), f"lmdb:{store}", "cpu") as opened:
+    folder = tmp_path_factory.mktemp("store")
+    options = ServiceOptions(journal=folder / "items")
+    with Service.open(shared_bundle(), f"lmdb:{folder}/users", "cpu", options) as opened:
         yield opened
 
 

@@ -9,7 +9,7 @@ import pytest
 from recserve.client import Client
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import ItemsRequest
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -35,7 +35,9 @@ IDS = [
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
-    with live(Service.open(shared_bundle(), f"lmdb:{folder}", "cpu")) as running:
+    options = ServiceOptions(journal=folder / "items")
+    service = Service.open(shared_bundle(), f"lmdb:{folder}/users", "cpu", options)
+    with live(service) as running:
         yield running
 
 
