@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from recserve.engine.engine import Engine, EngineParts
+from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.engine_parts import EngineParts
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import cuda_searches
 from recserve.engine.runtime.invariance import invariant_runner
@@ -24,6 +25,7 @@ from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.likelihood import likelihood_strategy
 from recserve.search.strategies.prewarm import PrewarmStrategy
+from recserve.search.strategies.prompt_scores import PromptStrategy
 from recserve.search.strategies.rank import RankStrategy
 from recserve.search.strategies.registry import recommend_strategies
 from recserve.search.strategies.text_scores import TextScoreStrategy
@@ -130,6 +132,7 @@ def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) ->
     parts.schedulers["text"] = scheduler
     parts.schedulers["text_scores"] = ItemScheduler(runner, sharing=scheduler)
     parts.strategies["text_scores"] = TextScoreStrategy(model)
+    parts.strategies["prompt_scores"] = PromptStrategy(model)
 
 
 def _runner(

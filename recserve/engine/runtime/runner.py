@@ -23,6 +23,10 @@ from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 
 
+class DeviceLost(RuntimeError):
+    """The device of a model fails every call since an earlier error; only a new process helps."""
+
+
 class Trunk(Protocol):
     """What the runner needs of a network.
 
@@ -144,6 +148,14 @@ class Runner:
         self.trunk = trunk
         self.pool = pool
         self.attention = attention
+
+    def check_device(self) -> None:
+        """Raises DeviceLost if the device fails every call since an earlier error."""
+        if self.pool.keys.is_cuda:
+            try:
+                torch.cuda.synchronize(self.pool.keys.device)
+            except RuntimeError as error:
+                raise DeviceLost(f"the CUDA device is lost: {error}") from error
 
     def forward(
         self,
