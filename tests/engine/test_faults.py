@@ -35,11 +35,11 @@ def fail_with(monkeypatch, poison, times=None):
     """Makes forward passes fail whose tokens satisfy `poison`; at most `times` of them."""
     forward, failed = Runner.forward, []
 
-    def broken(self, pieces, taps=None):
+    def broken(self, pieces, taps=None, masks=None):
         if (times is None or len(failed) < times) and poison(pieces):
             failed.append(len(pieces))
             raise RuntimeError("broken kernel")
-        return forward(self, pieces, taps)
+        return forward(self, pieces, taps, masks)
 
     monkeypatch.setattr(Runner, "forward", broken)
     return failed
@@ -98,7 +98,7 @@ def texts(number):
     ]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle3", "lookahead"])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3", "lookahead", "mask_tokens", "specformer"])
 @pytest.mark.parametrize("nth", [0, 1, 4])
 def test_texts_go_on_after_a_failed_step_with_the_same_tokens(monkeypatch, drafter, nth):
     model = drawn_model(1)
@@ -196,10 +196,10 @@ def test_a_hanging_step_shows(monkeypatch):
     hangs, go_on = threading.Event(), threading.Event()
     forward = Runner.forward
 
-    def slow(self, pieces, taps=None):
+    def slow(self, pieces, taps=None, masks=None):
         hangs.set()
         go_on.wait(30)
-        return forward(self, pieces, taps)
+        return forward(self, pieces, taps, masks)
 
     monkeypatch.setattr(Runner, "forward", slow)
     engine.start()
