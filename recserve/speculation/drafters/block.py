@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.kernels.noise import gumbel_of_tokens
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import TokenTree
 from recserve.models.attention import PagedAttention
@@ -34,7 +33,7 @@ from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.drafters.lattice_tree import Lattice, lattice_drafts, most_candidates
 from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.drafters.noisy import NUM_NOISY_TOKENS
+from recserve.speculation.drafters.noisy import DraftedTexts, noisy_logits
 
 NUM_CANDIDATES, NUM_NODES = 16, 32
 MAX_TEXTS = 64  # texts that are drafted together
@@ -45,18 +44,12 @@ class _Drafted:
     """Texts that are drafted together.
 
     Attributes:
-        lengths: [B] committed tokens.
         anchors: [B] last committed token.
-        temperatures: [B] float32.
-        seeds: [B].
-        greedy: Whether no text draws.
+        drawn: How they draw.
     """
 
-    lengths: Tensor
     anchors: Tensor
-    temperatures: Tensor
-    seeds: Tensor
-    greedy: bool
+    drawn: DraftedTexts
 
 
 @dataclass(frozen=True)
@@ -176,13 +169,10 @@ class BlockDrafter(Drafter):
 
     def lattice(self, contexts: Seq[TextContext], depth: int) -> Lattice:
         """Returns the candidates of the first `depth` slots of texts whose entries are complete."""
-        device, params = self.pool.keys.device, [context.params for context in contexts]
+        device = self.pool.keys.device
         texts = _Drafted(
-            lengths=on_device([len(context.tokens) for context in contexts], device),
             anchors=on_device([context.tokens[-1] for context in contexts], device),
-            temperatures=on_device([p.temperature for p in params], device, torch.float32),
-            seeds=on_device([p.seed for p in params], device),
-            greedy=all(p.greedy for p in params),
+            drawn=DraftedTexts.of(contexts, device),
         )
         roots = tuple(c.slots[1 : len(c.tokens)] for c in contexts if c.slots is not None)
         outputs = self.outputs(texts.anchors, roots)[:, : max(depth, 1)]
@@ -235,28 +225,20 @@ class BlockDrafter(Drafter):
 
     def _ranked(self, logits: Tensor, texts: _Drafted, first: int) -> _Ranked:
         """Ranks the columns of logits [B, K, V] of the slots from `first` on."""
-        if texts.greedy:
-            best = logits.topk(self.num_candidates)
-            return _Ranked(best.indices, best.values, logits.logsumexp(-1))
-        shape = logits.shape[:2]
-        best = logits.topk(min(max(NUM_NOISY_TOKENS, self.num_candidates), logits.shape[-1]))
-        tokens = self.network.targets(best.indices)
-        numbers = torch.arange(first, first + shape[1], device=logits.device)
-        positions = (texts.lengths[:, None] + numbers).flatten()
-        seeds = texts.seeds[:, None].expand(shape).flatten()
-        noise = gumbel_of_tokens(seeds, positions, tokens.flatten(0, 1)).view_as(best.values)
-        heat = texts.temperatures[:, None, None]
-        values = best.values / torch.where(heat > 0, heat, 1.0) + noise * (heat > 0)
-        chosen = values.topk(self.num_candidates)
-        columns = best.indices.gather(-1, chosen.indices)
-        return _Ranked(columns, chosen.values, values.logsumexp(-1))
+        if texts.drawn.greedy:
+            top = logits.topk(self.num_candidates)
+            return _Ranked(top.indices, top.values, logits.logsumexp(-1))
+        slots = torch.arange(first, first + logits.shape[1], device=logits.device)
+        noisy = noisy_logits(logits, texts.drawn, slots, self.num_candidates, self.network.targets)
+        best = noisy.best(self.num_candidates)
+        return _Ranked(best.columns, best.values, noisy.values.logsumexp(-1))
 
     def _scaled(
         self, contexts: Tensor, successors: Tensor, ranked: _Ranked, texts: _Drafted
     ) -> Tensor:
         """Returns pair scores [B, K, P, C] with the temperature and the noise of the values."""
         pairs = pair_scores(torch.zeros_like(ranked.values), contexts, successors, ranked.columns)
-        heat = texts.temperatures[:, None, None, None]
+        heat = texts.drawn.temperatures[:, None, None, None]
         return pairs / torch.where(heat > 0, heat, 1.0) + ranked.values[..., None, :]
 
     def _markov_lattice(self, outputs: Tensor, logits: Tensor, texts: _Drafted) -> Lattice:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from recserve.kernels.host import on_device
-from recserve.kernels.noise import gumbel_of_tokens
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain, merge
 from recserve.models.attention import PagedAttention
@@ -36,7 +35,7 @@ from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.drafters.noisy import NUM_NOISY_TOKENS
+from recserve.speculation.drafters.noisy import DraftedTexts, likeliest
 from recserve.speculation.drafters.rank_tree import RankTree, rank_tree
 from recserve.speculation.drafters.score_tree import ScoreTree
 from recserve.speculation.sampling_params import Speculation
@@ -51,19 +50,13 @@ class _Texts:
     """Texts that are drafted together.
 
     Attributes:
-        lengths: [B] committed tokens.
-        temperatures: [B] float32.
-        seeds: [B].
+        drawn: How they draw.
         roots: Slots of the drafter's entries of each text.
-        greedy: Whether no text draws.
         outputs: [B, E] the network's outputs at the last committed tokens.
     """
 
-    lengths: Tensor
-    temperatures: Tensor
-    seeds: Tensor
+    drawn: DraftedTexts
     roots: tuple[Tensor, ...]
-    greedy: bool
     outputs: Tensor
 
 
@@ -218,13 +211,9 @@ class EagleDrafter(Drafter):
         return min(MAX_TEXTS, self.scratch_slots // (shape.num_parents * shape.depth))
 
     def _packed(self, contexts: Seq[TextContext]) -> _Texts:
-        device, params = self.pool.keys.device, [context.params for context in contexts]
         return _Texts(
-            lengths=on_device([len(context.tokens) for context in contexts], device),
-            temperatures=on_device([p.temperature for p in params], device, torch.float32),
-            seeds=on_device([p.seed for p in params], device),
+            drawn=DraftedTexts.of(contexts, self.pool.keys.device),
             roots=tuple(c.slots[1 : len(c.tokens)] for c in contexts if c.slots is not None),
-            greedy=all(p.greedy for p in params),
             outputs=torch.stack([self._outputs[context.id][1] for context in contexts]),
         )
 
@@ -286,16 +275,5 @@ class EagleDrafter(Drafter):
         """
         network = self.network
         logits = network.logits(outputs, self.target, level)
-        if texts.greedy:
-            best = logits.log_softmax(-1).topk(width)
-            return network.targets(best.indices), best.values
-        shape = logits.shape[:2]
-        best = logits.topk(min(max(NUM_NOISY_TOKENS, width), logits.shape[-1]))
-        tokens = network.targets(best.indices)
-        rows = [row[:, None].expand(shape) for row in (texts.seeds, texts.lengths + level)]
-        noise = gumbel_of_tokens(rows[0].flatten(), rows[1].flatten(), tokens.flatten(0, 1))
-        heat = texts.temperatures[:, None, None]
-        cold = torch.where(heat > 0, heat, 1.0)
-        scores = (best.values / cold + noise.view_as(best.values) * (heat > 0)).log_softmax(-1)
-        chosen = scores.topk(width)
-        return tokens.gather(-1, chosen.indices), chosen.values
+        found = likeliest(logits, texts.drawn, level, width, network.targets)
+        return network.targets(found.columns), found.values

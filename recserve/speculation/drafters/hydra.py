@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.kernels.noise import gumbel_of_tokens
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain, merge
 from recserve.models.attention import PagedAttention
@@ -27,9 +26,8 @@ from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.drafters.noisy import NUM_NOISY_TOKENS
+from recserve.speculation.drafters.noisy import DraftedTexts, likeliest
 from recserve.speculation.drafters.score_tree import ScoreTree
-from recserve.speculation.sampling_params import SamplingParams
 
 WIDTH, NUM_NODES = 8, 32
 MAX_TEXTS = 64  # texts that are drafted together
@@ -155,8 +153,7 @@ class HydraDrafter(Drafter):
         """Expands trees level by level and keeps their likeliest nodes."""
         embed = self.target.tokens
         device = embed.weight.device
-        params = [context.params for context in contexts]
-        lengths = on_device([len(context.tokens) for context in contexts], device)
+        texts = DraftedTexts.of(contexts, device)
         depth = max(budget.depth for budget in budgets)
         tree = ScoreTree(len(contexts), width, depth, device)
         last = embed(on_device([context.tokens[-1] for context in contexts], device))
@@ -164,34 +161,9 @@ class HydraDrafter(Drafter):
         inputs = torch.cat([states, last], dim=-1)[:, None]  # [B, W, (level + 2) E]
         for level in range(depth):
             logits = self.network.logits(level, inputs).float()
-            parents = tree.grow(*_children(logits, lengths + level, params, width))
+            found = likeliest(logits, texts, level, width)
+            parents = tree.grow(found.columns, found.values)
             if level + 1 < depth:
                 above = inputs.gather(1, parents[..., None].expand(-1, -1, inputs.shape[-1]))
                 inputs = torch.cat([above, embed(tree.frontier_tokens)], dim=-1)
         return tree.best(budgets)
-
-
-def _children(
-    logits: Tensor, positions: Tensor, params: Seq[SamplingParams], width: int
-) -> tuple[Tensor, Tensor]:
-    """Returns tokens and log-probabilities [B, W, width] of the children of W nodes per text.
-
-    Args:
-        logits: [B, W, V] float32.
-        positions: [B] position of the children's tokens.
-        params: Sampling parameters of each text.
-        width: Children of a node.
-    """
-    if all(p.greedy for p in params):
-        best = logits.log_softmax(-1).topk(width)
-        return best.indices, best.values
-    shape, device = logits.shape[:2], logits.device
-    best = logits.topk(min(max(NUM_NOISY_TOKENS, width), logits.shape[-1]))
-    seeds = on_device([p.seed for p in params], device)
-    heat = on_device([p.temperature for p in params], device, torch.float32)[:, None, None]
-    rows = [row[:, None].expand(shape).flatten() for row in (seeds, positions)]
-    noise = gumbel_of_tokens(rows[0], rows[1], best.indices.flatten(0, 1)).view_as(best.values)
-    cold = torch.where(heat > 0, heat, 1.0)
-    scores = (best.values / cold + noise * (heat > 0)).log_softmax(-1)
-    chosen = scores.topk(width)
-    return best.indices.gather(-1, chosen.indices), chosen.values

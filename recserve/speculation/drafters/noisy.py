@@ -7,10 +7,16 @@ mode of the distribution.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.noise import gumbel_of_tokens
+from recserve.speculation.drafter import TextContext
 
 NUM_NOISY_TOKENS = 128  # only this many likeliest tokens get noise; others are hardly ever drawn
 
@@ -45,27 +51,97 @@ def best_with_noise(
     return best.indices.gather(1, order)
 
 
-def likeliest_with_noise(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, width: int
-) -> tuple[Tensor, Tensor]:
-    """Returns the `width` likeliest columns of each row, and their log-probabilities.
+@dataclass(frozen=True)
+class DraftedTexts:
+    """What B texts that are drafted together tell about their draws.
 
-    A row with a temperature above 0 is divided by it and gets the target's noise. Only the
-    NUM_NOISY_TOKENS likeliest columns then compete, or `width` of them if that is more.
+    Attributes:
+        lengths: [B] committed tokens.
+        temperatures: [B] float32.
+        seeds: [B].
+        greedy: Whether no text draws.
+    """
+
+    lengths: Tensor
+    temperatures: Tensor
+    seeds: Tensor
+    greedy: bool
+
+    @staticmethod
+    def of(contexts: Seq[TextContext], device: torch.device) -> DraftedTexts:
+        """Reads the contexts of the texts."""
+        params = [context.params for context in contexts]
+        return DraftedTexts(
+            lengths=on_device([len(context.tokens) for context in contexts], device),
+            temperatures=on_device([p.temperature for p in params], device, torch.float32),
+            seeds=on_device([p.seed for p in params], device),
+            greedy=all(p.greedy for p in params),
+        )
+
+
+@dataclass(frozen=True)
+class RankedColumns:
+    """Some columns of each row, and a value for each of them.
+
+    Attributes:
+        columns: [..., C] indices.
+        values: [..., C] float32.
+    """
+
+    columns: Tensor
+    values: Tensor
+
+    def best(self, width: int) -> RankedColumns:
+        """Returns the `width` columns with the largest values, largest first."""
+        chosen = self.values.topk(width)
+        return RankedColumns(self.columns.gather(-1, chosen.indices), chosen.values)
+
+
+def noisy_logits(
+    logits: Tensor,
+    texts: DraftedTexts,
+    depths: Tensor | int,
+    width: int,
+    tokens_of: Callable[[Tensor], Tensor] | None = None,
+) -> RankedColumns:
+    """Divides logits by the temperature and adds the target's noise.
+
+    Rows of texts without a temperature stay as they are. Only the NUM_NOISY_TOKENS likeliest
+    columns are returned, or `width` of them if that is more.
 
     Args:
-        logits: [n, V].
-        temperatures: [n] float32.
-        seeds: [n] int64.
-        positions: [n] int64.
-        width: Number of columns to return.
-
-    Returns:
-        [n, width] column indices and [n, width] float32 log-probabilities, largest first.
+        logits: [B, W, V] float32.
+        texts: The B texts.
+        depths: [W] tokens between a text's end and the row's own, or one number for all rows.
+        width: Least number of columns.
+        tokens_of: Returns the token ids of columns. None means that they are the same.
     """
-    best = logits.float().topk(min(max(NUM_NOISY_TOKENS, width), logits.shape[1]))
-    noise = gumbel_of_tokens(seeds, positions, best.indices)
-    heat = temperatures[:, None]
-    scores = best.values / torch.where(heat > 0, heat, 1.0) + noise * (heat > 0)
-    chosen = scores.log_softmax(-1).topk(width)
-    return best.indices.gather(1, chosen.indices), chosen.values
+    best, shape = logits.topk(min(max(NUM_NOISY_TOKENS, width), logits.shape[-1])), logits.shape[:2]
+    tokens = best.indices if tokens_of is None else tokens_of(best.indices)
+    seeds, places = (
+        row.expand(shape).flatten()
+        for row in (texts.seeds[:, None], texts.lengths[:, None] + depths)
+    )
+    noise = gumbel_of_tokens(seeds, places, tokens.flatten(0, 1)).view_as(best.values)
+    heat = texts.temperatures[:, None, None]
+    values = best.values / torch.where(heat > 0, heat, 1.0) + noise * (heat > 0)
+    return RankedColumns(best.indices, values)
+
+
+def likeliest(
+    logits: Tensor,
+    texts: DraftedTexts,
+    depths: Tensor | int,
+    width: int,
+    tokens_of: Callable[[Tensor], Tensor] | None = None,
+) -> RankedColumns:
+    """Returns the `width` likeliest columns of each row and their log-probabilities.
+
+    Texts with a temperature get the target's noise, see `noisy_logits` for it and for the
+    arguments.
+    """
+    if texts.greedy:
+        best = logits.log_softmax(-1).topk(width)
+        return RankedColumns(best.indices, best.values)
+    noisy = noisy_logits(logits, texts, depths, width, tokens_of)
+    return RankedColumns(noisy.columns, noisy.values.log_softmax(-1)).best(width)

@@ -29,10 +29,10 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
+from recserve.speculation.drafters.lattice_tree import Lattice, lattice_drafts, most_candidates
 from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.drafters.noisy import likeliest_with_noise
+from recserve.speculation.drafters.noisy import DraftedTexts, RankedColumns, likeliest
 from recserve.speculation.drafters.rank_tree import RankTree, expansion_tree, rank_tree
-from recserve.speculation.drafters.score_tree import ScoreTree
 from recserve.speculation.sampling_params import Speculation
 
 WIDTH, NUM_NODES = 8, 24
@@ -72,7 +72,8 @@ class SpecformerDrafter(Drafter):
                 f"{own.hidden_size}"
             )
         self.network, self.target = network, target
-        self.width, self.num_nodes = min(width, target.config.vocab_size), num_nodes
+        most = most_candidates(network.config.num_slots)
+        self.width, self.num_nodes = min(width, target.config.vocab_size, most), num_nodes
         self.hidden_layers = network.config.target_layers
         self.kv_shape = KVShape(1, decoder.num_kv_heads, decoder.head_dim)
         # The context at the state before the last committed token, and the number of tokens then.
@@ -167,7 +168,8 @@ class SpecformerDrafter(Drafter):
         """Returns the drafts of texts whose context is known."""
         shapes = [_shape(c, b) for c, b in zip(contexts, budgets, strict=True)]
         width = max(self.width, *(shape.width for shape in shapes if shape is not None), 1)
-        tokens, logprobs = self._ranked(contexts, max(b.depth for b in budgets), width)
+        ranked = self._ranked(contexts, max(b.depth for b in budgets), width)
+        tokens, logprobs = ranked.columns, ranked.values
         free = [i for i, shape in enumerate(shapes) if shape is None]
         rows = on_device(np.array(free, np.int64), tokens.device)
         grown = iter(self._trees(tokens[rows], logprobs[rows], [budgets[i] for i in free]))
@@ -186,34 +188,16 @@ class SpecformerDrafter(Drafter):
         """
         if not budgets:
             return []
-        count, depth = tokens.shape[0], max(budget.depth for budget in budgets)
-        tree = ScoreTree(count, self.width, depth, tokens.device)
-        for level in range(depth):
-            frontier = (count, self.width if level else 1, self.width)
-            own = (x[:, level, None, : self.width].expand(frontier) for x in (tokens, logprobs))
-            tree.grow(*own)
-        return tree.best(budgets)
+        tokens, logprobs = tokens[..., : self.width], logprobs[..., : self.width]
+        return lattice_drafts(Lattice(tokens, logprobs[:, :, None]), budgets)
 
-    def _ranked(self, contexts: Seq[TextContext], depth: int, width: int) -> tuple[Tensor, Tensor]:
+    def _ranked(self, contexts: Seq[TextContext], depth: int, width: int) -> RankedColumns:
         """Returns tokens and log-probabilities [B, depth, width] of each slot, best first."""
-        device, params = self.pool.keys.device, [context.params for context in contexts]
+        device = self.pool.keys.device
         states = self.network.slots(torch.stack([self._outputs[c.id][1] for c in contexts]), depth)
-        logits = self.target.logits(self.target.decoder.norm(states)).flatten(0, 1)
-        if all(p.greedy for p in params):
-            best = logits.float().log_softmax(-1).topk(width)
-            columns, values = best.indices, best.values
-        else:
-            lengths = on_device([len(c.tokens) for c in contexts], device)
-            heat = on_device([p.temperature for p in params], device, torch.float32)
-            columns, values = likeliest_with_noise(
-                logits,
-                heat.repeat_interleave(depth),
-                on_device([p.seed for p in params], device).repeat_interleave(depth),
-                (lengths[:, None] + torch.arange(depth, device=device)).flatten(),
-                width,
-            )
-        shape = (len(contexts), depth, width)
-        return columns.view(shape), values.view(shape)
+        logits = self.target.logits(self.target.decoder.norm(states)).float()
+        slots = torch.arange(depth, device=device)
+        return likeliest(logits, DraftedTexts.of(contexts, device), slots, width)
 
 
 def _shape(context: TextContext, budget: Budget) -> RankTree | None:
