@@ -82,6 +82,11 @@ def test_serve_refuses_a_wrong_file(tmp_path, text, words):
 def test_serve_names_the_wrong_setting(tmp_path):
     path = tmp_path / "experiments.yaml"
     path.write_text("experiments: [{name: a, use: recommend, arms: [{name: x}]}]")
-    refused = CliRunner().invoke(app, ["serve", "--bundle", "b", "--experiments", str(path)])
+    bundle = tmp_path / "b"
+    bundle.mkdir()
+    (bundle / "manifest.json").write_text("{}")
+    refused = CliRunner().invoke(
+        app, ["serve", "--bundle", str(bundle), "--experiments", str(path)]
+    )
     assert refused.exit_code != 0
     assert "experiments[0].arms: expected array of length >= 2" in str(refused.exception)
