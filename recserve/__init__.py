@@ -20,7 +20,19 @@ if TYPE_CHECKING:
     from recserve.engine.build import EngineModels, build_engine
     from recserve.engine.build import ModelEngine as Engine
     from recserve.engine.engine_config import EngineConfig
-    from recserve.schemas.items import RankRequest, RecommendRequest
+    from recserve.schemas.events import EventInput, EventsRequest
+    from recserve.schemas.items import (
+        Candidate,
+        Diversity,
+        Exclude,
+        InvalidRequest,
+        ItemsRequest,
+        RankRequest,
+        RankResponse,
+        RecommendRequest,
+        RecommendResponse,
+        UserRef,
+    )
     from recserve.service import Service, ServiceOptions
 
     __version__: str
@@ -28,13 +40,23 @@ if TYPE_CHECKING:
 __all__ = [
     "BuildOptions",
     "Bundle",
+    "Candidate",
+    "Diversity",
     "Engine",
     "EngineConfig",
     "EngineModels",
+    "EventInput",
+    "EventsRequest",
+    "Exclude",
+    "InvalidRequest",
+    "ItemsRequest",
     "RankRequest",
+    "RankResponse",
     "RecommendRequest",
+    "RecommendResponse",
     "Service",
     "ServiceOptions",
+    "UserRef",
     "__version__",
     "build_bundle",
     "build_engine",
@@ -43,13 +65,23 @@ __all__ = [
 _HOMES = {
     "BuildOptions": "recserve.bundle.building",
     "Bundle": "recserve.bundle.bundle",
+    "Candidate": "recserve.schemas.items",
+    "Diversity": "recserve.schemas.items",
     "Engine": "recserve.engine.build:ModelEngine",
     "EngineConfig": "recserve.engine.engine_config",
     "EngineModels": "recserve.engine.build",
+    "EventInput": "recserve.schemas.events",
+    "EventsRequest": "recserve.schemas.events",
+    "Exclude": "recserve.schemas.items",
+    "InvalidRequest": "recserve.schemas.items",
+    "ItemsRequest": "recserve.schemas.items",
     "RankRequest": "recserve.schemas.items",
+    "RankResponse": "recserve.schemas.items",
     "RecommendRequest": "recserve.schemas.items",
+    "RecommendResponse": "recserve.schemas.items",
     "Service": "recserve.service",
     "ServiceOptions": "recserve.service",
+    "UserRef": "recserve.schemas.items",
     "build_bundle": "recserve.bundle.building",
     "build_engine": "recserve.engine.build",
 }

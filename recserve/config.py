@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ ENV_PREFIX = "RECSERVE_"
 # recserve/kernels reads RECSERVE_KERNELS and RECSERVE_ISA itself, also without a server.
 KERNEL_KEYS = ("kernels", "isa")
 MIN_KEY_LENGTH = 16
+LISTS = ("api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases")
 
 
 class ConfigError(ValueError):
@@ -35,6 +37,7 @@ class ServerConfig(BaseSettings):
         bundle: Folder of the bundle to serve.
         llm: Hugging Face folder of a language model to serve.
         llm_name: Name of the language model in requests. By default the folder's name.
+        llm_aliases: Further names of the language model in requests.
         llm_dtype: Type of the language model's weights. `auto` takes the fastest on this machine.
             By default the folder's own type, or float32 on a CPU where that is faster.
         chat_template: Jinja file to use instead of the chat template in the model's folder.
@@ -52,8 +55,12 @@ class ServerConfig(BaseSettings):
             that all bundles share them.
         api_keys: Accepted keys, of 16 characters or more. A client sends one of them as
             `Authorization: Bearer KEY`.
+        key_quota: Requests per minute that each of `api_keys` may send, in bursts of ten seconds'
+            worth. By default no limit. Each process counts for itself.
         admin_keys: Keys of the routes below `/admin/`, of 16 characters or more. Without any these
             routes are disabled.
+        allowed_hosts: Host names that clients may use beside those of the loopback interface. Read
+            only without `api_keys`, to keep away web pages that a browser on this machine shows.
         insecure: True allows an address that other machines can reach without any key.
         signing_key: Key that signs attribution tokens. By default a new key at each start, so
             that tokens of an earlier process are invalid.
@@ -68,7 +75,10 @@ class ServerConfig(BaseSettings):
         body_timeout_s: Time from the last header to the end of the body.
         drain_delay_s: Time for which a draining server still accepts connections and answers
             `ready` with 503.
-        drain_timeout_s: Time that running requests have to finish before the process ends.
+        drain_timeout_s: Time that running requests have to finish. The process ends at most 5 s
+            after `drain_delay_s` and `drain_timeout_s`.
+        stall_timeout_s: Time after which a step of the engine counts as hanging, and `ready` is
+            answered with 503.
         threads: Threads of torch. By default torch's own choice.
         dtype: Type of the recommender's weights and KV cache. `auto` takes the fastest on this
             machine.
@@ -98,6 +108,7 @@ class ServerConfig(BaseSettings):
     bundle: Path | None = None
     llm: Path | None = None
     llm_name: str | None = Field(None, min_length=1, max_length=256)
+    llm_aliases: Annotated[tuple[str, ...], NoDecode] = ()
     llm_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     chat_template: Path | None = None
     drafters: Annotated[tuple[str, ...], NoDecode] = ()
@@ -109,7 +120,9 @@ class ServerConfig(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bundles_dir: Path | None = None
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    key_quota: int | None = Field(None, ge=1, le=100_000_000)
     admin_keys: Annotated[list[SecretStr], NoDecode] = []
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     insecure: bool = False
     signing_key: SecretStr | None = None
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
@@ -122,6 +135,7 @@ class ServerConfig(BaseSettings):
     body_timeout_s: float = Field(30.0, gt=0, le=3600)
     drain_delay_s: float = Field(0.5, ge=0, le=600)
     drain_timeout_s: float = Field(30.0, ge=0, le=3600)
+    stall_timeout_s: float = Field(30.0, gt=0, le=3600)
     threads: int | None = Field(None, ge=1, le=1024)
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     load_aware: bool = False
@@ -141,7 +155,9 @@ class ServerConfig(BaseSettings):
     otlp_sample_ratio: float = Field(1.0, ge=0, le=1)
     metrics_compat: Literal["vllm"] | None = None
 
-    @field_validator("api_keys", "admin_keys", "drafters", mode="before")
+    @field_validator(
+        "api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases", mode="before"
+    )
     @classmethod
     def _split(cls, value: Any) -> Any:
         """Splits the environment's single string at commas."""
@@ -163,7 +179,7 @@ class ServerConfig(BaseSettings):
         if self.bundle is None and self.llm is None:
             raise ValueError("bundle: is required unless llm is set")
         if self.llm is None:
-            for name in ("llm_name", "llm_dtype", "chat_template", "drafters"):
+            for name in ("llm_name", "llm_aliases", "llm_dtype", "chat_template", "drafters"):
                 if getattr(self, name):
                     raise ValueError(f"{name}: is for a language model; set llm too")
         if self.bundle is None and self.slate_log is not None:
@@ -178,6 +194,45 @@ class ServerConfig(BaseSettings):
                 "set api_keys, bind 127.0.0.1, or set insecure: true"
             )
         return self
+
+    def check_files(self) -> None:
+        """Finds cheap mistakes before anything is imported or loaded.
+
+        Raises:
+            ConfigError: If a file or folder is missing, or the port is taken. The message names
+                the setting.
+        """
+        for name, path, file in (
+            ("bundle", self.bundle, "manifest.json"),
+            ("llm", self.llm, "config.json"),
+        ):
+            if path is not None and not path.is_dir():
+                raise ConfigError(f"{name} is {path}; there is no such folder")
+            if path is not None and not (path / file).is_file():
+                raise ConfigError(f"{name} is {path}, which has no {file}")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ConfigError(f"chat_template is {self.chat_template}; there is no such file")
+        for drafter in self.drafters:
+            name, _, folder = drafter.partition("=")
+            if folder and not Path(folder).is_dir():
+                raise ConfigError(f"drafters: {name} is {folder}; there is no such folder")
+        if self.port:
+            self._check_port()
+
+    def _check_port(self) -> None:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(
+                f"host {self.host}, port {self.port}: {reason}; choose another --port, or end the "
+                "server that has it"
+            ) from None
 
     @classmethod
     def load(cls, flags: Mapping[str, Any], file: Path | None = None) -> ServerConfig:

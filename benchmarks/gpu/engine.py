@@ -123,6 +123,7 @@ HOW = {
     "codes": ("plain", "filters", "live"),
 }
 DRAFTERS = ("ngram", "suffix", "lookahead", "draft_model", "specinfer", "medusa", "merged")
+DRAFTERS += ("specformer",)
 RULES = [("draft_model", "rejection"), ("draft_model", "block"), ("specinfer", "multi_step")]
 CLOSE = 2e-3  # tolerance between two devices, which add in a different order
 

@@ -5,7 +5,8 @@
 trained_models.py describes the folders and the default. The texts continue passages of the
 validation books and prompts of Spec-Bench. The methods take turns, prompt by prompt. With
 --load-aware, every drafter also runs in the load-aware mode, which drafts only if it pays under the
-current load. Prints a table per workload. The run fails if a text differs from plain decoding's.
+current load. Prints a table per workload. kappa is tokens per step with a draft, times levels per
+drafted token (SpeculationCounts). The run fails if a text differs from plain decoding's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.completion import Completion, TextQuery
+from recserve.speculation.completion import Completion, SpeculationCounts, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
@@ -45,13 +46,14 @@ POSITIONS = 5  # draft depths whose acceptance the table shows
 
 @dataclass
 class Tally:
-    """Sums over the prompts of one workload; `accepted[d]` and `drafts` as in SpeculationCounts."""
+    """Sums over the prompts of one workload; `accepted[d]` and others as in SpeculationCounts."""
 
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
     drafted: int = 0
     drafts: int = 0
+    levels: int = 0
     accepted: list[int] = field(default_factory=lambda: [0] * 64)
     differ: int = 0
 
@@ -61,15 +63,23 @@ class Tally:
         self.steps += answer.timing.forwards
         self.drafts += counts.num_drafts
         self.drafted += counts.num_draft_tokens
+        self.levels += counts.num_draft_levels
         for depth, kept in enumerate(counts.per_position):
             self.accepted[depth] += kept
 
     def row(self, plain: Tally) -> dict[str, Any]:
         """Returns the published figures, relative to plain decoding."""
         by_position = [n / max(self.drafts, 1) for n in self.accepted[:POSITIONS]]
+        counts = SpeculationCounts(
+            num_drafts=self.drafts,
+            num_draft_tokens=self.drafted,
+            num_accepted_tokens=sum(self.accepted),
+            num_draft_levels=self.levels,
+        )
         rate, own = plain.tokens / plain.seconds, self.tokens / self.seconds
         return {
             "tokens_per_step": self.tokens / self.steps,
+            "kappa": counts.kappa,
             "acceptance_rate": sum(self.accepted) / max(self.drafted, 1),
             "acceptance_by_position": by_position,
             "drafted_per_step": self.drafted / self.steps,
@@ -120,7 +130,7 @@ def measure(
 
 def print_rows(console: Console, title: str, rows: dict[str, dict[str, Any]]) -> None:
     table = Table(title=title, title_justify="left")
-    for column in ("drafter", "tokens per step", "drafted per step", "accepted"):
+    for column in ("drafter", "tokens per step", "drafted per step", "kappa", "accepted"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     table.add_column(f"of the drafts, kept at depth 1..{POSITIONS}", justify="right")
     table.add_column("tokens/s", justify="right")
@@ -131,6 +141,7 @@ def print_rows(console: Console, title: str, rows: dict[str, dict[str, Any]]) ->
             name,
             f"{row['tokens_per_step']:.2f}",
             f"{row['drafted_per_step']:.1f}",
+            f"{row['kappa']:.2f}",
             f"{row['acceptance_rate']:.1%}",
             positions if name != PLAIN else "",
             f"{row['tokens_per_s']:.0f}",

@@ -1,7 +1,8 @@
 """Options, prompts and drafters of the benchmarks on trained language models.
 
 --target is a folder of `recserve train lm`. --draft is one of `train lm --llm`, and --medusa is one
-of `train medusa`. Without --target, the reference checkpoint stories260k is used.
+of `train medusa`. --trained eagle=DIR names a folder of `train drafter`. Without --target, the
+reference checkpoint stories260k is used.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ def options_of(doc: str | None, tokens: int) -> argparse.ArgumentParser:
     )
     parser.add_argument("--draft", type=Path, help="folder of a draft model")
     parser.add_argument("--medusa", type=Path, help="folder of Medusa heads")
+    parser.add_argument(
+        "--trained", action="append", default=[], metavar="NAME=DIR", help="a drafter's folder"
+    )
     parser.add_argument("--length", type=int, default=64, help="tokens in a passage of a book")
     parser.add_argument("--tokens", type=int, default=tokens, help="tokens to write per prompt")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
@@ -38,7 +42,9 @@ def options_of(doc: str | None, tokens: int) -> argparse.ArgumentParser:
 
 
 def trained_drafter(name: str, target: LanguageModel, options: argparse.Namespace) -> Drafter:
-    """Builds a drafter from the folders of --medusa and --draft."""
+    """Builds a drafter from the folders of --trained, --medusa and --draft."""
+    if name in (given := dict(entry.split("=", 1) for entry in options.trained)):
+        return build_drafter(name, target, [Path(given[name])])
     folders = [options.medusa] if "medusa" in name else []
     return build_drafter(name, target, folders + ([options.draft] if options.draft else []))
 
@@ -49,6 +55,7 @@ def drafters_of(options: argparse.Namespace) -> list[str]:
     if options.draft is not None:
         names += ["draft_model", "specinfer", "suffix+draft_model"]
     names += ["medusa"] if options.medusa is not None else []
+    names += [entry.split("=", 1)[0] for entry in options.trained]
     wanted = options.drafters or names
     if unknown := sorted(set(wanted) - set(names)):
         raise SystemExit(f"--drafters names {unknown}; these can be built: {names}")

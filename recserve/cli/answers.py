@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
     from recserve.service import Service
 
+JournalFlag = Annotated[
+    Path | None,
+    typer.Option("--journal", help="Folder of item changes; default: beside the bundle."),
+]
 Body = TypeVar("Body")
 
 
@@ -116,6 +120,32 @@ def delete(user: str, bundle: BundleFlag, store: StoreFlag = None) -> None:
     with _service(bundle, store, "cpu") as service:
         service.delete_user(user)
     typer.echo(f"deleted all stored events of {user}")
+
+
+def backup(
+    bundle: BundleFlag,
+    out: Annotated[Path, typer.Option(help="New folder for the copy.")],
+    store: StoreFlag = None,
+    journal: JournalFlag = None,
+) -> None:
+    """Copy all stored events and item changes, also while a server runs (LMDB only)."""
+    from recserve.service.history.backup import back_up
+
+    users, journals = back_up(bundle, store, journal, out)
+    typer.echo(f"copied {users} keys of the history store and {journals} journals to {out}")
+
+
+def restore(
+    bundle: BundleFlag,
+    source: Annotated[Path, typer.Option("--from", help="Folder of a backup.")],
+    store: StoreFlag = None,
+    journal: JournalFlag = None,
+) -> None:
+    """Put a backup in place, where no store and no item changes are."""
+    from recserve.service.history.backup import restore as put_back
+
+    put_back(bundle, store, journal, source)
+    typer.echo(f"restored {source}")
 
 
 def _service(bundle: Path, store: str | None, device: Device) -> Service:

@@ -67,9 +67,13 @@ experiments_app.command()(experiment_admin.stop)
 experiments_app.command()(experiment_admin.start)
 app.add_typer(experiments_app, name="experiments")
 
-history_app = typer.Typer(help="Show or delete a user's stored history.", no_args_is_help=True)
+history_app = typer.Typer(
+    help="Show, delete, back up or restore stored histories.", no_args_is_help=True
+)
 history_app.command()(answers.show)
 history_app.command()(answers.delete)
+history_app.command()(answers.backup)
+history_app.command()(answers.restore)
 app.add_typer(history_app, name="history")
 
 

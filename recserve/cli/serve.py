@@ -77,6 +77,11 @@ def serve(
         **{"otlp_endpoint": otlp_endpoint, "slate_log": slate_log},
     }
     settings = ServerConfig.load(flags, config)
+    settings.check_files()
+    if settings.store is not None:
+        from recserve.features.history.stores import store_class
+
+        store_class(settings.store)
     from recserve.server.run import serve as run_server
 
     raise typer.Exit(run_server(settings))

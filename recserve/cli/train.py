@@ -89,7 +89,8 @@ def drafter(
         str,
         typer.Option(
             help="`items`, a head for item search; or a drafter of a language model: "
-            "medusa, eagle, eagle3, hydra, hydra++."
+            "medusa, eagle, eagle3, mtp, dflash, jetspec, dspark, dflash2, specformer, "
+            "hydra, hydra++, mask_tokens.",
         ),
     ] = "items",
     text: Annotated[

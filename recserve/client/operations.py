@@ -10,6 +10,7 @@ import msgspec
 
 from recserve.schemas import admin as a
 from recserve.schemas import browse as b
+from recserve.schemas import encoding as c
 from recserve.schemas import events as e
 from recserve.schemas import experiments as x
 from recserve.schemas import inference as i
@@ -62,8 +63,8 @@ def _post(path: str, answer: type[T], body: Any, repeatable: bool = True) -> Ope
 
 
 def _part(text: str) -> str:
-    """Encodes a path parameter, slashes too."""
-    return quote(text, safe="")
+    """Encodes a path parameter, slashes too. An id of dots is no step in the path."""
+    return text.replace(".", "%2E") if text in (".", "..") else quote(text, safe="")
 
 
 def _with_query(path: str, query: b.ItemsQuery | b.UsersQuery) -> str:
@@ -172,6 +173,21 @@ def generative_scoring(
 ) -> Operation[s.GenerativeScoringResponse]:
     """POST /generative_scoring."""
     return _post("/generative_scoring", s.GenerativeScoringResponse, body)
+
+
+def embeddings(body: c.EmbeddingsRequest) -> Operation[c.EmbeddingsResponse]:
+    """POST /v1/embeddings."""
+    return _post("/v1/embeddings", c.EmbeddingsResponse, body)
+
+
+def tokenize(body: c.TokenizeRequest) -> Operation[c.TokenizeResponse]:
+    """POST /tokenize."""
+    return _post("/tokenize", c.TokenizeResponse, body)
+
+
+def detokenize(body: c.DetokenizeRequest) -> Operation[c.DetokenizeResponse]:
+    """POST /detokenize."""
+    return _post("/detokenize", c.DetokenizeResponse, body)
 
 
 def models() -> Operation[Json]:

@@ -13,6 +13,14 @@ from recserve.client.attempts import Attempts, ClientOptions, chunk, event_data
 from recserve.client.operations import Json, Operation
 from recserve.schemas.admin import BundleLoadRequest, BundleStatus
 from recserve.schemas.browse import ItemPage, ItemsQuery, UserPage, UsersQuery
+from recserve.schemas.encoding import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
 from recserve.schemas.experiments import ExperimentsResponse, ExperimentStatus
 from recserve.schemas.inference import (
@@ -206,6 +214,22 @@ class Client:
         """Returns probabilities of label tokens after a query and each item."""
         return self.send(operations.generative_scoring(body), deadline_s)
 
+    def embeddings(
+        self, body: EmbeddingsRequest, deadline_s: float | None = None
+    ) -> EmbeddingsResponse:
+        """Returns a vector for each text."""
+        return self.send(operations.embeddings(body), deadline_s)
+
+    def tokenize(self, body: TokenizeRequest, deadline_s: float | None = None) -> TokenizeResponse:
+        """Returns the tokens of a text or of a chat's prompt."""
+        return self.send(operations.tokenize(body), deadline_s)
+
+    def detokenize(
+        self, body: DetokenizeRequest, deadline_s: float | None = None
+    ) -> DetokenizeResponse:
+        """Returns the text of tokens."""
+        return self.send(operations.detokenize(body), deadline_s)
+
     def models(self, deadline_s: float | None = None) -> Json:
         """Returns the served models."""
         return self.send(operations.models(), deadline_s)
@@ -271,6 +295,10 @@ class Client:
     def live_v2(self, deadline_s: float | None = None) -> Json:
         """Returns if the process runs (`/v2/health/live`). Raises ApiError if not."""
         return self.send(operations.health("/v2/health/live"), deadline_s)
+
+    def ping(self, deadline_s: float | None = None) -> Json:
+        """Returns if the server takes requests (`/ping`). Raises ApiError if not."""
+        return self.send(operations.health("/ping"), deadline_s)
 
     def health(self, deadline_s: float | None = None) -> Json:
         """Returns if the server takes requests (`/health`). Raises ApiError if not."""

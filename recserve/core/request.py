@@ -9,6 +9,9 @@ import numpy as np
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
+from recserve.core.errors import DeadlineExceeded as DeadlineExceeded
+from recserve.core.errors import EngineStopped as EngineStopped
+from recserve.core.errors import QueueFull as QueueFull
 from recserve.core.slate_tree import SlateTree
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie_view import TrieView
@@ -192,7 +195,27 @@ class TextScoreQuery:
     deadline_s: float | None = None
 
 
-Request = SlateQuery | LikelihoodQuery | RankQuery | PrewarmQuery | TextScoreQuery
+@dataclass(frozen=True)
+class PromptQuery:
+    """A request for the log-probabilities or the mean state of a prompt's own tokens.
+
+    Attributes:
+        root: An empty prefix.
+        tokens: [n] int64 tokens of the prompt, at least one.
+        num_top: Number of likeliest tokens to report at each place; None computes no
+            log-probabilities.
+        mean: Whether to report the mean of the final hidden states.
+        deadline_s: As in `SlateQuery`.
+    """
+
+    root: Root
+    tokens: np.ndarray
+    num_top: int | None = None
+    mean: bool = False
+    deadline_s: float | None = None
+
+
+Request = SlateQuery | LikelihoodQuery | RankQuery | PrewarmQuery | TextScoreQuery | PromptQuery
 
 
 @dataclass
@@ -291,20 +314,25 @@ class Prewarmed:
     timing: Timing = field(default_factory=Timing)
 
 
-Result = Slate | Scores | Prewarmed
-
-
-class DeadlineExceeded(TimeoutError):
-    """The request's deadline passed before its result was ready."""
-
-
-class QueueFull(RuntimeError):
-    """The engine's queue is full.
+@dataclass(frozen=True)
+class PromptScores:
+    """Result of a PromptQuery. Row i of the arrays is about token i + 1 of the prompt.
 
     Attributes:
-        retry_after_s: Seconds until a place is likely to be free.
+        mean: [E] float32 mean of the final hidden states. None if not requested.
+        chosen: [n - 1] float32 log-probability of each token after those before it.
+        ranks: [n - 1] int64 rank of each token, 1 for the likeliest.
+        top_tokens: [n - 1, k] int64 likeliest tokens, best first.
+        top_values: [n - 1, k] float32 their log-probabilities.
+        timing: Time and work of the request.
     """
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    mean: np.ndarray | None = None
+    chosen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    ranks: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    top_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    top_values: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    timing: Timing = field(default_factory=Timing)
+
+
+Result = Slate | Scores | Prewarmed | PromptScores

@@ -74,6 +74,10 @@ class Sequence:
         """Continues with another request on the same root; frees the slots of the old tree."""
         self.request, self.chosen, self.tree_used = again.request, again, 0
 
+    def take_over(self, earlier: Sequence) -> None:
+        """Takes over what the searches before this one chose, after a step of `earlier` failed."""
+        self.chosen, self.rounds, self.traced = earlier.chosen, earlier.rounds, earlier.traced
+
     def take_tree_slots(self, count: int) -> Tensor:
         """Returns [count] pool slots for nodes that the next forward computes.
 

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from recserve.engine.engine import Engine, EngineParts
+from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.engine_parts import EngineParts
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import cuda_searches
 from recserve.engine.runtime.invariance import invariant_runner
@@ -15,6 +16,7 @@ from recserve.engine.runtime.runner import DecoderTrunk, RankerTrunk, Runner
 from recserve.engine.text.limits import TextLimits
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import cuda_graphs
+from recserve.engine.text.step_states import masks_of
 from recserve.kernels.fp8 import pool_dtype
 from recserve.kernels.paged_kv import KVPool
 from recserve.models.language_model import LanguageModel
@@ -23,6 +25,7 @@ from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.likelihood import likelihood_strategy
 from recserve.search.strategies.prewarm import PrewarmStrategy
+from recserve.search.strategies.prompt_scores import PromptStrategy
 from recserve.search.strategies.rank import RankStrategy
 from recserve.search.strategies.registry import recommend_strategies
 from recserve.search.strategies.text_scores import TextScoreStrategy
@@ -120,6 +123,7 @@ def _add_recommender(
 
 
 def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) -> None:
+    masks_of(parts.drafters.values())  # drafters that cannot share an engine fail here
     runner = _runner(DecoderTrunk(model.eval()), config, parts.drafters.values())
     graphs = cuda_graphs(
         runner, model, config.max_running, config.graphs, config.graph_limits, parts.drafters
@@ -128,6 +132,7 @@ def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) ->
     parts.schedulers["text"] = scheduler
     parts.schedulers["text_scores"] = ItemScheduler(runner, sharing=scheduler)
     parts.strategies["text_scores"] = TextScoreStrategy(model)
+    parts.strategies["prompt_scores"] = PromptStrategy(model)
 
 
 def _runner(

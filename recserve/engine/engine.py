@@ -6,29 +6,22 @@ the other requests of its model. `build_engine` (build.py) assembles an engine.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar, overload
 
 import torch
 
-from recserve.core.request import (
-    LikelihoodQuery,
-    PrewarmQuery,
-    RankQuery,
-    Request,
-    Result,
-    RootKeys,
-    SlateQuery,
-    TextScoreQuery,
-)
+from recserve.core.request import EngineStopped, PrewarmQuery, Request, Result, RootKeys
 from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.engine_parts import EngineParts
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import SearchGraphs
 from recserve.engine.runtime.request_queue import (
@@ -37,37 +30,17 @@ from recserve.engine.runtime.request_queue import (
     QueuedRequest,
     QueuedText,
     RequestQueue,
+    model_and_method,
 )
 from recserve.engine.runtime.scheduler import StepLock
+from recserve.engine.runtime.step_watch import StepWatch
 from recserve.engine.stats import EngineStats, Load, stats_of, watched
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.speculation.completion import Completion, TextQuery
-from recserve.speculation.drafter import Drafter
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass
-class EngineParts:
-    """The components that `build_engine` passes to an engine.
-
-    Attributes:
-        schedulers: One scheduler for each kind of request, by model name.
-        background: Schedulers of background requests, by model name. They share the pages of the
-            scheduler of the same name.
-        strategies: Strategies of item requests, by name.
-        strategy_names: Names that a SlateQuery may use.
-        drafters: Drafters of text requests, by name.
-        searches: Searches that are replayed as CUDA graphs. None replays none.
-    """
-
-    schedulers: dict[str, ItemScheduler | TextScheduler] = field(default_factory=dict)
-    background: dict[str, ItemScheduler] = field(default_factory=dict)
-    strategies: dict[str, Strategy] = field(default_factory=dict)
-    strategy_names: tuple[str, ...] = ()
-    drafters: dict[str, Drafter] = field(default_factory=dict)
-    searches: SearchGraphs | None = None
 
 
 class Engine:
@@ -79,6 +52,7 @@ class Engine:
         searches: Searches that are replayed as CUDA graphs. None replays none.
         queue: Requests that wait for admission.
         background_queue: Background requests that wait for admission.
+        stopped_by: The error that ended the engine's thread; None while it runs.
     """
 
     def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
@@ -95,8 +69,9 @@ class Engine:
         self._stepping = StepLock()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self.stopped_by: BaseException | None = None
         self._cancelled = Cancellations()
-        self._seconds_per_request = 0.01
+        self._watch = StepWatch()
 
     @overload
     def submit(self, request: Request) -> Future[Result]: ...
@@ -113,6 +88,7 @@ class Engine:
             QueueFull: If the queue is full.
             RequestTooLarge: If the request needs more pages than the pool has.
             RuntimeError: If the engine is closed.
+            EngineStopped: If the engine's thread has ended with an error.
             ValueError: If its model, strategy, drafter or verifier is not available.
         """
         entry = self._route(request)
@@ -122,9 +98,15 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed")
-            queue.enqueue(entry, self._seconds_per_request)
+            if self.stopped_by is not None:
+                raise EngineStopped("the engine has stopped")
+            queue.enqueue(entry)
             self._changed.notify()
         return entry.future
+
+    def check_queue(self) -> None:
+        """Raises QueueFull if the queue is full, before a caller prepares a request for it."""
+        self.queue.check()
 
     def offer(self, name: str, strategy: Strategy) -> None:
         """Adds a strategy under a name, or replaces the strategy of that name."""
@@ -213,9 +195,15 @@ class Engine:
             entry.future.cancel()
 
     @property
+    def stalled_s(self) -> float:
+        """Seconds for which the running step has not ended; 0 while nothing runs."""
+        return self._watch.seconds
+
+    @property
     def alive(self) -> bool:
         """Whether the engine's thread runs. False before `start`, after `close` or a crash."""
-        return self._thread is not None and self._thread.is_alive()
+        there = self._thread is not None and self._thread.is_alive()
+        return there and self.stopped_by is None
 
     def token_capacity(self, model: str) -> int:
         """Returns how many tokens the key-value pool of a model holds.
@@ -261,18 +249,14 @@ class Engine:
 
     def _step(self) -> bool:
         with self._stepping:
-            began = time.monotonic()
             if self.queue:
                 self.queue.admit(self.config.max_running)
-            completed, cancelled = 0, self._cancelled.take()
+            cancelled = self._cancelled.take()
             for scheduler in self.schedulers.values():
                 if scheduler.num_running:
                     if cancelled:
                         scheduler.drop_cancelled()
-                    completed += scheduler.run_step()
-            if completed:
-                spent = (time.monotonic() - began) / completed
-                self._seconds_per_request += 0.1 * (spent - self._seconds_per_request)
+                    scheduler.run_step()
             self._step_background()
             running = sum([scheduler.num_running for scheduler in self.schedulers.values()])
             queued = self.queue or (self.background_queue and not self._closing)
@@ -301,19 +285,43 @@ class Engine:
         return sum([scheduler.num_running for scheduler in self.background.values()])
 
     def _loop(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            log.critical("the engine's thread has ended", exc_info=error)
+            with self._changed:
+                self.stopped_by = error
+            self._abandon(EngineStopped("the engine has stopped"))
+        finally:
+            self._watch.idle()
+
+    def _serve(self) -> None:
+        """Steps until the engine is closed."""
         while True:
             with self._changed:
                 while not (self.queue or self.background_queue or self._closing):
+                    self._watch.idle()
                     self._changed.wait()
                 if self._closing and not self.queue:
                     return
+            self._watch.stepped()
             with torch.inference_mode():
                 while self._step():
-                    pass
+                    self._watch.stepped()
+
+    def _abandon(self, error: Exception) -> None:
+        """Fails all requests, of which none can get a result any more."""
+        self.queue.drain(error)
+        self.background_queue.drain(error)
+        for scheduler in [*self.schedulers.values(), *self.background.values()]:
+            try:
+                scheduler.abandon(error)
+            except Exception:
+                log.exception("requests could not be ended")
 
     def _route(self, request: Request | TextQuery) -> QueuedItems | QueuedText:
         """Returns the request with its scheduler and its strategy or drafter."""
-        model, name = _model_and_method(request)
+        model, name = model_and_method(request)
         if model not in self.schedulers:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self.schedulers)}")
         submitted_s, scheduler = time.monotonic(), self.schedulers[model]
@@ -330,20 +338,3 @@ class Engine:
         assert isinstance(scheduler, ItemScheduler)
         future = self._cancelled.watch(Future[Result]())
         return QueuedRequest(request, future, submitted_s, scheduler, self._strategies[name])
-
-
-def _model_and_method(request: Request | TextQuery) -> tuple[str, str]:
-    """Returns the names of the request's model and of its strategy or drafter."""
-    match request:
-        case SlateQuery():
-            return "recommender", request.strategy
-        case LikelihoodQuery():
-            return "recommender", "likelihood"
-        case RankQuery():
-            return "ranker", "ranker"
-        case PrewarmQuery():
-            return request.model, "warm"
-        case TextScoreQuery():
-            return "text_scores", "text_scores"
-        case TextQuery():
-            return "text", request.speculation.drafter

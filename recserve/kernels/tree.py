@@ -20,6 +20,7 @@ from recserve.kernels.host import on_device
 
 CANDIDATE = 0
 AUXILIARY = 1
+MASK = 2  # MASK + i is an auxiliary node whose input is mask token i, not `tokens`
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class TokenTree:
         depths: [T] 0 for a root node. The position of a node is root length + depth.
         ends: [T] packed index one past the last node of the node's subtree.
         offsets: [B + 1]. Tree b holds the nodes `offsets[b] : offsets[b + 1]`.
-        kinds: [T] CANDIDATE or AUXILIARY (scored, never accepted). None means all CANDIDATE.
+        kinds: [T] CANDIDATE; all other kinds are scored and never accepted: AUXILIARY, or MASK + i.
+            None means all CANDIDATE.
         root_limits: [T] number of root tokens that the node may see. None means all of them.
         shared: [B] number of first nodes that every node of the tree sees. None means none.
     """

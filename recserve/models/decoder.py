@@ -15,6 +15,7 @@ from recserve.kernels import dispatch
 from recserve.kernels.cpu.native_layers import NativeLayers
 from recserve.models.attention import Attend, PagedAttention, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
+from recserve.models.drafters.gated_lora import MaskRows
 
 
 class Silu(nn.Module):
@@ -62,18 +63,29 @@ class RMSNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU, each after an RMSNorm and with a residual."""
+    """Attention and SwiGLU, each after an RMSNorm and with a residual.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    Args:
+        config: Sizes.
+        num_inputs: Numbers per row that the attention of `run` reads. None means E, after the
+            layer's own norm; otherwise the layer has no norm before the attention.
+        gated: Whether a sigmoid of the attention's inputs scales its output (Qwen3-Next).
+    """
+
+    def __init__(
+        self, config: DecoderConfig, num_inputs: int | None = None, gated: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         size, dim = config.hidden_size, config.head_dim
-        self.attention_norm = RMSNorm(size, config.norm_eps)
-        heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = nn.Linear(size, heads * dim, bias=config.attention_bias)
+        if num_inputs is None:
+            self.attention_norm = RMSNorm(size, config.norm_eps)
+        inputs, heads = num_inputs or size, config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Linear(inputs, heads * dim, bias=config.attention_bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(dim, config.norm_eps)
             self.k_norm = RMSNorm(dim, config.norm_eps)
+        self.gate = nn.Linear(inputs, config.num_heads * dim, bias=False) if gated else None
         self.output = nn.Linear(config.num_heads * dim, size, bias=config.output_bias)
         self.mlp_norm = RMSNorm(size, config.norm_eps)
         self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
@@ -81,7 +93,13 @@ class DecoderLayer(nn.Module):
         self.silu = Silu()
 
     def forward(
-        self, x: Tensor, rope: Rope, layer: int, attend: Attend, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        rope: Rope,
+        layer: int,
+        attend: Attend,
+        rows: Tensor | None = None,
+        gate: MaskRows | None = None,
     ) -> Tensor:
         """Runs the layer.
 
@@ -91,15 +109,38 @@ class DecoderLayer(nn.Module):
             layer: Number of the layer.
             attend: Attention.
             rows: [R] tokens to return. None means all of them.
+            gate: Rows of mask tokens, whose products differ. None means that there are none.
 
         Returns:
             [..., T, E], or [..., R, E].
         """
+        mixed = self.mix(self.attention_norm(x), rope, layer, attend, gate)
+        if rows is not None:
+            x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
+            gate = None if gate is None else gate.select(rows)
+        return self.add(x, mixed, layer, gate)
+
+    def run(
+        self, inputs: Tensor, residual: Tensor, rope: Rope, layer: int, attend: Attend
+    ) -> Tensor:
+        """Runs the layer on inputs [..., T, num_inputs] and a residual [..., T, E]."""
+        return self.add(residual, self.mix(inputs, rope, layer, attend))
+
+    def mix(
+        self,
+        inputs: Tensor,
+        rope: Rope,
+        layer: int,
+        attend: Attend,
+        gate: MaskRows | None = None,
+    ) -> Tensor:
+        """Returns the attention's output [..., T, H D] of inputs [..., T, num_inputs]."""
         c = self.config
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, c.head_dim))
-        turned, value = qkv.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
+        product = self._product("qkv", inputs, layer, gate)
+        qkv = torch.unflatten(product, -1, (-1, c.head_dim))
+        turned, value = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
         if c.qk_norm:
-            query, key = turned.split([c.num_heads, c.num_kv_heads], dim=-2)
+            query, key = torch.split(turned, [c.num_heads, c.num_kv_heads], dim=-2)
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
         if isinstance(attend, PagedAttention) and attend.turns:
             whole = torch.cat([turned, value], dim=-2) if c.qk_norm else qkv
@@ -107,11 +148,19 @@ class DecoderLayer(nn.Module):
         else:
             query, key = torch.split(rope(turned), [c.num_heads, c.num_kv_heads], dim=-2)
             mixed = attend(layer, query, key, value).flatten(-2)
-        if rows is not None:
-            x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
-        x = x + self._dropout(self.output(mixed))
-        gated = self.silu.gate(self.gate_up(self.mlp_norm(x)))
-        return x + self._dropout(self.down(gated))
+        return mixed if self.gate is None else mixed * self.gate(inputs).sigmoid()
+
+    def add(
+        self, residual: Tensor, mixed: Tensor, layer: int = 0, gate: MaskRows | None = None
+    ) -> Tensor:
+        """Projects and adds the attention's output [..., T, H D], then adds SwiGLU."""
+        x = residual + self._dropout(self._product("output", mixed, layer, gate))
+        gated = self.silu.gate(self._product("gate_up", self.mlp_norm(x), layer, gate))
+        return x + self._dropout(self._product("down", gated, layer, gate))
+
+    def _product(self, part: str, x: Tensor, layer: int, gate: MaskRows | None) -> Tensor:
+        out: Tensor = getattr(self, part)(x)
+        return out if gate is None else gate.add(layer, part, x, out)
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
@@ -157,6 +206,7 @@ class Decoder(nn.Module):
         attend: Attend,
         rows: Tensor | None = None,
         taps: Taps | None = None,
+        gate: MaskRows | None = None,
     ) -> Tensor:
         """Turns embedded tokens into final hidden states.
 
@@ -167,6 +217,7 @@ class Decoder(nn.Module):
             rows: [R] tokens whose states to return. None means all. The others stop at the last
                 layer's keys and values.
             taps: Receives the states of `rows` between layers. None records nothing.
+            gate: Rows of mask tokens, whose products differ. None means that there are none.
 
         Returns:
             [..., T, E] or [..., R, E], final norm applied.
@@ -181,25 +232,32 @@ class Decoder(nn.Module):
         done = 0
         for stop in taps.layers:
             if stop <= whole:
-                x, done = self._layers(x, rope, attend, range(done, stop)), stop
+                x, done = self._layers(x, rope, attend, range(done, stop), gate), stop
                 taps.states.append(x if rows is None else x.index_select(-2, rows))
-        x = self._layers(x, rope, attend, range(done, whole), norm=rows is None)
+        x = self._layers(x, rope, attend, range(done, whole), gate, norm=rows is None)
         if rows is None:
             return x
-        x = self.layers[last](x, rope, last, attend, rows)
+        x = self.layers[last](x, rope, last, attend, rows, gate)
         if last + 1 in taps.layers:
             taps.states.append(x)
         hidden: Tensor = self.norm(x)
         return hidden
 
     def _layers(
-        self, x: Tensor, rope: Rope, attend: Attend, numbers: range, norm: bool = False
+        self,
+        x: Tensor,
+        rope: Rope,
+        attend: Attend,
+        numbers: range,
+        gate: MaskRows | None,
+        norm: bool = False,
     ) -> Tensor:
         """Runs some layers, and the final norm if `norm`. One call if the weights are packed."""
-        if self.together is not None and isinstance(attend, PagedAttention):
+        # C has no gate. Its products give the same bits one by one.
+        if self.together is not None and gate is None and isinstance(attend, PagedAttention):
             through = attend.through(self.together, x, rope, numbers, norm)
             if through is not None:
                 return through
         for number in numbers:
-            x = self.layers[number](x, rope, number, attend)
+            x = self.layers[number](x, rope, number, attend, None, gate)
         return self.norm(x) if norm else x

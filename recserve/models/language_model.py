@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder, Taps
+from recserve.models.drafters.gated_lora import MaskRows
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,16 @@ class LanguageModel(nn.Module):
         attend: Attend,
         rows: Tensor | None = None,
         taps: Taps | None = None,
+        gate: MaskRows | None = None,
     ) -> Tensor:
-        """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`."""
-        hidden: Tensor = self.decoder(self.tokens(tokens), positions, attend, rows, taps)
+        """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`.
+
+        `gate` names the rows of mask tokens, whose inputs and products differ.
+        """
+        x = self.tokens(tokens)
+        if gate is not None:
+            x = gate.embed(x)
+        hidden: Tensor = self.decoder(x, positions, attend, rows, taps, gate)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

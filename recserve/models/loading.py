@@ -76,13 +76,20 @@ def load_language_model(
                     f"{tuple(empty.shape)}"
                 )
             weights[name] = weight
-    left = {name for name in set(files) - used if not name.endswith(UNREAD)}
+    modules = _mtp_tensors(folder, config.decoder.num_layers)
+    left = {n for n in set(files) - used if not n.endswith(UNREAD) and not n.startswith(modules)}
     if left:
         raise UnsupportedModel(
             f"{folder.name} has a tensor {min(left)!r} that its config.json has no place for"
         )
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def _mtp_tensors(folder: Path, num_layers: int) -> tuple[str, ...]:
+    """Returns the prefixes of the tensors of MTP modules, which the model itself does not read."""
+    count = int(read_json(folder / "config.json").get("num_nextn_predict_layers") or 0)
+    return "mtp.", *(f"model.layers.{num_layers + k}." for k in range(count))
 
 
 def read_folder(folder: Path) -> tuple[LanguageModelConfig, torch.dtype]:

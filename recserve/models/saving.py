@@ -49,16 +49,6 @@ def config_fields(config: LanguageModelConfig) -> dict[str, Any]:
         )
     if family == "qwen3" and c.attention_bias != c.output_bias:
         raise ValueError("qk_norm with biases needs them on the output projection too (Qwen3)")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_theta}
-    if c.rope_scaling is not None:
-        scaling = asdict(c.rope_scaling)
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling["factor"],
-            "low_freq_factor": scaling["low_frequency"],
-            "high_freq_factor": scaling["high_frequency"],
-            "original_max_position_embeddings": scaling["original_positions"],
-        }
     names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     return {
         "architectures": [names[family]],
@@ -72,13 +62,28 @@ def config_fields(config: LanguageModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "max_position_embeddings": c.max_positions,
         "rms_norm_eps": c.norm_eps,
-        "rope_parameters": rope,
+        "rope_parameters": rope_fields(c),
         "hidden_act": "silu",
         "attention_bias": c.output_bias,
         "tie_word_embeddings": config.tied,
         "bos_token_id": config.bos_token,
         "eos_token_id": list(config.eos_tokens) or None,
     }
+
+
+def rope_fields(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the rotary positions as fields of a config.json."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        scaling = asdict(config.rope_scaling)
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling["factor"],
+            "low_freq_factor": scaling["low_frequency"],
+            "high_freq_factor": scaling["high_frequency"],
+            "original_max_position_embeddings": scaling["original_positions"],
+        }
+    return rope
 
 
 def _apart(name: str, weight: Tensor, config: DecoderConfig) -> dict[str, Tensor]:

@@ -12,6 +12,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import Id, InvalidRequest, Name, RequestId, StrictStruct
+from recserve.schemas.logprobs import ChatLogprobs as ChatLogprobs
+from recserve.schemas.logprobs import CompletionLogprobs as CompletionLogprobs
+from recserve.schemas.logprobs import PromptLogprobs
+from recserve.schemas.logprobs import TokenLogprob as TokenLogprob
+from recserve.schemas.logprobs import TopLogprob as TopLogprob
 from recserve.schemas.token_source import TokenSource
 
 MAX_N = 16
@@ -30,7 +35,7 @@ Whole = Annotated[int, Meta(ge=1, le=2**31)]
 
 # Field -> (neutral values, reason to refuse any other value).
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((), "not supported; request n texts and choose among them"),
+    "best_of": ((1,), "not supported; request n texts and choose among them"),
     "suffix": (("",), "not supported; a completion only continues its prompt"),
     "tools": (([],), "not supported; describe them in the messages"),
     "tool_choice": (("none", "auto"), "not supported"),
@@ -42,6 +47,17 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "not supported"),
     "prediction": ((), "not supported; the server drafts by itself, see speculation"),
     "store": ((False,), "not supported; the server does not store texts"),
+    "reasoning_effort": (("none",), "not supported; see chat_template_kwargs"),
+    "verbosity": (("medium",), "not supported"),
+    "skip_special_tokens": ((True,), "not supported; special tokens have no text"),
+    "spaces_between_special_tokens": ((True, False), "not supported"),
+    "include_stop_str_in_output": ((False,), "not supported; a stop string is never in the text"),
+    "return_token_ids": ((False,), "not supported; see stream_options.include_token_sources"),
+    "continue_final_message": ((False,), "not supported; the assistant's turn begins anew"),
+    "add_generation_prompt": ((True,), "not supported; the assistant's turn follows"),
+    "use_beam_search": ((False,), "not supported for texts"),
+    "length_penalty": ((1,), "not supported"),
+    "truncate_prompt_tokens": ((-1,), "not supported; shorten the prompt"),
 }
 
 
@@ -116,12 +132,19 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     store: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    return_token_ids: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    truncate_prompt_tokens: Any = None
 
     def check(self) -> None:
         """Raises InvalidRequest if a field of OpenAI's API is set that has no support here."""
         for name, (neutral, reason) in REFUSED.items():
             value = getattr(self, name, None)
-            if value is not None and value not in neutral:
+            if value not in (None, [], {}, "") and value not in neutral:
                 raise InvalidRequest(name, reason)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
@@ -135,12 +158,14 @@ class CompletionRequest(TextRequest, frozen=True, kw_only=True):
         echo: Put the prompt before each text.
         logprobs: Number of likeliest tokens to report per output token.
         add_special_tokens: Add the tokeniser's special tokens to a prompt given as text.
+        prompt_logprobs: Number of likeliest tokens to report per prompt token, as in vLLM.
     """
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
     add_special_tokens: bool = True
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
     best_of: Any = None
     suffix: Any = None
 
@@ -187,6 +212,10 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
 
 
 class PromptDetails(Struct, frozen=True):
@@ -233,39 +262,6 @@ class TextMetrics(Struct, frozen=True):
     speculative_decoding: SpeculationMetrics | None
 
 
-class CompletionLogprobs(Struct, frozen=True):
-    """Log-probabilities, one entry per token.
-
-    `text_offset` counts the characters before a token, those of an echoed prompt included.
-    """
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class TopLogprob(Struct, frozen=True):
-    """A token and its log-probability. `bytes` may be a part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob, frozen=True):
-    """An output token and the likeliest tokens in its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Struct, frozen=True):
-    """Log-probabilities, one entry per output token."""
-
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
 FinishReason = Literal["stop", "length"]
 
 
@@ -276,6 +272,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_sources: list[TokenSource] | UnsetType = UNSET
 
 

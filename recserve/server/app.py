@@ -32,6 +32,7 @@ from recserve.server.openapi import describe
 from recserve.server.routes import (
     bundle_admin,
     completions,
+    encoding,
     events,
     health,
     inference,
@@ -44,7 +45,9 @@ from recserve.server.routes import (
 from recserve.server.routes import experiments as experiment_routes
 from recserve.server.routes.paths import allowed_methods
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
-from recserve.server.transport.gate import Gate
+from recserve.server.transport.gate import AccessKeys, Gate
+from recserve.server.transport.quotas import Quotas
+from recserve.server.transport.site_check import SiteCheck
 from recserve.service import Service
 from recserve.service.recommend.recommend import POPULAR
 from recserve.service.service import SCORERS
@@ -82,6 +85,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         for server in arm_servers.values():
             await server.close()
         await asyncio.to_thread(lifecycle.close)
+        exchange.threads.close()
         await asyncio.to_thread(telemetry.close)
 
     app = FastAPI(
@@ -105,9 +109,10 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         telemetry.slate_log,
         experiments,
         arm_servers=arm_servers,
+        stall_timeout_s=config.stall_timeout_s,
     )
     item_routes = (recommend, rank, inference, events, items, experiment_routes)
-    for routes in (*item_routes, models, completions, text_scores, health, playground):
+    for routes in (*item_routes, models, completions, text_scores, encoding, health, playground):
         routes.add_routes(app, exchange)
     swaps = BundleSwaps(
         lifecycle,
@@ -121,15 +126,19 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     metrics.arms = experiments.labels
     metrics.registry.register(ExperimentCollector(experiments))
-    keys = tuple(key.get_secret_value() for key in config.api_keys)
-    admin_keys = tuple(key.get_secret_value() for key in config.admin_keys)
+    keys = AccessKeys(
+        api=tuple(key.get_secret_value() for key in config.api_keys),
+        admin=tuple(key.get_secret_value() for key in config.admin_keys),
+        quotas=None if config.key_quota is None else Quotas(config.key_quota),
+    )
+    open_to_all = keys.api or config.insecure
     app.add_middleware(
         Gate,
         lifecycle=lifecycle,
         metrics=metrics,
-        api_keys=keys,
-        admin_keys=admin_keys,
+        keys=keys,
         recorders=telemetry.recorders,
+        sites=None if open_to_all else SiteCheck(config.host, config.allowed_hosts),
     )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

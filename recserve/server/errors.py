@@ -11,7 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from recserve.core.request import DeadlineExceeded, QueueFull
+from recserve.core.request import DeadlineExceeded, EngineStopped, QueueFull
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.experiments.serving.registry import UnknownExperiment
 from recserve.features.catalog.item_journal import JournalError
@@ -57,6 +57,18 @@ class TooManyConnections(RuntimeError):
 
 class Unauthorized(PermissionError):
     """The request has no valid API key."""
+
+
+class QuotaExceeded(RuntimeError):
+    """The key has sent too many requests.
+
+    Attributes:
+        retry_after_s: Seconds until it may send one again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class AdminDisabled(PermissionError):
@@ -128,6 +140,7 @@ TABLE: dict[type[Exception], Row] = {
     ),
     UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
+    QuotaExceeded: Row(429, "rate_limit_error", "quota_exceeded", "quota"),
     HeadersTooLarge: Row(431, "invalid_request_error", "headers_too_large", "invalid"),
     ClientGone: Row(499, "client_error", "client_gone", "cancelled"),
     CorruptHistory: Row(
@@ -138,6 +151,7 @@ TABLE: dict[type[Exception], Row] = {
         "the stored history of this user is damaged; delete the user to start again",
     ),
     ListingUnsupported: Row(501, "unsupported_error", "listing_unsupported", "invalid"),
+    EngineStopped: Row(503, "unavailable_error", "not_ready", "not_ready"),
     NotReady: Row(503, "unavailable_error", "not_ready", "not_ready"),
     TooManyConnections: Row(
         503, "overloaded_error", "too_many_connections", "too_many_connections"
@@ -201,7 +215,7 @@ def error_response(error: BaseException) -> Response:
     """Returns the response of an error, with the headers that its status requires."""
     row = row_of(error)
     headers = {}
-    if isinstance(error, QueueFull):
+    if isinstance(error, QueueFull | QuotaExceeded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif row.status == 503:
         headers["Retry-After"] = "1"

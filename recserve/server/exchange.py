@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,8 +28,9 @@ from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
 from recserve.schemas.validation import validation_error
 from recserve.server.arms.arm_server import ArmServer
 from recserve.server.body_decoder import decode
-from recserve.server.errors import BodyTooLarge, ClientGone
+from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
 from recserve.server.lifecycle import Lifecycle
+from recserve.server.threads import Threads, checked_first, is_large, on_thread, reads_store
 from recserve.server.transport.trace import Trace, trace_of, upload_error
 from recserve.service import Service
 from recserve.service.pending import Pending
@@ -55,8 +57,10 @@ class Exchange:
         text_timeout_ms: Timeout of a text request that does not set one.
         slate_log: Log of slates and outcomes; None without one.
         experiments: Experiments of the server.
+        stall_timeout_s: Time after which a step of the engine counts as hanging.
         copies: Requests of mode `shadow` in progress.
         arm_servers: Other servers of arms, by label of the arm.
+        threads: Threads for work that must not hold the event loop.
     """
 
     lifecycle: Lifecycle
@@ -66,13 +70,21 @@ class Exchange:
     text_timeout_ms: int
     slate_log: SlateLog | None = None
     experiments: Experiments = field(default_factory=Experiments)
+    stall_timeout_s: float = 30.0
     copies: set[asyncio.Task[None]] = field(default_factory=set)
     arm_servers: Mapping[str, ArmServer] = field(default_factory=dict)
+    threads: Threads = field(default_factory=Threads)
 
     @property
     def service(self) -> Service:
         """The service. Raises NotReady while it takes no requests."""
         return self.lifecycle.service
+
+    def check_ready(self) -> None:
+        """Raises NotReady while the server takes no requests, or if a step of the engine hangs."""
+        engine = self.service.engine
+        if engine.stalled_s > self.stall_timeout_s:
+            raise NotReady(f"a step of the engine has been running for {engine.stalled_s:.0f} s")
 
     def log_slate(self, body: RecommendRequest, answer: RecommendResponse, signer: Signer) -> None:
         """Logs a slate that is about to be returned, if slates are logged."""
@@ -149,6 +161,10 @@ class Exchange:
         """Returns the deadline of a text request, with the longer limits for texts."""
         return self.deadline_s(request, timeout_ms, self.text_timeout_ms, MAX_TEXT_TIMEOUT_MS)
 
+    async def from_store(self, function: Callable[..., A], *arguments: Any) -> A:
+        """Calls a function that waits for the history store or for the disk, on a thread."""
+        return await on_thread(self.threads.store, partial(function, *arguments))
+
     async def begin(
         self,
         function: Callable[[B, str, float], A],
@@ -156,22 +172,38 @@ class Exchange:
         body: B,
         deadline_s: float,
     ) -> A:
-        """Calls a function that reads the history store, on a thread if the store may block.
+        """Calls a function that prepares a request, on a thread if that may take long.
+
+        Requests that wait for a store are prepared on the store's threads, so that a store that
+        hangs does not hold up requests with a history of their own.
 
         Args:
             function: Called with body, request id and deadline.
             request: The HTTP request.
             body: The decoded body.
             deadline_s: time.monotonic() value of the deadline.
+
+        Raises:
+            QueueFull: If a large request would be prepared for a queue that is full.
+            DeadlineExceeded: If the deadline passes before a thread is free.
         """
         arguments = body, trace_of(request.scope).request_id, deadline_s
-        if self.service.store_blocks:
-            return await asyncio.to_thread(function, *arguments)
-        return function(*arguments)
+        call: Callable[[], A] = partial(function, *arguments)
+        service = self.service
+        if is_large(body):
+            call = checked_first(service.engine, deadline_s, call)
+        if service.store_blocks and reads_store(body):
+            return await on_thread(self.threads.store, call)
+        if is_large(body):
+            return await on_thread(self.threads.items, call)
+        return call()
 
 
 async def outcomes(
-    request: Request, works: Sequence[Pending[A]], deadline_s: float
+    request: Request,
+    works: Sequence[Pending[A]],
+    deadline_s: float,
+    pool: ThreadPoolExecutor | None = None,
 ) -> list[A | Exception]:
     """Waits for pending answers and returns each answer or its error, in order.
 
@@ -179,6 +211,7 @@ async def outcomes(
         request: The HTTP request.
         works: The pending answers.
         deadline_s: time.monotonic() value of the deadline.
+        pool: Threads that make the answers from the engine's results; None makes them here.
 
     Raises:
         ClientGone: If the client closes the connection; unfinished answers are cancelled.
@@ -187,7 +220,11 @@ async def outcomes(
     futures = [work.future for work in works if work.future is not None]
     if futures:
         await ended(request, futures, deadline_s)
-    return [work.outcome() for work in works]
+
+    def answers() -> list[A | Exception]:
+        return [work.outcome() for work in works]
+
+    return answers() if pool is None else await on_thread(pool, answers)
 
 
 async def ended(request: Request, futures: Sequence[Future[Any]], deadline_s: float) -> None:

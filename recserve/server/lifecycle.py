@@ -108,6 +108,11 @@ class Lifecycle:
             raise NotReady("the engine has stopped")
         return self._service
 
+    @property
+    def engine_stopped(self) -> bool:
+        """Whether the engine's thread has ended with an error."""
+        return self._service is not None and self._service.engine.stopped_by is not None
+
     def gauges(self) -> Gauges | None:
         """Returns the metrics of the engine; None before it is loaded."""
         return None if self._service is None else self._service.gauges()

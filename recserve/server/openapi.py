@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 
 from recserve.schemas import admin as a
 from recserve.schemas import browse as b
+from recserve.schemas import encoding as c
 from recserve.schemas import events as e
 from recserve.schemas import experiments as x
 from recserve.schemas import inference as i
@@ -33,6 +34,9 @@ BODIES = {
     "rerank": s.RerankRequest,
     "rerank_v2": s.RerankRequest,
     "generative_scoring": s.GenerativeScoringRequest,
+    "embeddings": c.EmbeddingsRequest,
+    "tokenize": c.TokenizeRequest,
+    "detokenize": c.DetokenizeRequest,
     "load_bundle": a.BundleLoadRequest,
     "infer": i.InferRequest,
 }
@@ -49,6 +53,9 @@ ANSWERS = {
     "rerank": s.RerankResponse,
     "rerank_v2": s.RerankResponse,
     "generative_scoring": s.GenerativeScoringResponse,
+    "embeddings": c.EmbeddingsResponse,
+    "tokenize": c.TokenizeResponse,
+    "detokenize": c.DetokenizeResponse,
     "history": e.HistoryResponse,
     "item": m.ItemResponse,
     "put_items": m.ItemsResponse,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 
@@ -24,11 +26,18 @@ from recserve.server.transport.connection_limits import ConnectionLimits, possib
 log = logging.getLogger(__name__)
 
 
+# Time for a server to close engine and stores, after its requests have ended.
+CLOSE_S = 5.0
+
+
 class DrainingServer(uvicorn.Server):
     """A uvicorn server that drains on a signal.
 
     After the first signal, `ready` and new requests get 503, running requests finish, and then the
-    server exits. A second signal ends the wait.
+    server exits. A second signal ends the wait. The process ends within `drain_delay_s`,
+    `drain_timeout_s` and CLOSE_S of the first signal, whatever clients, engine and stores do.
+
+    A server whose engine has stopped ends with status 1, so that it is started again.
 
     Attributes:
         lifecycle: State of the service.
@@ -47,10 +56,15 @@ class DrainingServer(uvicorn.Server):
             return
         log.info("%s: draining", signal.Signals(sig).name)
         self.lifecycle.draining = True
+        timeout_s = self.config.timeout_graceful_shutdown or 0
+        end_process_in(self.delay_s + timeout_s + CLOSE_S)
 
     async def on_tick(self, counter: int) -> bool:
         """Runs ten times a second; True stops listening and waits for running requests."""
         if self.lifecycle.failure is not None:
+            return True
+        if self.lifecycle.engine_stopped:
+            log.critical("the engine has stopped; the process ends so that it is started again")
             return True
         if self.lifecycle.draining:
             for connection in list(self.server_state.connections):
@@ -60,6 +74,24 @@ class DrainingServer(uvicorn.Server):
             if self.delay_s <= 0:
                 return True
         return await super().on_tick(counter)
+
+
+def end_process_in(seconds: float, end: Callable[[int], object] = os._exit) -> threading.Timer:
+    """Ends the process after some time, unless it has ended by itself.
+
+    Args:
+        seconds: The time.
+        end: Ends the process with a status, without waiting for other threads.
+    """
+
+    def late() -> None:
+        log.critical("not closed %.1f s after the signal; the process ends now", seconds)
+        end(1)
+
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
@@ -95,7 +127,7 @@ def serve(config: ServerConfig) -> int:
         config: Settings of the server.
 
     Returns:
-        The exit status: 1 if the service could not be loaded, else 0.
+        The exit status: 1 if the service could not be loaded or its engine has stopped, else 0.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -109,4 +141,4 @@ def serve(config: ServerConfig) -> int:
     # Uses uvloop if it is installed; plain asyncio.run would ignore that setting.
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         runner.run(DrainingServer(settings, lifecycle, config.drain_delay_s).serve())
-    return 1 if lifecycle.failure is not None else 0
+    return 1 if lifecycle.failure is not None or lifecycle.engine_stopped else 0

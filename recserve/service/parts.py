@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.catalog.item_journal import ItemJournal
+from recserve.features.history.circuit_breaker import CircuitBreaker
 from recserve.features.history.stores import open_store
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
@@ -127,12 +128,14 @@ def open_parts(
             and the store gets the bundle's events of new users only.
 
     Raises:
-        BundleError: If the bundle is damaged.
+        BundleError: If the bundle is damaged: every file is compared with its hash.
         StoreUnavailable: If the history store does not answer.
         JournalError: If the journal of item changes cannot be read.
         ValueError: If the device or an option does not fit this machine.
     """
     bundle = Bundle.open(folder)
+    if predecessor is None:  # a replacement has been verified before it is opened
+        bundle.verify()
     place = resolve_device(device)
     snapshot = Snapshot.of(bundle.catalog(), place)
     models = load_models(bundle, snapshot, place, options.dtype)
@@ -161,6 +164,7 @@ def open_parts(
         journal = default_journal(folder) if options.journal is None else options.journal
         path = journal / f"{bundle.manifest.catalog_version}.jsonl"
         parts = _assemble(bundle, models, runtime, ItemJournal(path), predecessor)
+        parts.items.open_tools()
         import_events(histories.store, bundle, only_new_users=predecessor is not None)
     except BaseException:
         engine.close()
@@ -177,7 +181,8 @@ def _histories(folder: Path, store: str | None, predecessor: ItemParts | None) -
         histories.owns_store = False
         return histories
     opened = open_store(default_store(folder) if store is None else store)
-    return Histories(opened, blocks=opened.blocks)
+    guarded = CircuitBreaker(opened) if opened.blocks else opened
+    return Histories(guarded, blocks=opened.blocks)
 
 
 def _signer(options: ServiceOptions, predecessor: ItemParts | None) -> Signer:

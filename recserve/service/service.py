@@ -5,16 +5,14 @@ HTTP, the command line and batch jobs all call a `Service`, so that their answer
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from recserve.bundle.bundle import Bundle
-from recserve.core.request import QueueFull, Result
+from recserve.core.request import Result
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -33,6 +31,7 @@ from recserve.schemas.items import (
     RollbackRequest,
     RollbackResponse,
 )
+from recserve.schemas.shorthand import checked
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.history.user_histories import UserHistories
@@ -40,6 +39,7 @@ from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions, with_old_keywords
 from recserve.service.parts import ItemParts, open_parts
 from recserve.service.pending import Pending, failed
+from recserve.service.recommend.pipeline import answered
 from recserve.service.recommend.rank import Rankings
 from recserve.service.recommend.recommend import Recommendations
 from recserve.service.recommend.shadow import Shadow
@@ -49,7 +49,7 @@ from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
 
 SCORERS = ("ranker", "likelihood")
-MAX_IN_FLIGHT = 64
+Fields = Mapping[str, Any]
 
 
 class Service:
@@ -130,6 +130,12 @@ class Service:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a Service cannot be pickled, because it has threads and open files; open the bundle "
+            "in each process, or use recserve.batch.slates"
+        )
 
     @property
     def alive(self) -> bool:
@@ -237,36 +243,27 @@ class Service:
                 raise
         return works
 
-    def recommend(self, body: RecommendRequest) -> RecommendResponse:
-        """Returns a slate."""
-        return self.begin_recommend(body).wait()
+    def recommend(self, body: RecommendRequest | Fields) -> RecommendResponse:
+        """Returns a slate. The body is an object or its fields. Raises as `begin_recommend`."""
+        return self.begin_recommend(checked(body, RecommendRequest)).wait()
 
-    def rank(self, body: RankRequest) -> RankResponse:
-        """Returns a ranking."""
-        return self.begin_rank(body).wait()
+    def rank(self, body: RankRequest | Fields) -> RankResponse:
+        """Returns a ranking. The body is an object or its fields. Raises as `begin_rank`."""
+        return self.begin_rank(checked(body, RankRequest)).wait()
 
     def recommend_many(
         self, bodies: Sequence[RecommendRequest]
     ) -> list[RecommendResponse | Exception]:
         """Computes slates together and returns them in order; an invalid body yields its error."""
-        answers: list[RecommendResponse | Exception] = []
-        works: deque[Pending[RecommendResponse]] = deque()
-        for body in bodies:
-            while len(works) >= MAX_IN_FLIGHT:
-                answers.append(works.popleft().outcome())
-            try:
-                works.append(self._begin_patiently(body))
-            except ValueError as error:
-                works.append(failed(error))
-        return answers + [work.outcome() for work in works]
+        return answered(self.begin_recommend, bodies)
 
     def cancel(self, future: Future[Result]) -> None:
         """Cancels a request."""
         self.engine.cancel(future)
 
-    def add_events(self, body: EventsRequest) -> EventsResponse:
-        """Stores events and corrections. Raises StoreUnavailable."""
-        return self.users.add(body)
+    def add_events(self, body: EventsRequest | Fields) -> EventsResponse:
+        """Stores events and corrections. Raises StoreUnavailable or InvalidRequest."""
+        return self.users.add(checked(body, EventsRequest))
 
     def history(self, user_id: str) -> HistoryResponse:
         """Returns a user's stored events. Raises StoreUnavailable or CorruptHistory."""
@@ -280,9 +277,9 @@ class Service:
         """Returns one item of the catalogue. Raises UnknownItem."""
         return self.items.get(item_id)
 
-    def put_items(self, body: ItemsRequest) -> ItemsResponse:
-        """Inserts and updates items. Raises JournalError."""
-        return self.items.put(body)
+    def put_items(self, body: ItemsRequest | Fields) -> ItemsResponse:
+        """Inserts and updates items. Raises JournalError or InvalidRequest."""
+        return self.items.put(checked(body, ItemsRequest))
 
     def hide_item(self, item_id: str) -> HideItemResponse:
         """Removes an item from all answers. Raises UnknownItem or JournalError."""
@@ -295,7 +292,7 @@ class Service:
     def models(self) -> list[dict[str, Any]]:
         """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""
         listed = [] if self.item_parts is None else self.item_parts.described()
-        return listed if self._texts is None else [*listed, self._texts.described()]
+        return listed if self._texts is None else [*listed, *self._texts.described()]
 
     def model(self, name: str) -> dict[str, Any]:
         """Returns one model of `models()`. Raises UnknownModel."""
@@ -339,11 +336,3 @@ class Service:
         if self._closed:
             raise ServiceClosed("the service is closed")
         return self._parts
-
-    def _begin_patiently(self, body: RecommendRequest) -> Pending[RecommendResponse]:
-        """Calls `begin_recommend` and waits while the queue is full."""
-        while True:
-            try:
-                return self.begin_recommend(body)
-            except QueueFull as error:
-                time.sleep(error.retry_after_s)

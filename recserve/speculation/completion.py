@@ -77,24 +77,43 @@ class SpeculationCounts:
         num_drafts: Number of drafts that were scored.
         num_draft_tokens: Candidate nodes of all drafts.
         num_accepted_tokens: Accepted tokens of all drafts.
+        num_draft_levels: Levels of all drafts, the most nodes on a path of each.
         per_position: `per_position[d]` counts accepted tokens at depth d + 1 of their draft.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_draft_levels: int = 0
     per_position: list[int] = field(default_factory=list)
 
-    def add(self, drafted: int, accepted: int) -> None:
+    @property
+    def kappa(self) -> float:
+        """Tokens per step with a draft, bonus token included, times levels per drafted token.
+
+        A chain has one level per token, so its kappa is its number of tokens per step. A tree has
+        fewer levels than tokens: kappa is what it accepts for the tokens that it has verified. It
+        is 1 without drafts, as in plain decoding.
+
+        Source: SpecFormer (arXiv 2511.20340), a * l_d / k.
+        """
+        if not self.num_draft_tokens:
+            return 1.0
+        accepted = 1 + self.num_accepted_tokens / self.num_drafts
+        return accepted * self.num_draft_levels / self.num_draft_tokens
+
+    def add(self, drafted: int, accepted: int, levels: int | None = None) -> None:
         """Counts one more draft.
 
         Args:
             drafted: Number of candidate nodes in the draft.
             accepted: Length of the accepted path.
+            levels: Levels of the draft. None means a chain.
         """
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
+        self.num_draft_levels += drafted if levels is None else levels
         counts = self.per_position
         if accepted > len(counts):
             counts += [0] * (accepted - len(counts))

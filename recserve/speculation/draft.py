@@ -45,9 +45,10 @@ class TextDraft:
         probs: [n, V] float, the distribution that each node's token was drawn from, given its
             parent and its earlier siblings. Drawing without replacement gives those siblings
             probability 0. None for a chosen draft.
-        kinds: [n] CANDIDATE or AUXILIARY of kernels.tree; None means all CANDIDATE.
+        kinds: [n] kinds of kernels.tree; None means all CANDIDATE.
         proposers: [n] int64. Bit i is set if the drafter's i-th source proposed the node; None
             means that the drafter has one source.
+        candidate_depth: Most candidates on a path; None means `depth`.
         num_nodes: n.
 
     Raises:
@@ -60,6 +61,7 @@ class TextDraft:
     probs: Tensor | None = None
     kinds: Tensor | None = None
     proposers: Tensor | None = None
+    candidate_depth: int | None = None
     num_nodes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,11 @@ class TextDraft:
 
     def __len__(self) -> int:
         return self.num_nodes
+
+    @property
+    def levels(self) -> int:
+        """Most nodes on a path that may be accepted."""
+        return self.depth if self.candidate_depth is None else self.candidate_depth
 
     @property
     def num_candidates(self) -> int:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recserve.core.plugins import Pluggable
 from recserve.kernels.paged_kv import KVPool, KVShape
+from recserve.models.drafters.gated_lora import GatedLora
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -185,6 +186,8 @@ class Drafter(Pluggable, ABC):
         reads_states: True if `read` receives these states. Otherwise only `TextContext.hidden`
             holds the final one.
         kv_shape: Shape of its own keys and values; None if it has none.
+        masks: Mask tokens that its drafts may carry as nodes of the kinds MASK + i; None if it has
+            none. Their states arrive in `TextOutcome.hidden`.
         scratch_slots: Slots of scratch memory that it needs besides those of the pages.
         idle: True if it never proposes anything, so that the engine need not call it.
         takes_tree: True if it follows `Speculation.tree`; then it overrides `check_tree`.
@@ -196,8 +199,9 @@ class Drafter(Pluggable, ABC):
     needs_weights: ClassVar[bool] = False
     num_folders: ClassVar[int | None] = None
     hidden_layers: tuple[int, ...] = ()
-    reads_states: ClassVar[bool] = False
+    reads_states: bool = False
     kv_shape: KVShape | None = None
+    masks: GatedLora | None = None
     scratch_slots: int = 0
     idle: ClassVar[bool] = False
     takes_tree: bool = False

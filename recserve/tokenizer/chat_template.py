@@ -1,45 +1,34 @@
-"""Renders chat messages as a prompt with the model's own template, in a sandbox.
+"""Renders chat messages as a prompt with the model's own template, in a process of its own.
 
-A template is an untrusted program that comes with the weights. It runs in jinja2's immutable
-sandbox, reads only the messages and the names below, and writes a bounded number of characters.
+A template is an untrusted program. template_sandbox.py runs it without access to anything but the
+messages, and bounds its output, its time and its memory.
 """
 
 from __future__ import annotations
 
-import datetime
+import atexit
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from functools import cache
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from recserve.tokenizer.template_sandbox import TemplateError as TemplateError
 
 MAX_PROMPT_CHARACTERS = 8 << 20
-
-
-class TemplateError(ValueError):
-    """A template is damaged or rejects the messages; the message is shown to the client."""
-
-
-class _Generation(Extension):
-    """Renders the content of `{% generation %}`, which marks assistant text for training."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+MAX_SECONDS = 1.0  # of processor time
+RUN = "from recserve.tokenizer.template_sandbox import main; main()"
 
 
 class ChatTemplate:
-    """One compiled chat template."""
+    """One chat template."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """Compiles a template.
+        """Checks a template.
 
         Args:
             source: Jinja source.
@@ -48,19 +37,8 @@ class ChatTemplate:
         Raises:
             TemplateError: If the source does not parse.
         """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
-        self._special = dict(special)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template does not parse: {error}") from None
+        self._template = {"source": source, "special": dict(special)}
+        self._ask({"messages": None})
 
     def render(
         self,
@@ -76,49 +54,81 @@ class ChatTemplate:
             answer_follows: True ends the prompt with the start of the assistant's turn.
 
         Raises:
-            TemplateError: If the template rejects the messages, fails, or writes more than
-                MAX_PROMPT_CHARACTERS.
+            TemplateError: If the template rejects the messages, fails, writes more than
+                MAX_PROMPT_CHARACTERS, or computes for more than MAX_SECONDS.
         """
-        names = {
-            **(settings or {}),
-            **self._special,
-            "messages": list(messages),
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": answer_follows,
+        request = {
+            "messages": [dict(message) for message in messages],
+            "settings": dict(settings or {}),
+            "answer_follows": answer_follows,
+            "most_characters": MAX_PROMPT_CHARACTERS,
         }
-        pieces, size = [], 0
-        try:
-            for piece in self._template.generate(names):
-                size += len(piece)
-                if size > MAX_PROMPT_CHARACTERS:
+        return self._ask(request)
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        answer = _renderer().ask({**self._template, **request, "most_s": MAX_SECONDS})
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return answer["text"]
+
+
+class Renderer:
+    """A process that renders templates, one at a time. It starts with the first request.
+
+    After a fork, the new process gets a renderer of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        atexit.register(self.close)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, str]:
+        """Returns the process's answer. Raises TemplateError if the template does not end."""
+        line = json.dumps(request).encode() + b"\n"
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except OSError:
+                answer = b""
+            if not answer:
+                self._process = None
+                if process.wait() == -signal.SIGPROF:
                     raise TemplateError(
-                        f"the chat template wrote over {MAX_PROMPT_CHARACTERS} characters"
+                        f"the chat template takes more than {request['most_s']:g} s for these "
+                        "messages"
                     )
-                pieces.append(piece)
-        except TemplateError:
-            raise
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template cannot be applied: {error}") from None
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ):
-            raise TemplateError("the chat template cannot be applied to these messages") from None
-        return "".join(pieces)
+                raise TemplateError("the chat template cannot be applied to these messages")
+        found: dict[str, str] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        """Returns the process, started again if it has ended or belongs to a parent process."""
+        process = self._process
+        if process is None or self._owner != os.getpid() or process.poll() is not None:
+            path = os.pathsep.join(entry for entry in sys.path if entry)
+            process = subprocess.Popen(
+                [sys.executable, "-c", RUN],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+            self._process, self._owner = process, os.getpid()
+        return process
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(f"the chat template rejects the messages: {str(message)[:200]}")
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+@cache
+def _renderer() -> Renderer:
+    return Renderer()

@@ -10,7 +10,7 @@ supported:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SPACE = "▁"
@@ -89,3 +89,8 @@ def _byte_level(token: str) -> bytes:
 def _sentence_piece(token: str) -> bytes:
     byte = _BYTE.match(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
+
+
+def spelled(table: Sequence[bytes], token: int) -> bytes:
+    """Returns the bytes of a token; none for an id that the tokeniser does not have."""
+    return table[token] if token < len(table) else b""

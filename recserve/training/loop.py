@@ -20,6 +20,7 @@ from recserve.training.options import EpochRecord, TrainOptions, TrainReport
 from recserve.training.plot import save_plot
 from recserve.training.schedule import Schedule
 
+LOG_EVERY_S = 10.0  # lines of progress within an epoch, where no bar can be drawn
 VALIDATION_SHARE = 0.1  # share of max_minutes that is reserved for the first validation
 
 
@@ -135,22 +136,15 @@ class _Run(Generic[Batch]):
         if self.options.resume and self.checkpoint.exists():
             load_checkpoint(state, self.checkpoint, self.recipe)
             self.console.print(f"resumed after epoch {state.epoch} of {self.schedule.epochs}")
+        elif self.options.resume:
+            self.console.print(f"no {self.checkpoint.name} to resume; training starts anew")
         self.directory.mkdir(parents=True, exist_ok=True)  # fail now, not after an epoch
         self.began, self.earlier_s = time.monotonic(), state.seconds
-        stopped = "epochs"
-        with self._progress() as progress:
-            for epoch in range(state.epoch, self.schedule.epochs):
-                finished = self._epoch(epoch, progress)
-                line = _line(self.state.history[-1], self.schedule.epochs)
-                self.console.print(line, soft_wrap=True)
-                if not finished or self._out_of_time():
-                    stopped = "max_minutes"
-                    break
-                if self.schedule.patience and (
-                    state.epoch - state.best_epoch >= self.schedule.patience
-                ):
-                    stopped = "early stop"
-                    break
+        try:
+            stopped = self._epochs()
+        except KeyboardInterrupt:
+            self.console.print(self._how_to_resume(), soft_wrap=True)
+            raise
         with torch.no_grad():
             for name, parameter in self.named.items():
                 parameter.copy_(state.best[name])
@@ -168,6 +162,31 @@ class _Run(Generic[Batch]):
             state.history,
         )
 
+    def _how_to_resume(self) -> str:
+        """Returns what is left of an interrupted run."""
+        epoch = self.state.epoch
+        if not epoch:
+            return "interrupted in the first epoch; nothing is saved"
+        return f"interrupted after epoch {epoch}; the same command with --resume continues there"
+
+    def _epochs(self) -> str:
+        """Trains epoch by epoch. Returns why it ended."""
+        state, stopped = self.state, "epochs"
+        with self._progress() as progress:
+            for epoch in range(state.epoch, self.schedule.epochs):
+                finished = self._epoch(epoch, progress)
+                line = _line(self.state.history[-1], self.schedule.epochs)
+                self.console.print(line, soft_wrap=True)
+                if not finished or self._out_of_time():
+                    stopped = "max_minutes"
+                    break
+                if self.schedule.patience and (
+                    state.epoch - state.best_epoch >= self.schedule.patience
+                ):
+                    stopped = "early stop"
+                    break
+        return stopped
+
     def _epoch(self, epoch: int, progress: Progress) -> bool:
         """Trains and validates one epoch; returns False if the time limit ended it early."""
         state = self.state
@@ -177,6 +196,11 @@ class _Run(Generic[Batch]):
         task = progress.add_task(f"epoch {epoch + 1}/{self.schedule.epochs}", total=len(plan))
         sums: dict[str, float] = {}
         targets, done, began = 0, 0, time.monotonic()
+        if epoch == state.epoch and not state.history:
+            self.console.print(
+                f"{len(plan)} batches an epoch, {self.schedule.epochs} epochs at most"
+            )
+        told = began
         for batch in plan:
             losses = self._step(batch, len(plan))
             targets, done = targets + losses.targets, done + 1
@@ -185,6 +209,11 @@ class _Run(Generic[Batch]):
             speed = targets / (time.monotonic() - began)
             shown = "  ".join(f"{name} {value / targets:.3f}" for name, value in sums.items())
             progress.update(task, advance=1, shown=f"{shown}  {speed:,.0f} targets/s")
+            if not self.console.is_terminal and time.monotonic() - told > LOG_EVERY_S:
+                told = time.monotonic()
+                left_s = (told - began) * (len(plan) - done) / done
+                share = f"epoch {epoch + 1}/{self.schedule.epochs}: {done / len(plan):.0%}"
+                self.console.print(f"{share}  {shown}  {left_s:.0f} s left of it", soft_wrap=True)
             if self._out_of_time():
                 break
         seconds = time.monotonic() - began

@@ -17,7 +17,14 @@ from tests.support.tiny_bundle import NUM_ITEMS, shared_bundle
 
 COMMANDS = (
     *("demo", "build", "train", "evaluate", "serve", "recommend", "rank", "batch", "doctor"),
-    *("bundle verify", "bundle calibrate", "history show", "history delete"),
+    *(
+        "bundle verify",
+        "bundle calibrate",
+        "history show",
+        "history delete",
+        "history backup",
+        "history restore",
+    ),
     *("train recommender", "train drafter", "train lm", "train medusa"),
 )
 
@@ -114,6 +121,7 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys):
 def test_serve_takes_a_language_model_and_its_drafters(monkeypatch):
     served = []
     monkeypatch.setattr("recserve.server.run.serve", lambda config: served.append(config) or 0)
+    monkeypatch.setattr("recserve.config.ServerConfig.check_files", lambda config: None)
     flags = "--llm m --llm-name tiny --drafter ngram --drafter medusa=heads --chat-template c"
     assert run("serve", *flags.split()).exit_code == 0
     (config,) = served

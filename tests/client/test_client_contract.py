@@ -13,7 +13,7 @@ import pytest
 
 from recserve.client import AsyncClient, Client
 from recserve.config import ServerConfig
-from recserve.schemas import admin, browse, events, inference, items, scoring, text
+from recserve.schemas import admin, browse, encoding, events, inference, items, scoring, text
 from recserve.server.app import create_app
 from tests.support.described_requests import misfits, operations
 
@@ -61,6 +61,9 @@ ARGUMENTS = {
     "rerank": (RERANK,),
     "rerank_v2": (RERANK,),
     "generative_scoring": (SCORING,),
+    "embeddings": (encoding.EmbeddingsRequest(input=["a", "b"]),),
+    "tokenize": (encoding.TokenizeRequest(prompt="a b"),),
+    "detokenize": (encoding.DetokenizeRequest(tokens=[1, 2]),),
     "model": ("recommender",),
     "model_metadata": ("recommend",),
     "model_ready": ("rank",),

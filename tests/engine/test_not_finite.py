@@ -48,8 +48,8 @@ class Fault:
         self.hidden = runner.hidden
         runner.hidden = self
 
-    def __call__(self, batch, inputs, rows=None, taps=None):
-        states = self.hidden(batch, inputs, rows, taps)
+    def __call__(self, batch, inputs, rows=None, taps=None, gate=None):
+        states = self.hidden(batch, inputs, rows, taps, gate)
         self.left -= 1
         if self.left == -1:
             self.struck = True

@@ -1,14 +1,21 @@
 """EAGLE's published layouts: written here tensor by tensor, read back, and refused where wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from recserve.models.attention import DenseAttention, Rope
+from recserve.models.config import RopeScaling
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle_files import load_eagle, save_eagle
+from recserve.models.drafters.mtp_files import load_mtp, save_mtp
+from recserve.models.language_model import LanguageModel
 from recserve.models.loading import UnsupportedModel
+from tests.support.mtp_drafter import mtp
+from tests.support.mtp_drafter import peagle as parallel
 from tests.support.text_engines import eagle
 from tests.support.text_plain import VOCABULARY, drawn_model
 
@@ -91,6 +98,49 @@ def deepspec() -> tuple[dict, dict]:
     return fields | {"architectures": ["Qwen3Eagle3Model"]}, weights
 
 
+def peagle() -> tuple[dict, dict]:
+    """Two layers, of which the first one reads twice as much, and a trained embedding."""
+    fields, weights = speculators()
+    for name in [n for n in weights if n.startswith("fc_norm")]:
+        del weights[name]
+    weights |= layer("layers.1.", 32) | {
+        "layers.1.input_layernorm.weight": torch.randn(32),
+        "mask_hidden": torch.randn(1, 1, 96),
+        "embed_tokens.weight": torch.randn(VOCABULARY, 32),
+    }
+    del fields["fc_norm"]
+    fields |= {
+        "speculators_model_type": "peagle",
+        "mask_token_id": 7,
+        "transformer_layer_config": SIZES | {"num_hidden_layers": 2},
+    }
+    return fields, weights
+
+
+def para_norm() -> tuple[dict, dict]:
+    fields, weights = eagle1()
+    names = ("embedding_layernorm", "hidden_states_layernorm")
+    weights |= {f"{name}.weight": torch.randn(32) for name in names}
+    return fields | {"add_para_norm": True}, weights
+
+
+def hass() -> tuple[dict, dict]:
+    fields, weights = eagle1()
+    names = ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")
+    weights |= {f"{name}.weight": torch.randn(32) for name in names}
+    return fields, weights
+
+
+def hass_speculators() -> tuple[dict, dict]:
+    """speculators' names of HASS, without a bias."""
+    weights = layer("transformer.", 32)
+    weights |= {"fusion_fc.weight": torch.randn(32, 64)}
+    names = ("post_embedding_layernorm", "pre_lm_head_layernorm", "transformer.input_layernorm")
+    weights |= {f"{name}.weight": torch.randn(32) for name in names}
+    fields = {"speculators_model_type": "eagle", "transformer_layer_config": SIZES}
+    return fields | {"layernorms": True, "fusion_bias": False}, weights
+
+
 LAYOUTS = {"eagle-1": eagle1, "eagle-3": eagle3, "speculators": speculators, "deepspec": deepspec}
 
 
@@ -136,6 +186,53 @@ def test_every_tensor_lies_in_its_place(name, tmp_path, target):
     if name == "speculators":
         assert config.fc_norm and config.norm_output and config.norm_before_residual
         assert torch.equal(network.fc_norm[2].weight, weights["fc_norm.2.weight"])
+
+
+def test_p_eagle_has_an_embedding_and_mask_states(tmp_path, target):
+    fields, weights = peagle()
+    network = load_eagle(written(tmp_path, fields, weights), target)
+    assert torch.equal(network.mask_states, weights["mask_hidden"].flatten())
+    second = weights["layers.1.input_layernorm.weight"]
+    assert torch.equal(network.input_norms[1].weight, second)
+    assert network.config.mask_token == 7 and network.config.decoder.num_layers == 2
+    tokens = torch.tensor([7, 3])
+    assert torch.equal(network.embed(tokens, target), weights["embed_tokens.weight"][tokens])
+    weights["embed_tokens.weight"] = target.tokens.weight.clone()
+    network = load_eagle(written(tmp_path, fields, weights), target)
+    assert not network.config.own_embedding
+    assert torch.equal(network.embed(tokens, target), target.tokens(tokens))
+
+
+@pytest.mark.parametrize("layout", [para_norm, hass, hass_speculators])
+def test_the_norms_of_hass(layout, tmp_path, target):
+    """The output equals the same network's, where each norm is applied by hand."""
+    fields, weights = layout()
+    network = load_eagle(written(tmp_path, fields, weights), target)
+    places = {
+        "embedding_layernorm": network.embedding_norm,
+        "embed_layernorm": network.embedding_norm,
+        "post_embedding_layernorm": network.embedding_norm,
+        "hidden_states_layernorm": network.feature_norm,
+        "hidden_layernorm": network.input_norms[0],
+        "transformer.input_layernorm": network.input_norms[0],
+        "lm_head_layernorm": network.norm,
+        "pre_lm_head_layernorm": network.norm,
+    }
+    found = [name for name in places if f"{name}.weight" in weights]
+    assert len(found) == (2 if layout is para_norm else 3)
+    for name in found:
+        assert torch.equal(places[name].weight, weights[f"{name}.weight"])
+    assert network.config.fc_bias == (layout is not hass_speculators)
+    attend, positions = DenseAttention(), torch.arange(5)
+    states, embedded = torch.randn(1, 5, 32), torch.randn(1, 5, 32)
+    given = network(states, embedded, positions, attend)
+    tokens, features = network.embedding_norm(embedded), network.feature_norm(states)
+    joined = network.fc(torch.cat([tokens, features], dim=-1))
+    rope = Rope(positions, network._frequencies, joined.dtype)
+    expected = network.layers[0].run(network.input_norms[0](joined), joined, rope, 0, attend)
+    torch.testing.assert_close(given, expected)
+    logits = target.logits(network.norm(expected))
+    torch.testing.assert_close(network.logits(given, target), logits)
 
 
 def ids_in_d2t(fields, weights):
@@ -186,6 +283,19 @@ def another_kind(fields, weights):
     fields["speculators_model_type"] = "dflash"
 
 
+def no_mask_token(fields, weights):
+    weights["mask_hidden"] = torch.randn(1, 1, 96)
+
+
+def mask_token_outside(fields, weights):
+    weights["mask_hidden"] = torch.randn(1, 1, 96)
+    fields["mask_token_id"] = VOCABULARY
+
+
+def no_mask_states(fields, weights):
+    fields |= {"mask_token_id": 7, "speculators_model_type": "peagle"}
+
+
 FAULTS = {
     ids_in_d2t: "d2t",
     no_d2t: "'d2t'",
@@ -199,6 +309,9 @@ FAULTS = {
     another_size: "fc.weight",
     not_finite: "norm.weight",
     another_kind: "'dflash'",
+    no_mask_token: "mask_token_id is missing",
+    mask_token_outside: f"mask_token_id is {VOCABULARY}",
+    no_mask_states: "'mask_hidden'",
 }
 
 
@@ -220,3 +333,36 @@ def test_what_is_saved_is_what_was_there(fused, tmp_path, target):
         assert torch.equal(weight, again.state_dict()[name]), name
     names = set(load_file(tmp_path / "model.safetensors"))
     assert ("midlayer.self_attn.q_proj.weight" in names) == fused
+
+
+def test_a_saved_p_eagle_network_is_read_back(tmp_path, target):
+    network = parallel(target, seed=2).network
+    save_eagle(network, tmp_path)
+    again = load_eagle(tmp_path, target)
+    assert again.config == network.config
+    for name, weight in network.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", ["eagle-1", "eagle-3", "mtp"])
+def test_biases_and_scaled_positions_of_the_target_are_saved(kind, tmp_path):
+    """Qwen2 has biases on queries, keys and values alone; Llama 3.1 scales its positions."""
+    plain = drawn_model(0).config
+    scaled = replace(
+        plain.decoder,
+        attention_bias=True,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16),
+    )
+    target = LanguageModel(replace(plain, decoder=scaled)).requires_grad_(False)
+    if kind == "mtp":
+        network, load = mtp(target).network, load_mtp
+        save_mtp(network, tmp_path, scaled.num_layers)
+    else:
+        network, load = eagle(target, kind == "eagle-3").network, load_eagle
+        save_eagle(network, tmp_path)
+    again = load(tmp_path, target)
+    assert again.config == network.config
+    assert torch.equal(again._frequencies, network._frequencies)
+    for name, weight in network.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name

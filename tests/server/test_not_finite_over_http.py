@@ -24,8 +24,8 @@ class Fault:
     def __init__(self, monkeypatch, runner):
         self.left, hidden = 0, runner.hidden
 
-        def broken(batch, inputs, rows=None, taps=None):
-            states = hidden(batch, inputs, rows, taps)
+        def broken(batch, inputs, rows=None, taps=None, gate=None):
+            states = hidden(batch, inputs, rows, taps, gate)
             self.left -= 1
             return torch.full_like(states, float("nan")) if self.left == 0 else states
 

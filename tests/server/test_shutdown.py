@@ -20,7 +20,8 @@ UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\
 @contextmanager
 def draining(folder, delay_s):
     """A server as `recserve serve` runs it, in a thread; SIGTERM sets `lifecycle.draining`."""
-    config = ServerConfig(llm="given", port=0, drain_delay_s=delay_s, drain_timeout_s=3600)
+    drain = {"drain_delay_s": delay_s, "drain_timeout_s": 3600}
+    config = ServerConfig(llm="given", port=0, allowed_hosts=("x",), **drain)
     app = create_app(config, scripted(folder, lambda prompt, seed: "yes"))
     settings = uvicorn_config(app, config)
     server = DrainingServer(settings, app.state.lifecycle, config.drain_delay_s)

@@ -1,5 +1,7 @@
 """EAGLE: its network and its tree against plain transcriptions of the papers, without any cache."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,9 @@ from recserve.models.attention import DenseAttention, Rope
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle
 from recserve.speculation.completion import TextQuery
+from recserve.speculation.draft import Budget
+from recserve.speculation.drafters.rank_tree import rank_tree
+from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import (
     assert_forgotten,
@@ -43,16 +48,9 @@ def turned(x, network: Eagle):
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def transcribed(network: Eagle, features, embedded) -> torch.Tensor:
-    """Returns the outputs [n, E] of rows 0..n-1: the paper's layer with plain causal attention."""
-    config, layer = network.config, network.layers[0]
-    c = config.decoder
-    if config.fused:
-        normed = rms(features, network.feature_norm)
-        inputs = torch.cat([rms(embedded, network.input_norms[0]), normed], dim=-1)
-        residual = normed if config.norm_before_residual else features
-    else:
-        residual = inputs = network.fc(torch.cat([embedded, features], dim=-1))
+def plain_layer(network, layer, inputs, residual) -> torch.Tensor:
+    """A decoder layer with plain causal attention at the positions 0..n-1."""
+    c = network.config.decoder
     query, key, value = layer.qkv(inputs).split(
         [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim], -1
     )
@@ -68,6 +66,19 @@ def transcribed(network: Eagle, features, embedded) -> torch.Tensor:
     x = residual + layer.output(mixed)
     gate, up = layer.gate_up(rms(x, layer.mlp_norm)).chunk(2, dim=-1)
     x = x + layer.down(torch.nn.functional.silu(gate) * up)
+    return x
+
+
+def transcribed(network: Eagle, features, embedded) -> torch.Tensor:
+    """Returns the outputs [n, E] of rows 0..n-1: the paper's layer with plain causal attention."""
+    config, layer = network.config, network.layers[0]
+    if config.fused:
+        normed = rms(features, network.feature_norm)
+        inputs = torch.cat([rms(embedded, network.input_norms[0]), normed], dim=-1)
+        residual = normed if config.norm_before_residual else features
+    else:
+        residual = inputs = network.fc(torch.cat([embedded, features], dim=-1))
+    x = plain_layer(network, layer, inputs, residual)
     return rms(x, network.norm) if config.norm_output else x
 
 
@@ -77,8 +88,12 @@ class PlainEagle:
     def __init__(self, drafter, model, tokens):
         self.drafter, self.model, self.network = drafter, model, drafter.network
         states = target_states(model, tokens, drafter.hidden_layers)[:-1]
-        self.features = self.network.features(states)
+        self.features = self.first(states)
         self.embedded = model.tokens(torch.tensor(tokens[1:]))
+
+    def first(self, states):
+        """Returns the features of the target's states."""
+        return self.network.features(states)
 
     def children(self, path):
         """Returns (token, log-probability) of the best children of a path of draft tokens."""
@@ -138,12 +153,12 @@ def recording(drafter) -> list:
     return notes
 
 
-def assert_as_transcribed(notes, drafter, model, least: int) -> None:
+def assert_as_transcribed(notes, drafter, model, least: int, plain=PlainEagle) -> None:
     filled = [note for note in notes if len(note[2])]
     assert len(filled) >= least
     for tokens, budget, draft in filled:
         depth = min(budget.depth, drafter.depth)
-        expected = PlainEagle(drafter, model, tokens).tree(
+        expected = plain(drafter, model, tokens).tree(
             depth, min(budget.num_nodes, drafter.num_nodes)
         )
         assert paths_of(draft) == expected
@@ -250,3 +265,59 @@ def test_a_drafter_that_fails_to_read_fails_only_its_texts(model):
     assert all(f.exception() is None for f in futures[2:])
     assert_no_leak(engine)
     assert_forgotten(drafter)
+
+
+class StaticEagle(PlainEagle):
+    """EAGLE-1's tree: the ranks of a static tree, cut to the budget as Medusa's trees are."""
+
+    TREE = (
+        *((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0)),
+        *((0, 0, 0), (0, 1, 1), (1, 0, 0), (0, 0, 0, 0)),
+    )
+
+    def tree(self, depth, num_nodes):
+        wanted = rank_tree(self.TREE).within(Budget(num_nodes, depth))
+        found = {}
+        for ranks in wanted.paths:  # preorder: parents first
+            above = found.get(ranks[:-1], ())
+            found[ranks] = (*above, self.children(above)[ranks[-1]][0])
+        return set(found.values())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eagle-1", "eagle-3"])
+@torch.inference_mode()
+def test_a_request_s_static_tree(fused, model):
+    """Trees shrink near a text's end. Requests with dynamic trees run beside."""
+    drafter = eagle(model, fused, seed=3)
+    notes = recording(drafter)
+    engine = engine_for(model, 300, {"eagle": drafter})
+    spoken = Speculation("eagle", tree=StaticEagle.TREE)
+    dynamic = queries(p.tolist() for p in prompts(5))
+    static = [replace(query, speculation=spoken) for query in dynamic]
+    plain = engine.run_many([replace(query, speculation=Speculation()) for query in dynamic])
+    answers = engine.run_many(static)
+    drafter.depth, drafter.num_nodes = 4, len(StaticEagle.TREE)  # bounds of the comparison
+    assert_as_transcribed(notes, drafter, model, least=20, plain=StaticEagle)
+    assert len({len(draft) for *_, draft in notes if len(draft)}) > 1
+    mixed = engine.run_many([*static, *dynamic[:3]])
+    for one, other in zip([*plain, *plain, *plain[:3]], [*answers, *mixed], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+
+
+def test_a_static_tree_must_fit(model):
+    drafter = eagle(model, True)
+    check_speculation(Speculation("eagle", tree=StaticEagle.TREE), drafter)
+    for tree in (tuple((rank,) for rank in range(21)), tuple((0,) * n for n in range(1, 70))):
+        with pytest.raises(ValueError, match="has no memory for it"):
+            check_speculation(Speculation("eagle", tree=tree), drafter)
+
+
+def test_a_rule_that_refuses_forks_gets_chains(model):
+    drafter = eagle(model, False, seed=2)
+    notes = recording(drafter)
+    engine = engine_for(model, 300, {"eagle": drafter})
+    params = SamplingParams(temperature=0.0, max_tokens=14)
+    spoken = Speculation("eagle", "rejection", tree=StaticEagle.TREE)
+    engine.run(TextQuery(prompts(1)[0], params, spoken))
+    assert any(len(draft) > 1 for *_, draft in notes)
+    assert all(draft.depth == len(draft) for *_, draft in notes)

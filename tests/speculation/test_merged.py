@@ -1,12 +1,23 @@
 """Merged drafts: who proposed what, shared prefixes, shares of the budget, outcomes told apart."""
 
+import pytest
 import torch
 
 from recserve.kernels.tree import AUXILIARY
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.specformer_drafter import specformer
+from tests.support.text_engines import (
+    among_others,
+    assert_forgotten,
+    assert_no_leak,
+    eagle,
+    engine_for,
+    shared_model,
+)
 from tests.support.text_loop import check_draft
 from tests.support.token_paths import paths
 
@@ -140,3 +151,35 @@ def test_auxiliary_nodes_are_never_shared():
     assert len(whole) == 8 and int((whole.kinds == AUXILIARY).sum()) == 4
     who = zip(whole.tokens.tolist(), whole.kinds.tolist(), whole.proposers.tolist(), strict=True)
     assert sorted(p for token, kind, p in who if kind == AUXILIARY) == [1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("make", [eagle, specformer], ids=["eagle", "specformer"])
+@pytest.mark.parametrize("pages", [300, 14])
+def test_a_source_that_reads_the_target_s_states(make, pages):
+    """Joined with a lookup drafter it proposes what it proposes alone, from pages of its own."""
+    model = shared_model()
+    reader = make(model, False) if make is eagle else make(model)
+    merged = MergedDrafter([SuffixDrafter(), reader])
+    engine = engine_for(model, pages, {"merged": merged})
+    proposers = []
+    propose = merged.propose
+
+    def noted(contexts, budgets):
+        drafts = propose(contexts, budgets)
+        proposers.extend(d.proposers for d in drafts if d.proposers is not None and len(d))
+        return drafts
+
+    merged.propose = noted
+    for _ in range(2):  # the second time from cached prefixes
+        requests, wanted = among_others("everything", Speculation("merged"))
+        answers = engine.run_many(requests)
+        assert [answer.tokens.tolist() for answer in answers] == wanted
+    assert {1, 2} <= {int(who) for own in proposers for who in own}
+    assert_no_leak(engine)
+    assert_forgotten(merged)
+
+
+def test_two_sources_that_read_states_are_refused():
+    readers = [eagle(shared_model(), False), specformer(shared_model())]
+    with pytest.raises(ValueError, match="'eagle' and 'specformer' each read the target's states"):
+        MergedDrafter(readers)

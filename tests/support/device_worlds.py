@@ -44,6 +44,7 @@ from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.specformer_drafter import specformer
 from tests.support.walking_model import drawn_language_model
 
 VOCABULARY = 40
@@ -268,6 +269,7 @@ def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Eng
         "draft_model": lambda: ModelDrafter(small, VOCABULARY, (1,) * 3),
         "specinfer": lambda: specinfer([model, small], VOCABULARY, (2, 1, 2)),
         "medusa": medusa,
+        "specformer": lambda: specformer(model),
         "merged": lambda: MergedDrafter([SuffixDrafter(), LookaheadDrafter(window=2, ngram=3)]),
     }
     decoder = model.config.decoder

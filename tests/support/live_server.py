@@ -33,7 +33,11 @@ COLLECTOR = SimpleNamespace(
 
 @contextmanager
 def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
-    """Yields a client of a running server; the service closes with it."""
+    """Yields a client of a running server; the service closes with it.
+
+    Requests written by hand may call the server `x`.
+    """
+    settings = {"allowed_hosts": ("x",), **settings}
     parts = service.item_parts
     named = {"llm": "given"} if parts is None else {"bundle": parts.bundle.root}
     config = ServerConfig(**named, **settings)

@@ -70,6 +70,12 @@ class ScriptedEngine:
         self.requests: list[TextQuery] = []
         self.cancelled = 0
         self.alive = True
+        self.stalled_s = 0.0
+        self.stopped_by: BaseException | None = None
+
+    def check_queue(self) -> None:
+        if self.full:
+            raise QueueFull("the queue is full", 2.5)
 
     def submit(self, request: TextQuery) -> Future[Completion]:
         if self.full:

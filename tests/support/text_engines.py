@@ -24,7 +24,11 @@ from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.block_drafter import block
 from tests.support.hydra_drafter import hydra
+from tests.support.mask_tokens_drafter import mask_tokens
+from tests.support.mtp_drafter import mtp, peagle
+from tests.support.specformer_drafter import specformer
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
 
 PARAMETERS = {
@@ -123,8 +127,16 @@ MAKERS = {  # every drafter, for a target
     "medusa": medusa,
     "eagle": lambda m: eagle(m, fused=False),
     "eagle3": lambda m: eagle(m, fused=True),
+    "mtp": mtp,
+    "peagle": peagle,
+    "block": lambda m: block(m, "dflash"),
+    "block-dflash2": lambda m: block(m, "dflash2"),
+    "block-dspark": lambda m: block(m, "dspark"),
+    "specformer": specformer,
     "hydra": hydra,
     "hydra++": lambda m: hydra(m, prefix=True),
+    "mask_tokens": mask_tokens,
+    "mask_tokens_linear": lambda m: mask_tokens(m, quadratic=False),
     "merged": lambda m: MergedDrafter(
         [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
     ),
@@ -134,7 +146,7 @@ MAKERS = {  # every drafter, for a target
 def assert_forgotten(drafter) -> None:
     """Asserts that the drafter holds no state of finished sequences."""
     for member in getattr(drafter, "sources", (drafter,)):
-        for state in ("_texts", "_contexts", "_windows", "_parts", "_outputs"):
+        for state in ("_texts", "_contexts", "_windows", "_parts", "_outputs", "_layouts"):
             assert not getattr(member, state, {})
         if isinstance(member, ModelDrafter):
             assert not member._cache.readings

@@ -21,16 +21,23 @@ def drawn_language_model(
     heads = hidden // 64
     decoder = DecoderConfig(hidden, layers, heads, max(heads // 2, 1), 64, 11 * hidden // 4)
     model = LanguageModel(LanguageModelConfig(decoder, vocabulary)).requires_grad_(False)
+    draw_walk(model, spread)
+    return model.to(dtype).eval()
+
+
+def draw_walk(model: LanguageModel, spread: float = 16.0) -> None:
+    """Draws all matrices of a model with a head of its own, in place, so that it writes a walk."""
+    size, layers = model.config.decoder.hidden_size, model.config.decoder.num_layers
+    vocabulary = model.config.vocab_size
     for name, weight in model.named_parameters():
         if weight.ndim > 1:
             into_stream = "output." in name or "down." in name
             torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
             weight.mul_((2 * layers) ** -0.5 if into_stream else 1.0)
-    model.tokens.weight.mul_(hidden**0.5)
+    model.tokens.weight.mul_(size**0.5)
     assert model.head is not None
-    followers = walk(torch.arange(vocabulary), vocabulary)
-    model.head.weight[followers] += spread * hidden**-1.0 * model.tokens.weight
-    return model.to(dtype).eval()
+    followers = walk(torch.arange(vocabulary, device=model.tokens.weight.device), vocabulary)
+    model.head.weight[followers] += spread * size**-1.0 * model.tokens.weight
 
 
 def walk(token: Any, vocabulary: int) -> Any:

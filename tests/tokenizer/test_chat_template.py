@@ -1,5 +1,7 @@
 """Chat templates: what models' templates use works, what a sandbox must refuse is refused."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from recserve.tokenizer import chat_template
@@ -102,3 +104,59 @@ def test_output_is_bounded(monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_PROMPT_CHARACTERS", 100)
     with pytest.raises(TemplateError, match="over 100"):
         ChatTemplate("{% for i in range(99999) %}xx{% endfor %}", {}).render([])
+
+
+@pytest.mark.parametrize(
+    ("source", "settings"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}),
+        ("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}", {"n": 30000}),
+        ("{{ strftime_now('%Y' * 10 ** 8) }}", {}),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(40) }}",
+            {},
+        ),
+        ("{{ ('a' * 3000) | replace('a', 'b' * 3000) | replace('b', 'c' * 3000) | length }}", {}),
+    ],
+    ids=["loops", "argument", "strftime", "macro", "replace"],
+)
+def test_time_is_bounded(monkeypatch, source, settings):
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
+    with pytest.raises(TemplateError, match="more than 0.3 s|cannot be applied|too much memory"):
+        ChatTemplate(source, {}).render([], settings)
+    monkeypatch.undo()
+    assert ChatTemplate(CHATML, {}).render(MESSAGES)  # the next one is rendered
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 3000000000 }}",
+        "{{ 'x' | center(10 ** 10) }}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}"
+        "{% endfor %}",
+        "{{ (range(99999) | list) * 100000 }}",
+    ],
+    ids=["times", "center", "doubling", "lists"],
+)
+def test_memory_is_bounded(source):
+    with pytest.raises(TemplateError):
+        ChatTemplate(source, {}).render([])
+    assert ChatTemplate(CHATML, {}).render(MESSAGES)
+
+
+def test_a_renderer_that_was_killed_is_started_again():
+    template = ChatTemplate(CHATML, {})
+    expected = template.render(MESSAGES)
+    renderer = chat_template._renderer()
+    renderer._process.kill()
+    renderer._process.wait()
+    assert template.render(MESSAGES) == expected
+
+
+def test_many_threads_share_the_renderer():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with ThreadPoolExecutor(8) as pool:
+        texts = [f"{i} \u2028 é \n" * 50 for i in range(100)]
+        assert list(pool.map(lambda t: template.render([{"content": t}]), texts)) == texts

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,3 +186,43 @@ def test_learning_rate_rises_then_falls_to_the_floor() -> None:
 def test_options_refuse(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainOptions(**values)  # type: ignore[arg-type]
+
+
+def spoken() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def said(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [(0, "nothing is saved"), (2, "interrupted after epoch 2; the same command with --resume")],
+)
+def test_ctrl_c_says_how_to_go_on(
+    fails: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Interrupted", KeyboardInterrupt)
+    console = spoken()
+    with pytest.raises(KeyboardInterrupt):
+        fit(Line(fails), SCHEDULE, OPTIONS, tmp_path, console)
+    assert words in said(console)
+
+
+def test_a_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    console = spoken()
+    fit(Line(), SCHEDULE, replace(OPTIONS, resume=True), tmp_path, console)
+    assert "no checkpoint.safetensors to resume; training starts anew" in said(console)
+
+
+def test_a_run_says_what_it_will_do_and_how_far_an_epoch_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LOG_EVERY_S", -1.0)
+    console = spoken()
+    fit(Line(), SCHEDULE, OPTIONS, tmp_path, console)
+    text = said(console)
+    assert text.startswith("4 batches an epoch, 4 epochs at most\n")
+    assert text.count("batches an epoch") == 1 and "epoch 1/4: 25%  error" in text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
-from recserve.core.request import Result, Scores, Slate
+from recserve.core.request import PromptScores, Result, Scores, Slate
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Strategy, TreeStrategy
+from recserve.core.strategy import Draft, Strategy, TreeStrategy
 from recserve.engine.runtime.runner import ForwardPiece
 from recserve.kernels.paged_kv import KVPool
 
@@ -84,4 +85,18 @@ def checked(result: Result | NotFinite) -> Result | NotFinite:
     scores = result.scores if isinstance(result, Slate) else None
     if isinstance(result, Scores):
         scores = result.values
+    if isinstance(result, PromptScores):
+        scores = result.chosen if result.mean is None else result.mean
     return result if scores is None or np.isfinite(scores).all() else NotFinite()
+
+
+def computed_nodes(draft: Draft) -> list[int]:
+    """Returns the number of computed nodes of each tree. It reads the device if there are
+    several.
+    """
+    if draft.tree.num_trees == 1:
+        return [len(draft.inputs)]
+    offsets = draft.tree.offsets
+    if draft.queries is not None:
+        offsets = torch.searchsorted(draft.queries, offsets)
+    return [stop - start for start, stop in pairwise(offsets.tolist())]

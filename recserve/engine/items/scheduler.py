@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,17 +25,22 @@ from recserve.core.request import (
 )
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, Strategy
-from recserve.engine.items.cohort import Cohort, checked, isolate
+from recserve.engine.items.cohort import Cohort, checked, computed_nodes, isolate
 from recserve.engine.runtime.page_placement import PagePlacement
 from recserve.engine.runtime.runner import ForwardPiece, Runner
-from recserve.engine.runtime.scheduler import PageOwner, RequestTooLarge, Scheduler, expired
+from recserve.engine.runtime.scheduler import (
+    Dropped,
+    PageOwner,
+    RequestTooLarge,
+    Scheduler,
+    expired,
+)
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import slots_of_pages
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
 from recserve.models.inputs import NodeInputs
 
 log = logging.getLogger(__name__)
-
 
 FinishedItem = tuple[Sequence, Result | Exception]
 
@@ -53,6 +58,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         """Shares the pages and the prefix cache of `sharing`, a scheduler of the same runner, if
         given.
         """
+        super().__init__()
         self.runner = runner
         self.page_size = runner.pool.page_size
         self._pages = PagePlacement(runner.pool, sharing)
@@ -62,8 +68,8 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         self.warm: list[tuple[Sequence, Strategy]] = []
 
     @property
-    def num_running(self) -> int:
-        """Number of requests that are admitted and have no result."""
+    def num_admitted(self) -> int:
+        """Number of running requests that have pages."""
         return len(self.cold) + len(self.warm) + sum(len(c.sequences) for c in self.cohorts)
 
     def check(self, request: Request, strategy: Strategy) -> None:
@@ -156,13 +162,13 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             self.allocator.release(sequence.pages)
             sequence.pages = []
 
-    def drop_all(self) -> list[Sequence]:
+    def drop_all(self) -> list[Dropped[Result]]:
         """Removes all running requests, releases their pages, and returns them."""
-        dropped = [s for s, _ in [*self.cold, *self.warm]]
-        dropped += [s for cohort in self.cohorts for s in cohort.sequences]
+        pairs = [*self.cold, *self.warm]
+        pairs += [(s, cohort.strategy) for cohort in self.cohorts for s in cohort.sequences]
         self.cold, self.warm, self.cohorts = [], [], []
-        self.release(dropped)
-        return dropped
+        self.release([sequence for sequence, _ in pairs])
+        return [Dropped(s, partial(self._search_anew, s, strategy)) for s, strategy in pairs]
 
     def drop_cancelled(self) -> None:
         """Removes cancelled requests. A cohort is removed once all of its requests are
@@ -177,6 +183,13 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 self.release(cohort.sequences)
                 cohort.sequences = []
         self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
+
+    def _search_anew(self, old: Sequence, strategy: Strategy) -> bool:
+        """Starts a dropped request again. What its earlier searches chose stays chosen."""
+        if not self.admit(old.request, old.future, old.submitted_s, strategy):
+            return False
+        (self.warm or self.cold)[-1][0].take_over(old)
+        return True
 
     def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[FinishedItem]:
         """Groups requests with computed roots into cohorts. Returns the errors of those that
@@ -194,9 +207,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return failed
 
     def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[FinishedItem]:
-        """Starts one cohort. If that fails, each request starts alone, so that only the faulty
-        ones fail.
-        """
+        """Starts one cohort. If that fails, each request starts alone."""
         try:
             self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
         except Exception as error:
@@ -261,7 +272,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
 
     def _place(self, cohort: Cohort, draft: Draft) -> ForwardPiece:
         """Assigns a slot to every node of a draft. Nodes computed earlier keep their slots."""
-        counts = _computed(draft)
+        counts = computed_nodes(draft)
         taken = []
         for sequence, count in zip(cohort.sequences, counts, strict=True):
             taken.append(sequence.take_tree_slots(count))
@@ -336,15 +347,3 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             sequence.metadata,
         )
         return True
-
-
-def _computed(draft: Draft) -> list[int]:
-    """Returns the number of computed nodes of each tree. It reads the device if there are
-    several.
-    """
-    if draft.tree.num_trees == 1:
-        return [len(draft.inputs)]
-    offsets = draft.tree.offsets
-    if draft.queries is not None:
-        offsets = torch.searchsorted(draft.queries, offsets)
-    return [stop - start for start, stop in pairwise(offsets.tolist())]

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic
 
-from recserve.core.request import DeadlineExceeded, QueueFull, Request, Result
+from recserve.core.request import (
+    DeadlineExceeded,
+    LikelihoodQuery,
+    PrewarmQuery,
+    PromptQuery,
+    QueueFull,
+    RankQuery,
+    Request,
+    Result,
+    SlateQuery,
+    TextScoreQuery,
+)
 from recserve.core.strategy import Strategy
 from recserve.engine.runtime.scheduler import (
     MethodT,
@@ -20,6 +32,8 @@ from recserve.engine.runtime.scheduler import (
 )
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
+
+MAX_RETRY_AFTER_S = 60.0
 
 
 @dataclass
@@ -63,6 +77,7 @@ class RequestQueue:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._entries: deque[QueuedItems | QueuedText] = deque()
+        self._departures = Departures()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,20 +85,21 @@ class RequestQueue:
     def __iter__(self) -> Iterator[QueuedItems | QueuedText]:
         return iter(list(self._entries))
 
-    def enqueue(self, entry: QueuedItems | QueuedText, seconds_per_request: float) -> None:
-        """Adds a request.
-
-        Args:
-            entry: The request.
-            seconds_per_request: Current service time, for the error's `retry_after_s`.
-
-        Raises:
-            QueueFull: If the queue is full.
-        """
+    def check(self) -> None:
+        """Raises QueueFull if the queue is full."""
         if len(self._entries) >= self.capacity:
-            retry_after_s = len(self._entries) * seconds_per_request
+            retry_after_s = self._departures.seconds_for(len(self._entries), time.monotonic())
             raise QueueFull(f"{self.capacity} requests are waiting already", retry_after_s)
+
+    def enqueue(self, entry: QueuedItems | QueuedText) -> None:
+        """Adds a request. Raises QueueFull if the queue is full."""
+        self.check()
         self._entries.append(entry)
+
+    def drain(self, error: Exception) -> None:
+        """Fails all requests."""
+        while self._entries:
+            self._entries.popleft().fail(error)
 
     def admit(self, max_running: int) -> None:
         """Moves requests to their schedulers, by priority and then by age.
@@ -104,7 +120,8 @@ class RequestQueue:
                 entry.fail(DeadlineExceeded("the deadline passed in the queue"))
                 continue
             scheduler = entry.scheduler
-            if id(scheduler) not in full and scheduler.num_running < max_running:
+            free = scheduler.num_running < max_running and not scheduler.isolating
+            if free and id(scheduler) not in full:
                 try:
                     admitted = entry.admit()
                 except Exception as error:
@@ -114,7 +131,45 @@ class RequestQueue:
                     continue
             full.add(id(scheduler))
             left.append(entry)
+        self._departures.add(len(entries) - len(left), time.monotonic())
         self._entries.extendleft(reversed(left))
+
+
+class Departures:
+    """How fast requests leave the queue: admitted, late or cancelled.
+
+    Attributes:
+        window_s: Length of the past that the estimate looks at.
+    """
+
+    window_s = 5.0
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, int]] = deque()
+        self._num_recent = 0
+
+    def add(self, count: int, now_s: float) -> None:
+        """Notes that requests have left the queue."""
+        if count:
+            self._recent.append((now_s, count))
+            self._num_recent += count
+        self._forget(now_s)
+
+    def seconds_for(self, waiting: int, now_s: float) -> float:
+        """Returns the seconds in which half of the waiting requests leave, at the recent rate.
+
+        By then the queue has room, for other clients too. Without a recent departure it is the
+        length of the window.
+        """
+        self._forget(now_s)
+        if not self._recent:
+            return self.window_s
+        seconds = max(now_s - self._recent[0][0], 0.05)
+        return min(waiting / 2 * seconds / self._num_recent, MAX_RETRY_AFTER_S)
+
+    def _forget(self, now_s: float) -> None:
+        while self._recent and self._recent[0][0] < now_s - self.window_s:
+            self._num_recent -= self._recent.popleft()[1]
 
 
 class Cancellations:
@@ -143,3 +198,22 @@ class Cancellations:
 
 def _priority(entry: QueuedItems | QueuedText) -> int:
     return entry.request.priority if isinstance(entry.request, TextQuery) else 0
+
+
+def model_and_method(request: Request | TextQuery) -> tuple[str, str]:
+    """Returns the names of the request's model and of its strategy or drafter."""
+    match request:
+        case SlateQuery():
+            return "recommender", request.strategy
+        case LikelihoodQuery():
+            return "recommender", "likelihood"
+        case RankQuery():
+            return "ranker", "ranker"
+        case PrewarmQuery():
+            return request.model, "warm"
+        case TextScoreQuery():
+            return "text_scores", "text_scores"
+        case PromptQuery():
+            return "text_scores", "prompt_scores"
+        case TextQuery():
+            return "text", request.speculation.drafter

@@ -16,10 +16,15 @@ from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import TokenTree, merge
 from recserve.models.attention import Attend, PagedAttention
 from recserve.models.decoder import Taps
+from recserve.models.drafters.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
+
+
+class DeviceLost(RuntimeError):
+    """The device of a model fails every call since an earlier error; only a new process helps."""
 
 
 class Trunk(Protocol):
@@ -38,10 +43,12 @@ class Trunk(Protocol):
         attend: Attend,
         rows: Tensor | None,
         taps: Taps | None = None,
+        gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns final hidden states [Tq, E] of packed rows, or [R, E] of the given rows [R].
 
-        `taps` receives states between layers, where the network has a decoder.
+        `taps` receives states between layers, where the network has a decoder. `gate` names the
+        rows of mask tokens, where the network is a language model.
         """
         ...
 
@@ -65,9 +72,11 @@ class DecoderTrunk:
         attend: Attend,
         rows: Tensor | None,
         taps: Taps | None = None,
+        gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
-        return self.model(inputs.tokens, positions, attend, rows, taps)  # type: ignore[no-any-return]
+        given = {} if gate is None else {"gate": gate}
+        return self.model(inputs.tokens, positions, attend, rows, taps, **given)  # type: ignore[no-any-return]
 
 
 class RankerTrunk:
@@ -90,9 +99,10 @@ class RankerTrunk:
         attend: Attend,
         rows: Tensor | None,
         taps: Taps | None = None,
+        gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
-        assert inputs.groups is not None and taps is None
+        assert inputs.groups is not None and taps is None and gate is None
         return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
 
 
@@ -139,13 +149,31 @@ class Runner:
         self.pool = pool
         self.attention = attention
 
-    def forward(self, pieces: Seq[ForwardPiece], taps: Taps | None = None) -> list[Tensor]:
+    def check_device(self) -> None:
+        """Raises DeviceLost if the device fails every call since an earlier error."""
+        if self.pool.keys.is_cuda:
+            try:
+                torch.cuda.synchronize(self.pool.keys.device)
+            except RuntimeError as error:
+                raise DeviceLost(f"the CUDA device is lost: {error}") from error
+
+    def forward(
+        self,
+        pieces: Seq[ForwardPiece],
+        taps: Taps | None = None,
+        masks: GatedLora | None = None,
+    ) -> list[Tensor]:
         """Returns the hidden states of each piece, [Tq, E] or [num_states, E].
 
-        `taps` receives states between layers, for the same rows of all pieces together.
+        `taps` receives states between layers, for the same rows of all pieces together. `masks`
+        holds the mask tokens that the trees may have.
         """
-        inputs = NodeInputs.cat([piece.inputs for piece in pieces])
-        hidden = self.hidden(pack(pieces), inputs, _read(pieces, self.pool.keys.device), taps)
+        inputs, batch = NodeInputs.cat([piece.inputs for piece in pieces]), pack(pieces)
+        rows, gate = _read(pieces, self.pool.keys.device), None
+        if masks is not None and batch.tree.kinds is not None:
+            kinds = batch.tree.kinds
+            gate = MaskRows.of(masks, kinds if batch.queries is None else kinds[batch.queries])
+        hidden = self.hidden(batch, inputs, rows, taps, gate)
         if len(pieces) == 1:
             return [hidden]
         return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
@@ -156,10 +184,11 @@ class Runner:
         inputs: NodeInputs,
         rows: Tensor | None = None,
         taps: Taps | None = None,
+        gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns the hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
         attend = PagedAttention(batch, self.pool, self.trunk.activation, self.attention)
-        return self.trunk.hidden(inputs, batch.positions(), attend, rows, taps)
+        return self.trunk.hidden(inputs, batch.positions(), attend, rows, taps, gate)
 
 
 def _num_states(piece: ForwardPiece) -> int:

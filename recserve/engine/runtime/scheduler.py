@@ -6,13 +6,17 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from recserve.core.request import DeadlineExceeded, Timing
 from recserve.engine.runtime.pages import PageAllocator
 from recserve.engine.runtime.prefix_cache import PrefixCache
+from recserve.engine.runtime.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,19 @@ class RunningRequest(Protocol[ResultT]):
         ...
 
 
+@dataclass(frozen=True)
+class Dropped(Generic[ResultT]):
+    """A request that was removed from a scheduler without a result.
+
+    Attributes:
+        running: The request. It holds no pages.
+        readmit: Starts it again from what it has committed. Returns False if pages are missing.
+    """
+
+    running: RunningRequest[ResultT]
+    readmit: Callable[[], bool]
+
+
 class PageOwner(Protocol):
     """The pages of one model, which several schedulers may share.
 
@@ -73,15 +90,38 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
     PageOwner.
 
     MethodT computes a request: it is a Strategy for items and a Drafter for text.
+
+    After a step that fails, every request of the step is a suspect. Each suspect is tried alone, so
+    that a request that makes the forward pass fail does not fail its neighbours. Those that step
+    alone without an error are cleared, and they continue together when all have been tried.
+
+    Attributes:
+        runner: Runs the model.
+        allocator, cache: As in PageOwner.
     """
 
+    runner: Runner
     allocator: PageAllocator
     cache: PrefixCache
 
+    def __init__(self) -> None:
+        self._suspects: deque[Dropped[ResultT]] = deque()
+        self._cleared: deque[Dropped[ResultT]] = deque()
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that were admitted and have no result."""
+        return self.num_admitted + len(self._suspects) + len(self._cleared)
+
+    @property
+    def isolating(self) -> bool:
+        """Whether suspects are tried one by one. No other request may be admitted meanwhile."""
+        return bool(self._suspects or self._cleared)
+
     @property
     @abstractmethod
-    def num_running(self) -> int:
-        """Number of requests that are admitted and have no result."""
+    def num_admitted(self) -> int:
+        """Number of running requests that have pages or wait for them."""
 
     @abstractmethod
     def check(self, request: RequestT, method: MethodT, /) -> None:
@@ -104,31 +144,78 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
         """
 
     @abstractmethod
-    def drop_all(self) -> Seq[RunningRequest[ResultT]]:
-        """Removes and returns all running requests."""
+    def drop_all(self) -> Seq[Dropped[ResultT]]:
+        """Removes and returns all admitted requests."""
 
     @abstractmethod
     def drop_cancelled(self) -> None:
         """Removes cancelled requests."""
 
+    def pause(self) -> Seq[Dropped[ResultT]]:
+        """Removes and returns requests that can continue later from what they have computed.
+
+        None by default: requests that end within a few steps run to their end.
+        """
+        return ()
+
     def run_step(self) -> int:
         """Runs one step and delivers its results. Returns the number of results.
 
-        An exception in the forward pass becomes the result of every running request.
+        Raises:
+            DeviceLost: If the step failed and no later one can succeed.
         """
-        done = self.begin()
-        for running, result in done:
-            deliver(running, result)
+        if self.isolating and not self.num_admitted:
+            self._readmit()
+        done: Seq[tuple[RunningRequest[ResultT], ResultT | Exception]] = ()
+        stepped = done
         try:
+            done = self.begin()
+            for running, result in done:
+                deliver(running, result)
             stepped = self.step()
         except Exception as error:
             log.exception("a step failed")
-            for running in self.drop_all():
-                fail(running.future, error)
+            self._isolate(self.drop_all(), error)
+            self.runner.check_device()
             return len(done)
         for running, result in stepped:
             deliver(running, result)
+        if self.isolating:
+            self._cleared.extend(self.pause())
         return len(done) + len(stepped)
+
+    def abandon(self, error: Exception) -> None:
+        """Fails all running requests."""
+        dropped = [*self._suspects, *self._cleared, *self.drop_all()]
+        self._suspects.clear()
+        self._cleared.clear()
+        for one in dropped:
+            fail(one.running.future, error)
+
+    def _isolate(self, dropped: Seq[Dropped[ResultT]], error: Exception) -> None:
+        """Makes the requests of a failed step suspects. A request that failed alone gets the
+        error.
+        """
+        if len(dropped) == 1:
+            fail(dropped[0].running.future, error)
+        else:
+            self._suspects.extend(dropped)
+
+    def _readmit(self) -> None:
+        """Starts the next suspect, or all cleared requests if no suspect is left."""
+        waiting, most = (self._suspects, 1) if self._suspects else (self._cleared, None)
+        while waiting and (most is None or self.num_admitted < most):
+            one = waiting.popleft()
+            if one.running.future.cancelled():
+                continue
+            try:
+                admitted = one.readmit()
+            except Exception as error:
+                fail(one.running.future, error)
+                continue
+            if not admitted:
+                waiting.appendleft(one)
+                return
 
 
 class StepLock:

@@ -179,16 +179,16 @@ class DraftAllocation:
             milliseconds: Time of the call.
         """
         stats = self._stats[drafter]
-        depth = max(draft.depth for draft in drafts)
+        depth = max(draft.levels for draft in drafts)
         bucket = stats.call_ms.setdefault(len(drafts).bit_length(), {})
         known = bucket.setdefault(max(min(depth, MAX_DEPTH), 1), Average(memory=STEP_MEMORY))
         # Another process interrupted a call that took far longer.
         known.add(min(milliseconds, 2 * known.value) if known.weight else milliseconds)
         for budget, draft in zip(budgets, drafts, strict=True):
             for level, average in enumerate(stats.reached[: budget.depth]):
-                average.add(level < draft.depth)
-            if draft.depth:
-                stats.width.add(draft.num_nodes / draft.depth)
+                average.add(level < draft.levels)
+            if draft.levels:
+                stats.width.add(draft.num_nodes / draft.levels)
 
     def verified(self, drafter: str, depth: int, accepted: int) -> None:
         """Records how many levels of a draft of this depth were accepted."""

@@ -110,10 +110,10 @@ class DraftProposer:
 
     def verified(self, sequence: TextSequence, draft: TextDraft, accepted: int) -> None:
         """Records how many levels of a draft were accepted."""
-        self._watch(sequence).add(accepted, draft.depth, accepted)
+        self._watch(sequence).add(accepted, draft.levels, accepted)
         if self._allocation is not None:
             name = sequence.request.speculation.drafter
-            self._allocation.verified(name, draft.depth, accepted)
+            self._allocation.verified(name, draft.levels, accepted)
 
     def forget(self, sequence: TextSequence) -> None:
         """Tells the drafter that the text has ended or was preempted."""

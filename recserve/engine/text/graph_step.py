@@ -45,6 +45,7 @@ from recserve.engine.text.trees import (
 from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.tree import TokenTree
+from recserve.models.drafters.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import TextDraft
@@ -133,6 +134,7 @@ class StepConfig:
         draft_values: [R, V] float32, R >= `shape.drafted`, the buffer for the distributions that
             drafts were drawn from. None if no draft is drawn.
         readers: Drafters that read states of the target.
+        masks: Mask tokens that the trees may have. None if they have none.
     """
 
     shape: StepShape
@@ -141,6 +143,7 @@ class StepConfig:
     rule: str = SAMPLE
     draft_values: Tensor | None = None
     readers: tuple[Drafter, ...] = ()
+    masks: GatedLora | None = None
 
 
 class GraphStep:
@@ -152,7 +155,7 @@ class GraphStep:
         self.runner, self.model, self.rows = runner, model, rows
         self.shape, self.capacity, self.heads = config.shape, config.capacity, config.heads
         self.rule, self.draft_values = config.rule, config.draft_values
-        self.readers = config.readers
+        self.readers, self.masks = config.readers, config.masks
         device = rows.slots.device
         texts = self.shape.sequences + 1
         past = 0 if self.capacity is None else self.capacity.bad_word_length - 1
@@ -213,8 +216,10 @@ class GraphStep:
         place = roots.lengths[owners] + index - columns.offsets[owners]
         slots = self.rows.slots[columns.rows[owners], place]
         batch = TreeBatch(tree, None, slots, roots)
-        taps = taps_for(self.readers)
-        hidden = self.runner.hidden(batch, NodeInputs(tree.tokens), None, taps)
+        taps, gate = taps_for(self.readers), None
+        if self.masks is not None:
+            gate = MaskRows.of(self.masks, trees[KINDS], fixed=True)
+        hidden = self.runner.hidden(batch, NodeInputs(tree.tokens), None, taps, gate)
         logits = self.model.logits(hidden)
         past = None
         if self.capacity is not None:

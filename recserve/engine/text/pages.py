@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recserve.core.request import RootKeys
 from recserve.engine.runtime.page_placement import PagePlacement
+from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.sequence import NO_SLOTS, TextSequence
 from recserve.kernels.paged_kv import KVPool
 
@@ -36,6 +37,15 @@ class TextPages:
         # [P, S] slots of every page, on the device, so that allocation uploads nothing.
         slots = torch.arange(pool.num_pages * pool.page_size, device=pool.keys.device)
         self._slots = slots.view(pool.num_pages, pool.page_size)
+
+    def check(self, tokens: int) -> None:
+        """Raises RequestTooLarge if the pool never holds so many tokens of one text."""
+        pages = self.pages_of(tokens)
+        if pages > self.allocator.num_pages:
+            raise RequestTooLarge(
+                f"prompt and max_tokens need {pages} pages of {self.size} tokens, the pool "
+                f"has {self.allocator.num_pages}; request less or raise kv_bytes"
+            )
 
     def place(self, sequence: TextSequence) -> bool:
         """Gives a text pages for all committed tokens, cached ones if possible. Returns False if

@@ -13,6 +13,7 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,21 +23,21 @@ from recserve.core.acceptance_watch import DraftHealth
 from recserve.core.finite import NotFinite
 from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
-from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
+from recserve.engine.runtime.scheduler import Dropped, Scheduler
 from recserve.engine.text.draft_proposer import DraftProposer, Refused
 from recserve.engine.text.groups import TextGroup, TextGroups, record_times
 from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.pages import TextPages
 from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
-from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text.sequence import TextSequence, context_of
 from recserve.engine.text.step import VerifiedPaths, token_logprobs
 from recserve.engine.text.step_graphs import StepGraphs
-from recserve.engine.text.step_states import StepStates, split_states, taps_for
+from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
 from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.draft import empty_draft
-from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
+from recserve.speculation.drafter import Drafter, TextOutcome
 from recserve.speculation.logits_processor import TokenCounts
 
 FinishedText = tuple[TextSequence, Completion | Exception]
@@ -60,7 +61,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         limits: TextLimits | None = None,
         graphs: StepGraphs | None = None,
     ) -> None:
-        """Starts with no texts. `graphs` holds captured steps; None launches every step."""
+        super().__init__()
         self.runner, self.model = runner, model
         self.limits = limits or TextLimits()
         self.pages = TextPages(runner.pool, model.config.decoder.hidden_size)
@@ -69,14 +70,13 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(model, self.limits.draft_nodes, self.limits.load_aware)
         self._pack = TreePacker(runner.pool.keys.device)
-        self._ids = count()
-        self.graphs = graphs
+        self._ids, self.graphs = count(), graphs
         self._earliest_s = math.inf  # no text has an earlier deadline
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @property
-    def num_running(self) -> int:
-        """Number of requests that are admitted and have no result."""
+    def num_admitted(self) -> int:
+        """Number of running texts that have pages or wait for them."""
         return len(self.running) + len(self.preempted)
 
     def check(self, request: TextQuery, drafter: Drafter) -> None:
@@ -84,12 +84,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         config = self.model.config
         check_query(request, config)
         length = request.prompt.shape[0] + request.params.max_tokens
-        pages = self.pages.pages_of(min(length, config.decoder.max_positions))
-        if pages > self.allocator.num_pages:
-            raise RequestTooLarge(
-                f"prompt and max_tokens need {pages} pages of {self.pages.size} tokens, the pool "
-                f"has {self.allocator.num_pages}; request less or raise kv_bytes"
-            )
+        self.pages.check(min(length, config.decoder.max_positions))
 
     def admit(
         self, request: TextQuery, future: Future[Any], submitted_s: float, drafter: Drafter
@@ -101,21 +96,14 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         """
         if any(not s.waits for s in self.preempted):
             return False
-        prompt, device = request.prompt.tolist(), self.runner.pool.keys.device
-        context = TextContext(
-            id=next(self._ids),
-            tokens=prompt,
-            num_prompt=len(prompt),
-            params=request.params,
-            speculation=request.speculation,
-        )
+        config = self.model.config
         sequence = TextSequence(
             request=request,
             future=future,
             submitted_s=submitted_s,
-            context=context,
+            context=context_of(request, next(self._ids)),
             drafter=drafter,
-            limit=self.model.config.decoder.max_positions,
+            limit=config.decoder.max_positions,
         )
         if self._place(sequence):
             insort(self.running, sequence, key=_turn)
@@ -124,7 +112,8 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         else:
             return False
         if request.params.counts_tokens:
-            sequence.token_counts = TokenCounts(prompt, self.model.config.vocab_size, device)
+            tokens, device = sequence.context.tokens, self.runner.pool.keys.device
+            sequence.token_counts = TokenCounts(tokens, config.vocab_size, device)
         if request.deadline_s is not None:
             self._earliest_s = min(self._earliest_s, request.deadline_s)
         sequence.timing.queue_ms = (time.monotonic() - submitted_s) * 1e3
@@ -140,15 +129,14 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         late = [s for s, deadline_s in deadlines if now > deadline_s]
         self._earliest_s = min((d for _, d in deadlines if now <= d), default=math.inf)
         self._drop(late)
-        return [
-            (s, DeadlineExceeded("the deadline passed while the text was written")) for s in late
-        ]
+        error = "the deadline passed while the text was written"
+        return [(s, DeadlineExceeded(error)) for s in late]
 
     def step(self) -> list[FinishedText]:
         """Runs one forward pass over all texts. Returns the results that it completes.
 
-        A text whose prompt ends in this step takes its first step in the same forward pass. In each
-        layer, the keys and values of the prompt are written before the text's tree attends to them.
+        A text whose prompt ends takes its first step in the same forward pass. In each layer, keys
+        and values of the prompt are written before the text's tree attends to them.
         """
         self._resume()
         self._preempt_for_pages()
@@ -177,8 +165,9 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[FinishedText]:
         """Runs one forward pass over the trees of the groups and the chunks of prompts."""
         pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
-        taps = taps_for(text.drafter for text in self.running)
-        hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)], taps)
+        drafters = [text.drafter for text in self.running]
+        taps, masks = taps_for(drafters), masks_of(drafters)
+        hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)], taps, masks)
         states = split_states(hidden, taps)
         for part, own in zip(parts, states[len(groups) :], strict=True):
             part.done(own)
@@ -198,15 +187,27 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
         return self._proposer.health()
 
-    def drop_all(self) -> list[TextSequence]:
+    def drop_all(self) -> list[Dropped[Completion]]:
         """Removes all texts, releases their pages, and returns them."""
         dropped = self.running + self.preempted
         self._drop(dropped)
-        return dropped
+        return [Dropped(s, partial(self._continue, s)) for s in dropped]
+
+    def pause(self) -> list[Dropped[Completion]]:
+        """Removes and returns all texts; their computed tokens stay in the prefix cache."""
+        for sequence in self.running:
+            self._cache_prefix(sequence)
+        return self.drop_all()
 
     def drop_cancelled(self) -> None:
         """Removes the texts whose futures were cancelled."""
         self._drop([s for s in self.running + self.preempted if s.future.cancelled()])
+
+    def _continue(self, sequence: TextSequence) -> bool:
+        """Continues a dropped text after the tokens that it has committed."""
+        sequence.restart()
+        insort(self.preempted, sequence, key=_turn)
+        return True
 
     def _groups(self, parts: Seq[Chunk], failed: list[FinishedText]) -> list[TextGroup]:
         """Returns the texts that step with their drafts, grouped by acceptance rule."""
@@ -266,7 +267,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             if sequence.drafter.reads_states:
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
             if draft.num_nodes:
-                sequence.counts.add(draft.num_candidates, used)
+                sequence.counts.add(draft.num_candidates, used, draft.depth)
                 self._proposer.verified(sequence, draft, len(path) - 1)
             if ended:
                 done.append((sequence, sequence.completion()))
@@ -292,8 +293,6 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
 
     def _resume(self) -> None:
         """Resumes preempted texts in order, until one finds no pages."""
-        if not self.preempted:
-            return
         waiting, self.preempted = self.preempted, []
         for sequence in waiting:
             found = all(s.waits for s in self.preempted) and self._place(sequence)

@@ -109,6 +109,15 @@ class TextSequence:
         ready = len(context.tokens) - 1 == length
         context.hidden, context.ranked = (last_hidden, ranked) if ready else (None, None)
 
+    def restart(self) -> None:
+        """Forgets what was computed. The committed tokens stay, and are counted anew."""
+        self.num_computed = 0
+        if self.token_counts is not None:
+            tokens, seen = self.context.tokens, self.token_counts.seen
+            prompt, written = tokens[: self.context.num_prompt], tokens[self.context.num_prompt :]
+            self.token_counts = TokenCounts(prompt, seen.numel(), seen.device)
+            self.token_counts.add(written)
+
     def unread(self, end: int) -> StateSpan | None:
         """Returns the states of positions before `end` that the drafter has not received.
 
@@ -183,3 +192,15 @@ class TextSequence:
             counts=self.counts,
             timing=self.timing,
         )
+
+
+def context_of(request: TextQuery, number: int) -> TextContext:
+    """Returns what drafters see of a request. `number` identifies its text."""
+    tokens = request.prompt.tolist()
+    return TextContext(
+        id=number,
+        tokens=tokens,
+        num_prompt=len(tokens),
+        params=request.params,
+        speculation=request.speculation,
+    )

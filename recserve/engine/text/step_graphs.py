@@ -30,6 +30,7 @@ from recserve.engine.text.graph_step import GraphStep, StepConfig, StepShape
 from recserve.engine.text.groups import TextGroup
 from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step import StepOutputs
+from recserve.engine.text.step_states import masks_of
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable
@@ -172,7 +173,7 @@ class StepGraphs:
         self._names = {id((drafters or {})[name]): name for name in self._heads}
         self._parameter_check: tuple[SamplingTable | None, bool | None] = (None, None)
         readers = [d for d in (drafters or {}).values() if d.reads_states]
-        self._readers = tuple(readers)
+        self._readers, self._masks = tuple(readers), masks_of((drafters or {}).values())
         self._draws = any(drafter.draws for drafter in (drafters or {}).values())
         self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
@@ -221,6 +222,7 @@ class StepGraphs:
             rule=kind.rule,
             draft_values=self._place_for_probs(bucket.shape) if drawn else None,
             readers=self._readers,
+            masks=self._masks if bucket.shape.depth else None,
         )
         return GraphStep(self.runner, self.model, self.rows, config)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recserve.models.decoder import FINAL_LAYER, Taps
+from recserve.models.drafters.gated_lora import GatedLora
 from recserve.speculation.drafter import Drafter
 
 
@@ -38,6 +39,21 @@ def taps_for(drafters: Iterable[Drafter]) -> Taps | None:
     layers = {n for drafter in drafters if drafter.reads_states for n in drafter.hidden_layers}
     layers.discard(FINAL_LAYER)
     return Taps(tuple(sorted(layers))) if layers else None
+
+
+def masks_of(drafters: Iterable[Drafter]) -> GatedLora | None:
+    """Returns the mask tokens that trees of the drafters may have. None if there are none.
+
+    Raises:
+        ValueError: If two drafters have different ones.
+    """
+    found = {id(d.masks): (d.name, d.masks) for d in drafters if d.masks is not None}
+    if len(found) > 1:
+        names = sorted(name for name, _ in found.values())
+        raise ValueError(
+            f"the drafters {names} have different mask tokens; an engine holds one set"
+        )
+    return next((masks for _, masks in found.values()), None)
 
 
 def split_states(hidden: Seq[Tensor], taps: Taps | None) -> list[StepStates]:

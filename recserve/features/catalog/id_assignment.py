@@ -5,13 +5,17 @@ id is chosen in this order:
 
 1. The item's present id, if the new vector has the same codes.
 2. The first free id with these codes. An id is free if no item or only a hidden item has it.
-3. A free id whose last quantised code is another one, nearest to the vector first.
+3. A free id with other codes: another last code, then another code of one more level, and so on.
+   Within each of these, the id that is nearest to the vector comes first.
+
+An item is never left without an id while the catalogue has a free one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -52,24 +56,33 @@ class IdAssigner:
             rows: [n] row of each item in this version, -1 for a new item.
 
         Returns:
-            n semantic ids [L] uint16, None where no id near the vector is free.
+            n semantic ids [L] uint16, None where every semantic id of the catalogue is taken.
         """
         if not len(vectors):
             return []
         taken: set[bytes] = set()
+        # Equal vectors share a search: an id that one of them found taken stays taken.
+        searches: dict[bytes, Iterator[np.ndarray]] = {}
         assigned: list[np.ndarray | None] = []
         encoded = self.quantizer.encode(vectors)
         sharing = self.index.decode(encoded)
         for number, (codes, vector, row) in enumerate(zip(encoded, vectors, rows, strict=True)):
             found = self._own(version, codes, row, taken)
             if found is None:
-                found = self._free(version, codes, sharing[number], taken)
-            if found is None:
-                found = self._near(version, codes, vector, taken)
+                name = vector.tobytes()
+                if name not in searches:
+                    first = self._free(version, codes, sharing[number], taken)
+                    searches[name] = chain(first, self._near(version, codes, vector, taken))
+                found = next(searches[name], None)
             if found is not None:
                 taken.add(found.tobytes())
             assigned.append(found)
         return assigned
+
+    def is_far(self, codes: np.ndarray, vector: np.ndarray) -> bool:
+        """Whether an id differs from a vector's [F] own codes in more than their last level."""
+        own = self.quantizer.encode(vector[None])[0]
+        return not np.array_equal(own[:-1], codes[: own.size - 1])
 
     def _own(
         self, version: CatalogVersion, codes: np.ndarray, row: int, taken: set[bytes]
@@ -87,8 +100,8 @@ class IdAssigner:
 
     def _free(
         self, version: CatalogVersion, codes: np.ndarray, rows: np.ndarray, taken: set[bytes]
-    ) -> np.ndarray | None:
-        """Returns the first free id with these codes. `rows` are the bundle's items with them."""
+    ) -> Iterator[np.ndarray]:
+        """Yields the free ids with these codes. `rows` are the bundle's items with them."""
         owners = {self.index.codes[row].tobytes(): row for row in rows.tolist()}
         stem = codes.astype(np.uint16).tobytes()
         for code in range(self.ids_per_tuple):
@@ -98,21 +111,33 @@ class IdAssigner:
             owner = version.owners.get(name)
             owner = owners.get(name, -1) if owner < 0 else owner
             if name not in taken and (owner < 0 or version.is_gone(owner)):
-                return np.frombuffer(name, np.uint16)
-        return None
+                yield np.frombuffer(name, np.uint16)
 
     def _near(
         self, version: CatalogVersion, codes: np.ndarray, vector: np.ndarray, taken: set[bytes]
-    ) -> np.ndarray | None:
-        """Returns a free id with another last code, nearest to the vector first."""
-        size = self.quantizer.codebook_sizes[-1]
-        others = np.repeat(codes[None], size, axis=0)
-        others[:, -1] = np.arange(size)
-        distances = np.square(self.quantizer.decode(others) - vector).sum(1)
-        others = others[np.argsort(distances, kind="stable")]
-        sharing = self.index.decode(others)
-        for number, near in enumerate(others):
-            found = self._free(version, near, sharing[number], taken)
-            if found is not None:
-                return found
-        return None
+    ) -> Iterator[np.ndarray]:
+        """Yields the free ids with other codes, in the order of the module's docstring."""
+        for level in reversed(range(len(codes))):
+            others = self._varied(codes, level, vector)
+            others = others[others[:, level] != codes[level]]
+            for batch in self._completed(others, level + 1, vector):
+                sharing = self.index.decode(batch)
+                for number, near in enumerate(batch):
+                    yield from self._free(version, near, sharing[number], taken)
+
+    def _completed(
+        self, prefixes: np.ndarray, level: int, vector: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Yields batches [n, L] of all tuples with one of the prefixes [m, L] before `level`."""
+        if level == prefixes.shape[1]:
+            yield prefixes
+            return
+        for prefix in prefixes:
+            yield from self._completed(self._varied(prefix, level, vector), level + 1, vector)
+
+    def _varied(self, codes: np.ndarray, level: int, vector: np.ndarray) -> np.ndarray:
+        """Returns [C, L] tuples with every code at `level`, nearest to the vector first."""
+        every = np.repeat(codes[None], self.quantizer.codebook_sizes[level], axis=0)
+        every[:, level] = np.arange(len(every))
+        distances = np.square(self.quantizer.decode(every) - vector).sum(1)
+        return np.asarray(every[np.argsort(distances, kind="stable")])

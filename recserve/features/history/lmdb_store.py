@@ -132,4 +132,27 @@ class LmdbStore(HistoryStore):
         except lmdb.MapFullError as error:
             raise StoreUnavailable(f"{self.path}: full; open it with a larger map size") from error
         except (lmdb.Error, OSError) as error:
+            if "already open in this process" in str(error):
+                raise StoreUnavailable(
+                    f"{self.path}: another Service of this process has it open; use that one, or "
+                    "close it first (service.close(), or `with Service.open(...) as service`)"
+                ) from error
             raise StoreUnavailable(f"{self.path}: {error}") from error
+
+
+def copy_store(source: Path, target: Path) -> int:
+    """Copies a store into an empty folder; another process may use it meanwhile.
+
+    Returns:
+        Number of keys in the copy, which is one consistent state.
+
+    Raises:
+        StoreUnavailable: If there is no store, or it cannot be read.
+    """
+    try:
+        with lmdb.open(str(source), readonly=True, create=False, max_readers=MAX_READERS) as store:
+            store.copy(str(target), compact=True)
+        with lmdb.open(str(target), readonly=True, create=False) as copied:
+            return int(copied.stat()["entries"])
+    except (lmdb.Error, OSError) as error:
+        raise StoreUnavailable(f"{source}: {error}") from error

@@ -1,4 +1,4 @@
-"""Stores histories in Redis: one value per user, one MGET per batch, one script per append.
+"""Stores histories in Redis: one value per user, one round trip per batch, one script per append.
 
 The script checks the stored value, applies the same changes as `history_merge.merge`, and writes
 the value with a new checksum. It takes one round trip and is atomic.
@@ -177,16 +177,24 @@ class RedisStore(HistoryStore):
             self._script = self._client.script_load(APPEND)
 
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
-        """Returns the events of each user by one MGET.
+        """Returns the events of each user in one round trip.
 
-        A damaged value is returned as a CorruptHistory in its place.
+        A damaged value, or a key of another type, is returned as a CorruptHistory in its place.
         """
-        if not user_ids:
-            return []
-        keys = [PREFIX + user_key(user_id) for user_id in user_ids]
-        with self._failures():
-            values = self._client.mget(keys)
-        return [read_stored(value) for value in values]
+        # MGET would return nothing for a key of another type, as for an unknown user.
+        with self._failures(), self._client.pipeline(transaction=False) as pipeline:
+            for user_id in user_ids:
+                pipeline.get(PREFIX + user_key(user_id))
+            values: list[Any] = pipeline.execute(raise_on_error=False)
+            found: list[np.ndarray | CorruptHistory] = []
+            for value in values:
+                if isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE"):
+                    found.append(CorruptHistory("stored history is of another Redis type"))
+                elif isinstance(value, RedisError):
+                    raise value
+                else:
+                    found.append(read_stored(value))
+        return found
 
     def append_many(
         self, changes: Mapping[str, Sequence[Change]]

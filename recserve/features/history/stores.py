@@ -35,6 +35,11 @@ def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
     options = options or StoreOptions()
     if not 1 <= options.cap <= MAX_CAP:
         raise ValueError(f"cap is {options.cap}; expected 1..{MAX_CAP}")
+    return store_class(url).open(url, options)
+
+
+def store_class(url: str) -> type[HistoryStore]:
+    """Returns the class that opens a URL. Raises ValueError if no store has its scheme."""
     scheme, _, rest = url.partition(":")
     # Built-in stores come last, so a package cannot replace them.
     registered = {entry.name: entry for entry in (*entry_points(group=GROUP), *BUILT_IN)}
@@ -45,4 +50,4 @@ def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
             f"(known schemes: {known})"
         )
     store: type[HistoryStore] = registered[scheme].load()
-    return store.open(url, options)
+    return store

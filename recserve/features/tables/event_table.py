@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recserve.features.history.history import MAX_USER_ID_BYTES
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.tables.parquet import (
@@ -18,10 +19,10 @@ from recserve.features.tables.parquet import (
     RowCheck,
     SchemaError,
     column,
+    id_column,
     is_text,
     null_or_blank,
     read_table,
-    text_column,
 )
 
 DEFAULT_TYPE = "event"
@@ -35,7 +36,7 @@ def read_events(
 
     Users are numbered by first appearance. The columns are:
 
-    - `user_id` and `item_id`: strings.
+    - `user_id` and `item_id`: strings or integers.
     - `timestamp`: any Arrow timestamp; one without a time zone is UTC.
     - `position`: any integer. It orders events if there is no timestamp, or events of the same
       time.
@@ -44,7 +45,8 @@ def read_events(
 
     These rows are rejected:
 
-    - A null or empty id, an unknown item, a null time, or a value that is not finite.
+    - A null or empty id, a long user id, an unknown item, a null time, or a value that is not
+      finite.
     - An event that repeats user, item, time and type of an earlier row.
     - A repeated position of a user, if there is no timestamp.
     - A row that is older than the previous row of its user. Under "skip" such rows are sorted by
@@ -104,8 +106,8 @@ class _Columns:
     @classmethod
     def of(cls, table: pa.Table, path: Path, items: ItemTable) -> _Columns:
         """Converts the columns. Raises SchemaError for a missing or mistyped column."""
-        users = text_column(table, path, "user_id")
-        item_ids = text_column(table, path, "item_id")
+        users = id_column(table, path, "user_id")
+        item_ids = id_column(table, path, "item_id")
         known = pc.index_in(item_ids, value_set=pa.array(items.ids, pa.large_string()))
         times, positions, clock = _times(table, path)
         return cls(
@@ -131,6 +133,13 @@ class _Columns:
         for ids, name in ((self.users, "user_id"), (self.item_ids, "item_id")):
             blank = null_or_blank(ids)
             check.refuse(blank, f"null {name}", name, lambda r: "the id is null or empty")
+        long = pc.fill_null(pc.greater(pc.binary_length(self.users), MAX_USER_ID_BYTES), False)
+        check.refuse(
+            np.asarray(long.to_numpy(zero_copy_only=False), dtype=bool),
+            "long user_id",
+            "user_id",
+            lambda r: f"the id has more than {MAX_USER_ID_BYTES} bytes of UTF-8",
+        )
         check.refuse(
             self.item_rows < 0,
             "unknown item_id",

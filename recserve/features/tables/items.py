@@ -16,6 +16,7 @@ from recserve.features.tables.parquet import (
     RowCheck,
     SchemaError,
     column,
+    id_column,
     is_text,
     null_or_blank,
     read_table,
@@ -115,7 +116,7 @@ def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[Item
     """
     path = Path(path)
     table = read_table(path)
-    ids = text_column(table, path, "item_id")
+    ids = id_column(table, path, "item_id")
     rows = table.num_rows
     check = RowCheck(path, rows, on_bad_rows)
     check.refuse(

@@ -19,6 +19,16 @@ import pyarrow.parquet as pq
 OnBadRows = Literal["error", "skip"]
 MAX_TABLE_BYTES = 32 << 30
 MAX_EXAMPLES = 10
+_CONVERT = "pyarrow.parquet.write_table(pyarrow.csv.read_csv(CSV), PARQUET)"
+# How a column of another type is converted, by expected type; `column` is table[name].
+CONVERSIONS = {
+    "string": "pyarrow.compute.cast(column, 'string')",
+    "string or integer": "pyarrow.compute.cast(column, 'string')",
+    "list<string>": "pyarrow.compute.split_pattern(column, '|')",
+    "timestamp": "pyarrow.compute.cast(column, pyarrow.timestamp('s')), for seconds or RFC 3339",
+    "integer": "pyarrow.compute.cast(column, 'int64')",
+    "float": "pyarrow.compute.cast(column, 'float32')",
+}
 
 
 class SchemaError(ValueError):
@@ -156,7 +166,8 @@ def read_table(path: Path) -> pa.Table:
                 raise SchemaError(f"{path}: {size} bytes uncompressed; at most {MAX_TABLE_BYTES}")
             table = file.read()
     except (pa.ArrowException, OSError) as error:
-        raise SchemaError(f"{path}: not a readable Parquet file ({error})") from error
+        hint = f"; a CSV file becomes one by: {_CONVERT}" if path.suffix != ".parquet" else ""
+        raise SchemaError(f"{path}: not a readable Parquet file ({error}){hint}") from error
     names = table.column_names
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
@@ -195,13 +206,24 @@ def column(
         raise SchemaError(f"{path}: column {name} ({expected}) is missing; the file has {listed}")
     values = table.column(name)
     if not accepts(values.type):
-        raise SchemaError(f"{path}: column {name} is {values.type}; expected {expected}")
+        hint = f"; convert it with {CONVERSIONS[expected]}" if expected in CONVERSIONS else ""
+        raise SchemaError(f"{path}: column {name} is {values.type}; expected {expected}{hint}")
     return values
 
 
 def text_column(table: pa.Table, path: Path, name: str) -> pa.Array:
     """Returns one text column as a single large_string array."""
     values = column(table, path, name, is_text, "string")
+    return pc.cast(values, pa.large_string()).combine_chunks()
+
+
+def id_column(table: pa.Table, path: Path, name: str) -> pa.Array:
+    """Returns one column of ids as a large_string array; integers become their digits."""
+
+    def accepts(kind: Any) -> bool:
+        return is_text(kind) or bool(pa.types.is_integer(kind))
+
+    values = column(table, path, name, accepts, "string or integer")
     return pc.cast(values, pa.large_string()).combine_chunks()
 
 

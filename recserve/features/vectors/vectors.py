@@ -19,7 +19,7 @@ from sklearn.utils.extmath import randomized_svd
 
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
-from recserve.features.tables.parquet import BadRows, SchemaError, column, read_table, text_column
+from recserve.features.tables.parquet import BadRows, SchemaError, column, id_column, read_table
 from recserve.features.vectors.text_encoder import TOKEN_PATTERN, TextEncoder, document, unit
 
 MAX_TERMS = 50_000
@@ -159,7 +159,7 @@ def _read_parquet(path: Path, item_ids: list[str]) -> np.ndarray:
             or pa.types.is_fixed_size_list(kind)
         ) and pa.types.is_floating(kind.value_type)
 
-    ids = text_column(table, path, "item_id")
+    ids = id_column(table, path, "item_id")
     lists = column(table, path, "vector", accepts, "list<float>")
     lengths = pc.unique(pc.list_value_length(lists)).to_pylist()
     if len(lengths) != 1 or not lengths[0]:

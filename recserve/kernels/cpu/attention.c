@@ -304,7 +304,8 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
         int64_t slots[size], soon = (n + 3) * group;
         if (soon < num_rows)
             ask_for(type, &block, tree->slots[states[soon].node - tree->first], head, kv_heads, dim);
-        memcpy(slots, tree->root + shared, tail * sizeof *slots);
+        if (tail)  // the root may be null where it is empty, and memcpy is undefined then
+            memcpy(slots, tree->root + shared, tail * sizeof *slots);
         for (int64_t at = node; at >= 0; at = parents[at])
             slots[tail + depths[at]] = tree->slots[at];
         for (int64_t start = 0; start < size; start += BLOCK) {

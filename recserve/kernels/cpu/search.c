@@ -328,7 +328,8 @@ static void begin(const Search *s, int64_t b, Work *work) {
         const int64_t *path = s->first_paths + b * s->path_request + w * s->path_beam;
         float score = s->scores[b * s->width + w];
         s->log_probs[first + w] = score;
-        memcpy(s->paths + (first + w) * s->levels, path, s->level * sizeof *path);
+        if (s->level)  // path is null at level 0, where memcpy is undefined
+            memcpy(s->paths + (first + w) * s->levels, path, s->level * sizeof *path);
         if (score > -INFINITY)
             work->beams[work->count++] = (Candidate){score, s->level ? path[s->level - 1] : 0, w};
     }

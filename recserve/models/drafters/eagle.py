@@ -7,13 +7,16 @@ parent in place of the target's state.
 EAGLE-1 and EAGLE-2 share a network: the final state and the embedding are projected to one vector,
 and the target's head reads the feature. EAGLE-3 reads the states of several layers, has a norm and
 a head of its own, and may have a smaller vocabulary. EAGLE-3.1 adds norms before the projection.
+HASS adds norms to EAGLE-1. P-EAGLE is EAGLE-3 with several layers; all rows of a draft but the
+first read a mask token and learned states, so that one forward pass drafts all positions.
 
 Sources: EAGLE-1 (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840),
-EAGLE-3.1 (arXiv 2605.09992).
+EAGLE-3.1 (arXiv 2605.09992), HASS (arXiv 2408.15766), P-EAGLE (arXiv 2602.01469).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +24,9 @@ from torch import Tensor, nn
 
 from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
-from recserve.models.decoder import RMSNorm, Silu
+from recserve.models.decoder import DecoderLayer, RMSNorm
+from recserve.models.drafters.feature_network import MaskRow
+from recserve.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,12 @@ class EagleConfig:
         norm_before_fc: One norm on all states before the projection.
         norm_output: The normalised output is fed back instead of the output.
         norm_before_residual: The residual is the normalised feature instead of the feature.
+        embedding_norm: A norm on the embedding before the projection (HASS).
+        feature_norm: A norm on the feature before the projection (HASS).
+        layer_norm: A norm on the inputs of the first layer (HASS; EAGLE-3 always has it).
+        head_norm: A norm on what the target's head reads (HASS).
+        own_embedding: An embedding of its own, trained from the target's (P-EAGLE).
+        mask_token: The token of the rows that read no token (P-EAGLE). None for other networks.
 
     Raises:
         ValueError: If the fields contradict each other.
@@ -57,6 +68,12 @@ class EagleConfig:
     norm_before_fc: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    embedding_norm: bool = False
+    feature_norm: bool = False
+    layer_norm: bool = False
+    head_norm: bool = False
+    own_embedding: bool = False
+    mask_token: int | None = None
 
     def __post_init__(self) -> None:
         if self.fc_norm and self.norm_before_fc:
@@ -67,44 +84,15 @@ class EagleConfig:
             )
         if not self.fused and self.draft_vocab_size != self.vocab_size:
             raise ValueError("EAGLE-1 and 2 read the target's head, so they have its vocabulary")
+        if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token}; expected 0..{self.vocab_size - 1}"
+            )
 
     @property
     def num_features(self) -> int:
         """F, numbers that are read of the target at each position."""
         return self.target_size * len(self.target_layers)
-
-
-class EagleLayer(nn.Module):
-    """A decoder layer whose attention reads `num_inputs` numbers per row."""
-
-    def __init__(self, config: DecoderConfig, num_inputs: int) -> None:
-        super().__init__()
-        self.config = config
-        size, dim = config.hidden_size, config.head_dim
-        heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = nn.Linear(num_inputs, heads * dim, bias=config.attention_bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(dim, config.norm_eps)
-            self.k_norm = RMSNorm(dim, config.norm_eps)
-        self.output = nn.Linear(config.num_heads * dim, size, bias=config.output_bias)
-        self.mlp_norm = RMSNorm(size, config.norm_eps)
-        self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, size, bias=False)
-        self.silu = Silu()
-
-    def forward(
-        self, inputs: Tensor, residual: Tensor, rope: Rope, layer: int, attend: Attend
-    ) -> Tensor:
-        """Runs the layer on inputs [..., T, num_inputs] and a residual [..., T, E]."""
-        c = self.config
-        qkv = self.qkv(inputs).unflatten(-1, (-1, c.head_dim))
-        query, key, value = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=-2)
-        if c.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        mixed = attend(layer, rope(query), rope(key), value).flatten(-2)
-        x = residual + self.output(mixed)
-        out: Tensor = x + self.down(self.silu.gate(self.gate_up(self.mlp_norm(x))))
-        return out
 
 
 class Eagle(nn.Module):
@@ -127,15 +115,20 @@ class Eagle(nn.Module):
             config.num_features + (0 if config.fused else size), size, bias=config.fc_bias
         )
         inputs = [2 * size if config.fused else size] + [size] * (decoder.num_layers - 1)
-        self.layers = nn.ModuleList(EagleLayer(decoder, count) for count in inputs)
+        self.layers = nn.ModuleList(DecoderLayer(decoder, count) for count in inputs)
+
+        def norm(present: bool) -> nn.Module:
+            return RMSNorm(size, eps) if present else nn.Identity()
+
         # Norms of the inputs of each layer. The first layer of EAGLE-1 has none.
         self.input_norms = nn.ModuleList(
-            RMSNorm(size, eps) if number or config.fused else nn.Identity()
+            norm(number > 0 or config.fused or config.layer_norm)
             for number in range(decoder.num_layers)
         )
+        self.embedding_norm = norm(config.embedding_norm)
+        self.feature_norm = norm(config.fused or config.feature_norm)
+        self.norm = norm(config.fused or config.head_norm)
         if config.fused:
-            self.feature_norm = RMSNorm(size, eps)
-            self.norm = RMSNorm(size, eps)
             self.head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(
@@ -146,6 +139,10 @@ class Eagle(nn.Module):
         mapped = config.draft_vocab_size < config.vocab_size
         tokens = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if mapped else None
         self.register_buffer("token_map", tokens)
+        if config.own_embedding:
+            self.tokens = nn.Embedding(config.vocab_size, size)
+        if config.mask_token is not None:
+            self.mask_states = nn.Parameter(torch.zeros(config.num_features))
         # Not a buffer: positions need these in float32 whatever the weights are cast to.
         self._frequencies = rope_frequencies(decoder)
 
@@ -165,6 +162,31 @@ class Eagle(nn.Module):
             states = self.states_norm(states)
         projected: Tensor = self.fc(states)
         return projected
+
+    def embed(self, tokens: Tensor, target: LanguageModel) -> Tensor:
+        """Returns the embedding [..., E] of the target's tokens [...]."""
+        table = self.tokens if self.config.own_embedding else target.tokens
+        embedded: Tensor = table(tokens)
+        return embedded
+
+    def mask_row(self, target: LanguageModel) -> MaskRow | None:
+        """Returns what rows without a token and a state read (P-EAGLE); None for others."""
+        if self.config.mask_token is None:
+            return None
+        token = torch.tensor(self.config.mask_token, device=self.mask_states.device)
+        return MaskRow(self.features(self.mask_states), self.embed(token, target))
+
+    def committed(
+        self,
+        states: Tensor,
+        before: Sequence[tuple[int, Tensor | None]],
+        embedded: Tensor,
+        positions: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """Computes the outputs [T, E] of committed tokens; `before` has no effect on them."""
+        outputs: Tensor = self(self.features(states), embedded, positions, attend)
+        return outputs
 
     def forward(
         self, features: Tensor, embedded: Tensor, positions: Tensor, attend: Attend
@@ -190,18 +212,27 @@ class Eagle(nn.Module):
             inputs = torch.cat([self.input_norms[0](embedded), normed], dim=-1)
             residual = normed if config.norm_before_residual else features
         else:
-            residual = inputs = self.fc(torch.cat([embedded, features], dim=-1))
-        x: Tensor = self.layers[0](inputs, residual, rope, 0, attend)
-        for number in range(1, len(self.layers)):
-            x = self.layers[number](self.input_norms[number](x), x, rope, number, attend)
+            both = [self.embedding_norm(embedded), self.feature_norm(features)]
+            residual = self.fc(torch.cat(both, dim=-1))
+            inputs = self.input_norms[0](residual)
+        x = residual
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            if number:
+                inputs = self.input_norms[number](x)
+            x = layer.run(inputs, x, rope, number, attend)
         return self.norm(x) if config.norm_output else x
 
-    def read_by_head(self, outputs: Tensor) -> Tensor:
-        """Returns what a head reads of outputs [..., E]: normalised once, if it has a norm."""
-        if not self.config.fused or self.config.norm_output:
-            return outputs
-        normed: Tensor = self.norm(outputs)
-        return normed
+    def logits(self, outputs: Tensor, target: LanguageModel, level: int = 0) -> Tensor:
+        """Returns float32 logits [..., draft_vocab_size] of outputs [..., E].
+
+        They are normalised once, if the network has a norm. All levels of a draft are alike.
+        """
+        read = outputs if self.config.norm_output else self.norm(outputs)
+        if self.config.fused:
+            own: Tensor = self.head(read)
+            return own.float()
+        return target.logits(read.to(target.tokens.weight.dtype)).float()
 
     def targets(self, columns: Tensor) -> Tensor:
         """Returns the target's tokens of draft tokens of any shape."""

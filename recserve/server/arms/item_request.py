@@ -20,6 +20,7 @@ from recserve.server.arms.arm_server import ArmRefusal, ArmServer
 from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.errors import row_of
 from recserve.server.exchange import Exchange, outcomes
+from recserve.server.threads import is_large
 from recserve.server.transport.trace import trace_of
 from recserve.service.pending import Pending
 from recserve.service.recommend.attribution import Signer
@@ -91,7 +92,8 @@ class ItemRequest(Generic[B, A]):
         # The connection to another server has a timer of its own, which says what was late.
         remote = arm is not None and arm.remote
         until_s = self.deadline_s if remote else deadline_s
-        (outcome,) = await outcomes(self.request, [work], until_s)
+        pool = self.exchange.threads.items if is_large(self.body) else None
+        (outcome,) = await outcomes(self.request, [work], until_s, pool)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
-from recserve.server.routes.paths import add_get_and_head
+from recserve.server.routes.paths import add_get
 
 NUM_USERS = 50
 NUM_ITEMS = 200
@@ -86,5 +86,5 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         samples_of = exchange.service.samples
         return json_response(await asyncio.to_thread(samples_of, NUM_USERS, NUM_ITEMS))
 
-    add_get_and_head(app, "/", playground)
-    add_get_and_head(app, "/playground/{name}", static)
+    add_get(app, "/", playground)
+    add_get(app, "/playground/{name}", static)

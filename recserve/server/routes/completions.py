@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from recserve.server.arms.text_answer import TextArm
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.piece_clock import PieceClock
+from recserve.server.threads import checked_first, on_thread
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.completions import PendingTexts
 from recserve.service.text.stream import Listener, Piece
@@ -56,16 +57,22 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
         if body.stream:
             pieces.put(piece)
 
-    # Tokenising a long prompt takes a while, so it runs off the event loop.
+    async def prepared(body: B) -> PendingTexts:
+        """Applies the template and tokenises on a thread, because a long prompt takes a while."""
+        call = partial(begin, body, trace.request_id, deadline_s, listen)
+        engine = exchange.service.engine
+        engine.check_queue()
+        return await on_thread(exchange.threads.text, checked_first(engine, deadline_s, call))
+
     try:
-        work = await asyncio.to_thread(begin, arm.body, trace.request_id, deadline_s, listen)
+        work = await prepared(arm.body)
     except Exception as error:
         plain = arm.without_misfit(error, trace, body)
         if plain is None:
             arm.failed(error)
             raise
         arm = plain
-        work = await asyncio.to_thread(begin, arm.body, trace.request_id, deadline_s, listen)
+        work = await prepared(arm.body)
     work = replace(work, experiment=arm.label)
 
     def count() -> None:
@@ -89,7 +96,7 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
     if body.stream:
         return await EventStream(request, work, pieces, deadline_s, end).begin()
     try:
-        await ended(request, work.futures, deadline_s)
+        await ended(request, work.all_futures, deadline_s)
         answer = work.answer()
     except BaseException as error:
         end(error)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from fastapi import FastAPI
 from msgspec import structs
@@ -27,23 +25,23 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def add_events(request: Request) -> Response:
         """Store events; the next answer takes them into account."""
         body = await exchange.body(request, BODY)
-        return json_response(await asyncio.to_thread(_add, exchange, body))
+        return json_response(await exchange.from_store(_add, exchange, body))
 
     @app.get("/v1/users", operation_id="users")
     async def users(request: Request) -> Response:
         """Return a page of the users with stored events; `prefix`, `limit` and `after`."""
         query = query_of(request, UsersQuery)
-        return json_response(await asyncio.to_thread(exchange.service.users.listed, query))
+        return json_response(await exchange.from_store(exchange.service.users.listed, query))
 
     async def history(user_id: str) -> Response:
         """Return a user's events, oldest first."""
         return json_response(
-            await asyncio.to_thread(exchange.service.users.history, _bounded(user_id))
+            await exchange.from_store(exchange.service.users.history, _bounded(user_id))
         )
 
     async def delete_user(user_id: str) -> Response:
         """Delete a user's stored events, cached prefixes and rows of the slate log."""
-        await asyncio.to_thread(_delete, exchange, _bounded(user_id))
+        await exchange.from_store(_delete, exchange, _bounded(user_id))
         return Response(status_code=204)
 
     app.router.add_api_route(

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
-from recserve.server.routes.paths import add_get_and_head
+from recserve.server.routes.paths import add_get
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
@@ -20,8 +20,8 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         return json_response({"status": "live"})
 
     async def ready() -> Response:
-        """Report that the server takes requests; 503 while loading, draining or failed."""
-        _ = exchange.service
+        """Report that the server takes requests; 503 while loading, draining, failed or hung."""
+        exchange.check_ready()
         return json_response({"status": "ready"})
 
     @app.get("/version", operation_id="version")
@@ -33,9 +33,12 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         """Return the metrics in the text format of Prometheus."""
         return Response(exchange.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    add_get_and_head(app, "/health/live", live, "live")
-    add_get_and_head(app, "/v2/health/live", live, "live_v2")
-    add_get_and_head(app, "/health", ready, "health")
-    add_get_and_head(app, "/health/ready", ready, "ready")
-    add_get_and_head(app, "/v2/health/ready", ready, "ready_v2")
-    add_get_and_head(app, "/metrics", metrics, "metrics")
+    add_get(app, "/health/live", live, "live")
+    add_get(app, "/v2/health/live", live, "live_v2")
+    add_get(app, "/health", ready, "health")
+    add_get(app, "/health/ready", ready, "ready")
+    add_get(app, "/ping", ready, "ping")
+    # Amazon SageMaker's and vLLM's name; some callers use POST.
+    app.add_api_route("/ping", ready, methods=["POST"], include_in_schema=False)
+    add_get(app, "/v2/health/ready", ready, "ready_v2")
+    add_get(app, "/metrics", metrics, "metrics")

@@ -24,7 +24,7 @@ from recserve.schemas.items import (
     RecommendResponse,
 )
 from recserve.server.exchange import Exchange, finished, json_response, outcomes
-from recserve.server.routes.paths import add_get_and_head
+from recserve.server.routes.paths import add_get
 from recserve.server.tensors import (
     INPUTS,
     described_inputs,
@@ -52,7 +52,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         said = ServerMetadata(name="recserve", version=installed("recserve"), extensions=[])
         return json_response(said)
 
-    add_get_and_head(app, "/v2", server_metadata, "server_metadata")
+    add_get(app, "/v2", server_metadata, "server_metadata")
 
     @app.get("/v2/models/{name}", operation_id="model_metadata")
     async def model_metadata(name: str) -> Response:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -24,24 +22,24 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def items(request: Request) -> Response:
         """Return a page of the catalogue; `query`, `limit` and `after`."""
         query = query_of(request, ItemsQuery)
-        return json_response(await asyncio.to_thread(exchange.service.items.listed, query))
+        return json_response(await exchange.from_store(exchange.service.items.listed, query))
 
     @app.put("/v1/items", operation_id="put_items")
     async def put_items(request: Request) -> Response:
         """Insert and update items; the next answer takes them into account."""
         body = await exchange.body(request, ITEMS)
-        return json_response(await asyncio.to_thread(exchange.service.items.put, body))
+        return json_response(await exchange.from_store(exchange.service.items.put, body))
 
     @app.post("/v1/items:rollback", operation_id="rollback_items")
     async def rollback_items(request: Request) -> Response:
         """Restore the items of an earlier catalogue version."""
         body = await exchange.body(request, ROLLBACK)
-        return json_response(await asyncio.to_thread(exchange.service.rollback_items, body))
+        return json_response(await exchange.from_store(exchange.service.rollback_items, body))
 
     @app.delete("/v1/items/{item_id:path}", operation_id="hide_item")
     async def hide_item(item_id: str) -> Response:
         """Remove an item from all answers."""
-        return json_response(await asyncio.to_thread(exchange.service.hide_item, item_id))
+        return json_response(await exchange.from_store(exchange.service.hide_item, item_id))
 
     @app.get("/v1/items/{item_id:path}", operation_id="item")
     async def item(item_id: str) -> Response:

@@ -1,7 +1,8 @@
-"""Path matching: HEAD routes, the `Allow` header of a 405, and user ids with slashes.
+"""Path matching: GET routes, the `Allow` header of a 405, and ids with any characters.
 
-A user id may contain slashes. A literal `/history` at the end of a path names the user's history.
-If the id itself ends with `/history`, its last slash is written `%2F`.
+A path parameter `{name:path}` matches any characters, newlines too. A user id may contain slashes.
+A literal `/history` at the end of a path names the user's history. If the id itself ends with
+`/history`, its last slash is written `%2F`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from urllib.parse import quote, unquote_to_bytes
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
@@ -20,30 +22,41 @@ ORDER = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 Endpoint = Callable[..., Response] | Callable[..., Awaitable[Response]]
 
 
-def add_get_and_head(
-    app: FastAPI, path: str, endpoint: Endpoint, operation_id: str | None = None
-) -> None:
-    """Adds a GET route and a HEAD route; the server omits the body of a HEAD response.
+class AnyText(PathConvertor):
+    """Path parameter of any characters. The framework's own does not match newlines."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("path", AnyText())
+
+
+def add_get(app: FastAPI, path: str, endpoint: Endpoint, operation_id: str | None = None) -> None:
+    """Adds a GET route. The gate answers HEAD like GET.
 
     Args:
         app: The application that gets the route.
         path: Path of the route.
         endpoint: Returns the response.
-        operation_id: Name of the GET route in the OpenAPI description; None omits the route.
+        operation_id: Name of the route in the OpenAPI description; None omits the route.
     """
     described = operation_id is not None
     app.add_api_route(
         path, endpoint, methods=["GET"], operation_id=operation_id, include_in_schema=described
     )
-    app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> str:
-    """Returns the methods of all routes that match the path of a request, joined by commas."""
+    """Returns the methods of all routes that match the path of a request, joined by commas.
+
+    HEAD is answered wherever GET is.
+    """
     found: set[str] = set()
     for route in routes:
         if route.matches(scope)[0] is not Match.NONE:
             found |= getattr(route, "methods", None) or set()
+    if "GET" in found:
+        found.add("HEAD")
     return ", ".join(method for method in ORDER if method in found)
 
 

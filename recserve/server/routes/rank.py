@@ -12,6 +12,7 @@ from recserve.server.arms.item_answer import answer_items
 from recserve.server.arms.item_use import RANK
 from recserve.server.errors import error_answer
 from recserve.server.exchange import Exchange, json_response, outcomes
+from recserve.server.threads import is_large, on_thread
 from recserve.server.transport.trace import trace_of
 
 BODY = msgspec.json.Decoder(RankRequest)
@@ -34,12 +35,17 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         begin = exchange.service.begin_rank_batch
         deadline_s = exchange.deadline_s(request, body.timeout_ms)
         works = await exchange.begin(begin, request, body, deadline_s)
-        found = await outcomes(request, works, deadline_s)
+        pool = exchange.threads.items if is_large(body) else None
+        found = await outcomes(request, works, deadline_s, pool)
         request_id = trace_of(request.scope).request_id
-        results = [
-            RankOutcome(error=error_answer(outcome).error)
-            if isinstance(outcome, Exception)
-            else RankOutcome(answer=outcome)
-            for outcome in found
-        ]
-        return json_response(RankBatchResponse(request_id=request_id, results=results))
+
+        def answer() -> Response:
+            results = [
+                RankOutcome(error=error_answer(outcome).error)
+                if isinstance(outcome, Exception)
+                else RankOutcome(answer=outcome)
+                for outcome in found
+            ]
+            return json_response(RankBatchResponse(request_id=request_id, results=results))
+
+        return answer() if pool is None else await on_thread(pool, answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -12,6 +11,7 @@ from starlette.responses import Response
 
 from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
 from recserve.server.exchange import Exchange, ended, json_response
+from recserve.server.threads import checked_first, on_thread
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.text_scores import PendingScores
 
@@ -39,19 +39,22 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
         name, scores = trace_of(request.scope).request_id, exchange.service.texts.scores
         begin = scores.begin_scoring
-        return await _answer(request, deadline_s, lambda: begin(body, name, deadline_s))
+        return await _answer(exchange, request, deadline_s, lambda: begin(body, name, deadline_s))
 
 
 async def _rerank(exchange: Exchange, request: Request, version: str) -> Response:
     body = await exchange.body(request, RERANK_BODY)
     deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
     name, begin = trace_of(request.scope).request_id, exchange.service.texts.scores.begin_rerank
-    return await _answer(request, deadline_s, lambda: begin(body, version, name, deadline_s))
+    return await _answer(
+        exchange, request, deadline_s, lambda: begin(body, version, name, deadline_s)
+    )
 
 
 async def _answer(
-    request: Request, deadline_s: float, begin: Callable[[], PendingScores]
+    exchange: Exchange, request: Request, deadline_s: float, begin: Callable[[], PendingScores]
 ) -> Response:
-    work = await asyncio.to_thread(begin)
+    call = checked_first(exchange.service.engine, deadline_s, begin)
+    work = await on_thread(exchange.threads.text, call)
     await ended(request, work.futures, deadline_s)
     return json_response(work.answer())

@@ -1,4 +1,4 @@
-"""Middleware of every route: request id, API key, cross-site check, errors, metrics."""
+"""Middleware of every route: request id, API key, cross-site check, HEAD, errors, metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hmac
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -23,14 +24,32 @@ from recserve.server.errors import (
     row_of,
 )
 from recserve.server.lifecycle import Lifecycle
+from recserve.server.transport.quotas import Quotas
+from recserve.server.transport.site_check import SiteCheck
 from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace
 
 log = logging.getLogger(__name__)
 # Orchestrators probe without a key. These paths reveal only whether the server is up.
 OPEN_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+    {"/health", "/health/live", "/health/ready", "/ping", "/v2/health/live", "/v2/health/ready"}
 )
+UNCOUNTED_PATHS = OPEN_PATHS | {"/metrics"}
 ADMIN = "/admin/"
+
+
+@dataclass(frozen=True)
+class AccessKeys:
+    """Keys that clients send.
+
+    Attributes:
+        api: Valid API keys; empty means that no key is required.
+        admin: Valid keys of the admin routes; empty closes these routes.
+        quotas: Counts the requests of each API key; None does not.
+    """
+
+    api: tuple[str, ...] = ()
+    admin: tuple[str, ...] = ()
+    quotas: Quotas | None = None
 
 
 class Gate:
@@ -43,6 +62,8 @@ class Gate:
         keys: Valid API keys; empty means that no key is required.
         admin_keys: Valid keys of the admin routes; empty closes these routes.
         recorders: Take each ended request.
+        sites: Checks `Host` and `Origin`; None checks neither.
+        quotas: Counts the requests of each API key; None does not.
     """
 
     def __init__(
@@ -50,16 +71,18 @@ class Gate:
         app: ASGIApp,
         lifecycle: Lifecycle,
         metrics: Metrics,
-        api_keys: tuple[str, ...],
-        admin_keys: tuple[str, ...] = (),
+        keys: AccessKeys,
         recorders: Sequence[Recorder] = (),
+        sites: SiteCheck | None = None,
     ) -> None:
         self.app = app
         self.lifecycle = lifecycle
         self.metrics = metrics
-        self.keys = tuple(key.encode() for key in api_keys)
-        self.admin_keys = tuple(key.encode() for key in admin_keys)
+        self.keys = tuple(key.encode() for key in keys.api)
+        self.admin_keys = tuple(key.encode() for key in keys.admin)
+        self.quotas = keys.quotas
         self.recorders = recorders
+        self.sites = sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request to the application, or answers it with an error."""
@@ -78,13 +101,15 @@ class Gate:
                 message["headers"] = [*message["headers"], *trace.headers()]
             await send(message)
 
+        # Routes answer HEAD like GET. The connection, which has the other scope, omits the body.
+        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         generation = self.lifecycle.enter()
         try:
             try:
                 headers = Headers(scope=scope)
                 trace.rename(headers.get(HEADER))
                 self._check(scope, headers)
-                await self.app(scope, receive, answer)
+                await self.app(routed, receive, answer)
             except Exception as error:
                 row = row_of(error)
                 trace.failure = row.reason
@@ -98,10 +123,11 @@ class Gate:
                     await error_response(error)(scope, receive, answer)
         finally:
             self.lifecycle.leave(generation)
+            scope["route"] = routed.get("route")
             self._count(scope, trace)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises Unauthorized, AdminDisabled or CrossSite."""
+        """Raises Unauthorized, AdminDisabled, QuotaExceeded or CrossSite."""
         given = _key(headers.get("authorization", ""))
         if scope["path"].startswith(ADMIN):
             if not self.admin_keys:
@@ -110,8 +136,12 @@ class Gate:
                 raise Unauthorized("an admin key is needed: Authorization: Bearer KEY")
         elif self.keys and scope["path"] not in OPEN_PATHS and not _among(given, self.keys):
             raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
+        elif self.keys and self.quotas is not None and scope["path"] not in UNCOUNTED_PATHS:
+            self.quotas.take(given)
         if scope["method"] not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
             raise CrossSite("a page of another site may not send this request")
+        if self.sites is not None and scope["path"] not in OPEN_PATHS:
+            self.sites.check(headers)
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")

@@ -80,24 +80,24 @@ class ItemChanges:
         """Assigns vectors and semantic ids.
 
         Returns:
-            The changes of all valid items, in request order. An item without a free semantic id
-            goes to `rejected`.
+            The changes of all valid items, in request order. An item for which the catalogue has no
+            semantic id left goes to `rejected`.
         """
         drafts = list(self._drafts.values())
         self._fill_vectors([d for d in drafts if d.vector is None and self._needs_vector(d)])
         moving = [d for d in drafts if d.vector is not None]
         wanted = [d.vector for d in moving if d.vector is not None]
-        codes = self.assigner.assign(
-            self.snapshot.items,
-            np.stack(wanted) if wanted else np.zeros((0, 0), np.float32),
-            [d.row for d in moving],
-        )
-        for draft, found in zip(moving, codes, strict=True):
+        vectors = np.stack(wanted) if wanted else np.zeros((0, 0), np.float32)
+        codes = self.assigner.assign(self.snapshot.items, vectors, [d.row for d in moving])
+        for draft, vector, found in zip(moving, vectors, codes, strict=True):
             if found is None:
-                self._reject(draft.index, "all semantic ids near this item are taken")
+                self._reject(draft.index, "all semantic ids of the catalogue are taken")
                 del self._drafts[draft.record.item_id]
-            else:
-                draft.change = ItemChange(draft.record, draft.vector, found)
+                continue
+            if self.assigner.is_far(found, vector):
+                reason = "the semantic ids near this item are taken; it got one farther away"
+                self.degraded.append(Rejection(index=draft.index, reason=reason))
+            draft.change = ItemChange(draft.record, draft.vector, found)
         return [d.change or ItemChange(d.record) for d in self._drafts.values()]
 
     def _draft(self, index: int, body: ItemInput, raw: dict[str, Any], row: int) -> _Draft:

@@ -187,6 +187,10 @@ class LiveItems:
                 items = changed(items, number, said.changes, said.hidden)
             self._restore(items, bundle.base_trie)
 
+    def open_tools(self) -> None:
+        """Reads the quantiser and the text encoder. Raises BundleError if one is damaged."""
+        self._tools_of_bundle()
+
     def close(self) -> None:
         """Waits for a fold in progress, then releases the journal for other processes."""
         if self._folding is not None:
@@ -203,7 +207,7 @@ class LiveItems:
 
     def _put(self, body: ItemsRequest) -> ItemsResponse:
         before = self.runtime.snapshot
-        incoming = ItemChanges(before, *self._made_tools())
+        incoming = ItemChanges(before, *self._tools_of_bundle())
         incoming.take(body.items)
         changes = incoming.finish()
         if changes:
@@ -294,8 +298,8 @@ class LiveItems:
         if engine.searches is not None:
             threading.Thread(target=engine.record, args=(base,), daemon=True).start()
 
-    def _made_tools(self) -> tuple[NewVectors, IdAssigner]:
-        """Returns the tools for new items; the first call reads them from the bundle."""
+    def _tools_of_bundle(self) -> tuple[NewVectors, IdAssigner]:
+        """Returns the tools for new items; the first call reads them."""
         if self._tools is None:
             bundle, catalog = self._bundle, self.runtime.snapshot.catalog
             size, dim = self.own_embedding_size(), int(catalog.vectors.shape[1])

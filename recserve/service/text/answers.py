@@ -25,7 +25,7 @@ from recserve.schemas.text import (
 from recserve.schemas.token_source import TokenSource
 from recserve.service.text.stream import Piece, TextStream, WrittenToken
 from recserve.speculation.completion import FinishReason
-from recserve.tokenizer.token_bytes import shown
+from recserve.tokenizer.token_bytes import shown, spelled
 
 # Stands for minus infinity, which JSON cannot express; the same number as OpenAI's.
 LOWEST = -9999.0
@@ -78,7 +78,13 @@ class CompletionShape:
 
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
         """Builds the whole response."""
-        choices = [self._choice(s.index, s.text, s.tokens, s.finish_reason) for s in streams]
+        choices = [
+            structs.replace(
+                self._choice(s.index, s.text, [*s.prompt, *s.tokens], s.finish_reason),
+                prompt_logprobs=s.prompt_logprobs,
+            )
+            for s in streams
+        ]
         return CompletionResponse(object="text_completion", choices=choices, **head)
 
     def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextResponse:
@@ -106,13 +112,19 @@ class CompletionShape:
 
     def _logprobs(self, tokens: Sequence[WrittenToken]) -> CompletionLogprobs:
         names = [shown(spelled(self.table, written.token)) for written in tokens]
-        chosen = [max(written.logprobs.chosen, LOWEST) for written in tokens]
-        top = []
-        for name, value, written in zip(names, chosen, tokens, strict=True):
+        chosen: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for name, written in zip(names, tokens, strict=True):
             likely = written.logprobs
+            if likely is None:  # the first token of a prompt
+                chosen.append(None)
+                top.append(None)
+                continue
+            value = max(likely.chosen, LOWEST)
             row: dict[str, float] = {}
             for token, logprob in zip(likely.top_tokens, likely.top_values, strict=True):
                 row.setdefault(shown(spelled(self.table, token)), max(logprob, LOWEST))
+            chosen.append(value)
             top.append({**row, name: value})
         return CompletionLogprobs(names, chosen, top, [written.offset for written in tokens])
 
@@ -170,6 +182,7 @@ class ChatShape:
 
     def _token(self, written: WrittenToken) -> TokenLogprob:
         likely = written.logprobs
+        assert likely is not None, "a token of the prompt"
         own = spelled(self.table, written.token)
         top = []
         for token, logprob in zip(likely.top_tokens, likely.top_values, strict=True):
@@ -184,8 +197,3 @@ def token_sources(piece: Piece) -> list[TokenSource]:
         TokenSource(text, "draft" if accepted else "target")
         for text, accepted in zip(piece.token_texts, piece.token_accepted, strict=True)
     ]
-
-
-def spelled(table: Table, token: int) -> bytes:
-    """Returns the bytes of a token; none for an id that the tokeniser does not have."""
-    return table[token] if token < len(table) else b""

@@ -27,7 +27,9 @@ from recserve.schemas.text import (
 )
 from recserve.service.pending import Stopwatch
 from recserve.service.text.answers import ChatShape, CompletionShape, Shape
+from recserve.service.text.embeddings import Embeddings
 from recserve.service.text.model import TextEngine, TextModel
+from recserve.service.text.prompt_scores import ScoredPrompts, scored_prompts
 from recserve.service.text.prompts import (
     COMPLETION_TOKENS,
     Prompt,
@@ -62,6 +64,7 @@ class PendingTexts:
         continuous_usage: True if every chunk has the token counts of its text so far.
         watch: Started when the body arrived.
         experiment: Experiment and arm of the request; UNSET outside experiments.
+        scored: Prompts whose own tokens are scored; None if the request does not want that.
     """
 
     head: dict[str, Any]
@@ -76,6 +79,12 @@ class PendingTexts:
     continuous_usage: bool
     watch: Stopwatch
     experiment: ExperimentLabel | UnsetType = UNSET
+    scored: ScoredPrompts | None = None
+
+    @property
+    def all_futures(self) -> tuple[Future[Any], ...]:
+        """Engine results that a whole response needs."""
+        return self.futures if self.scored is None else (*self.futures, *self.scored.futures)
 
     def cancel(self) -> None:
         """Cancels all texts."""
@@ -87,6 +96,8 @@ class PendingTexts:
         for future, stream in zip(self.futures, self.streams, strict=True):
             future.result()
             stream.wait()
+        if self.scored is not None:
+            self.scored.fill(self.streams, self.copies)
         return self.shape.answer(self.head | {"usage": self.usage()} | self._tail(), self.streams)
 
     def chunk(self, piece: Piece, last: bool) -> TextResponse:
@@ -145,6 +156,7 @@ class PendingTexts:
             total.num_drafts += counts.num_drafts
             total.num_draft_tokens += counts.num_draft_tokens
             total.num_accepted_tokens += counts.num_accepted_tokens
+            total.num_draft_levels += counts.num_draft_levels
             places = len(counts.per_position)
             total.per_position += [0] * (places - len(total.per_position))
             for place, accepted in enumerate(counts.per_position):
@@ -179,6 +191,7 @@ class Texts:
         engine: Runs the requests.
         model: The served model.
         scores: The same model as a scorer of given texts.
+        embeddings: The same model as an encoder of texts.
         fingerprint: Name and version of this server, for `system_fingerprint`.
     """
 
@@ -186,6 +199,7 @@ class Texts:
         self.engine = engine
         self.model = model
         self.scores = TextScores(engine, model)
+        self.embeddings = Embeddings(engine, model)
         self.fingerprint = f"recserve-{installed('recserve')}"
 
     def begin_completion(
@@ -204,25 +218,22 @@ class Texts:
             listener: Called with every piece, on the engine's thread.
 
         Raises:
-            InvalidRequest: If a field is out of range.
-            ContextExceeded: If prompt and text do not fit the context.
+            InvalidRequest: If a field is out of range; ContextExceeded is one of them.
             UnknownModel: If the body names another model.
             Exception: What the engine refuses the request with.
         """
         call = TextReceiver(self._check(body), request_id, deadline_s, listener)
-        if body.echo and body.logprobs is not None:
-            why = "not supported with logprobs; those of a prompt are not computed"
-            raise InvalidRequest("echo", why)
         prompts = completion_prompts(body, self.model)
-        table, sources = self.model.tokenizer.all_bytes, _token_sources(body)
-        shape = CompletionShape(table, body.logprobs is not None, sources)
+        table = self.model.tokenizer.all_bytes
+        shape = CompletionShape(table, body.logprobs is not None, _token_sources(body))
 
         def params(prompt: Prompt) -> SamplingParams:
             room = self.model.context - len(prompt.tokens)
             most = body.max_tokens or max(1, min(COMPLETION_TOKENS, room))
             return sampling(body, self.model, prompt, most, body.logprobs)
 
-        return self._begin(body, prompts, params, shape, call)
+        scored = scored_prompts(body, prompts, self.engine, self.model, deadline_s)
+        return replace(self._begin(body, prompts, params, shape, call), scored=scored)
 
     def begin_chat(
         self,
@@ -231,7 +242,7 @@ class Texts:
         deadline_s: float | None = None,
         listener: Listener | None = None,
     ) -> PendingTexts:
-        """Starts the responses to a conversation. Arguments and errors as in `begin_completion`."""
+        """Starts the responses to a chat. Arguments and errors as in `begin_completion`."""
         call = TextReceiver(self._check(body), request_id, deadline_s, listener)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
@@ -246,10 +257,9 @@ class Texts:
 
         return self._begin(body, [prompt], params, shape, call)
 
-    def described(self) -> dict[str, Any]:
-        """Returns the model in OpenAI's form, with this server's own fields under `recserve`."""
-        head = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "recserve"}
-        return {**head, "max_model_len": self.model.context, "recserve": self.model.described()}
+    def described(self) -> list[dict[str, Any]]:
+        """Returns the model in OpenAI's form under each of its names."""
+        return self.model.listed()
 
     def _check(self, body: TextRequest) -> Stopwatch:
         self.model.check_name(body.model)

@@ -35,6 +35,7 @@ class TextSettings:
             float32 on a CPU where that is faster.
         chat_template: File of a chat template; None means the folder's own.
         drafters: `NAME` or `NAME=DIR`; the first is the default of requests.
+        aliases: Further names in requests.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class TextSettings:
     dtype: str | None = None
     chat_template: Path | None = None
     drafters: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         drafters=drafters,
         default_drafter=next(iter(drafters)),
         example_prompt=_example_prompt(folder),
+        aliases=settings.aliases,
     )
     pack_weights(network)
     return LoadedText(network, drafters, model)

@@ -43,6 +43,7 @@ class TextModel:
         default_drafter: Drafter of requests that name none.
         default_verifier: Acceptance rule of requests that name none.
         example_prompt: A prompt that suits the model; None if its folder names none.
+        aliases: Further names that requests may use.
     """
 
     name: str
@@ -56,11 +57,23 @@ class TextModel:
     default_drafter: str = "none"
     default_verifier: str = "sample"
     example_prompt: str | None = None
+    aliases: tuple[str, ...] = ()
 
     def check_name(self, name: str | None) -> None:
         """Raises UnknownModel if a request names another model."""
-        if name and name != self.name:
+        if name and name != self.name and name not in self.aliases:
             raise UnknownModel(f"expected the language model {self.name!r}, got {name[:80]!r}")
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Returns the model in OpenAI's form under each of its names, its own name first.
+
+        This server's own fields are under `recserve`.
+        """
+        common = {"max_model_len": self.context, "recserve": self.described()}
+        return [
+            {"id": name, "object": "model", "created": 0, "owned_by": "recserve", **common}
+            for name in (self.name, *self.aliases)
+        ]
 
     def described(self) -> dict[str, Any]:
         """Returns this server's own fields of the model in GET /v1/models."""

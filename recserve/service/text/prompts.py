@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from recserve.schemas.items import InvalidRequest
@@ -14,6 +14,7 @@ from recserve.schemas.text import (
     ChatRequest,
     CompletionRequest,
     SpeculationOptions,
+    TemplateSetting,
     TextRequest,
 )
 from recserve.service.errors import ContextExceeded
@@ -21,7 +22,7 @@ from recserve.service.text.model import TextModel
 from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import GREEDY, verifiers
-from recserve.tokenizer.chat_template import TemplateError
+from recserve.tokenizer.template_sandbox import TemplateError
 
 COMPLETION_TOKENS = 16
 
@@ -69,6 +70,23 @@ def chat_prompt(body: ChatRequest, model: TextModel) -> Prompt:
         InvalidRequest: If the model has no template, or the template rejects the messages.
         ContextExceeded: If the rendered text is too long for the context.
     """
+    return _prompt(chat_text(body.messages, body.chat_template_kwargs, model), False, model)
+
+
+def chat_text(
+    messages: Sequence[ChatMessage],
+    settings: Mapping[str, TemplateSetting] | None,
+    model: TextModel,
+    answer_follows: bool = True,
+) -> str:
+    """Returns the text of a conversation. Raises InvalidRequest as `chat_prompt`.
+
+    Args:
+        messages: The conversation.
+        settings: Further variables for the chat template.
+        model: The served model.
+        answer_follows: Whether the text ends with the start of the assistant's turn.
+    """
     template = model.tokenizer.template
     if template is None:
         raise InvalidRequest(
@@ -76,10 +94,9 @@ def chat_prompt(body: ChatRequest, model: TextModel) -> Prompt:
             "this model has no chat template; use /v1/completions, or start the server with one",
         )
     try:
-        text = template.render([_turn(m) for m in body.messages], body.chat_template_kwargs)
+        return template.render([_turn(m) for m in messages], settings, answer_follows)
     except TemplateError as error:
         raise InvalidRequest("messages", str(error)) from None
-    return _prompt(text, False, model)
 
 
 def sampling(
@@ -195,6 +212,15 @@ def check_length(param: str, text: str, model: TextModel) -> None:
             param,
             f"this model's context has {model.context} tokens; this text has at least {fewest}",
         )
+
+
+def encoded(param: str, given: str | list[int], model: TextModel) -> list[int]:
+    """Returns the tokens of a text with special tokens, or checked token ids."""
+    if isinstance(given, str):
+        check_length(param, given, model)
+        return model.tokenizer.encode(given)
+    check_tokens(param, given, model)
+    return given
 
 
 def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:

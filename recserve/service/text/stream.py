@@ -8,7 +8,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from recserve.core.request import Timing
+from recserve.schemas.logprobs import PromptLogprobs
 from recserve.service.pending import Stopwatch
 from recserve.speculation.completion import (
     Completion,
@@ -22,17 +25,17 @@ from recserve.tokenizer.detokenizer import Detokenizer
 
 @dataclass(frozen=True)
 class WrittenToken:
-    """An output token with its log-probabilities.
+    """A token with its log-probabilities.
 
     Attributes:
         token: Token id.
         offset: Number of characters of the text before it.
-        logprobs: Log-probabilities at this token.
+        logprobs: Log-probabilities at this token; None for the first token of a prompt.
     """
 
     token: int
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,9 @@ class TextStream:
         self._token_texts: list[str] = []
         self._token_accepted: list[bool] = []
         self.tokens: list[WrittenToken] = []
+        # About the prompt, in a whole response: its tokens, and the same in vLLM's form.
+        self.prompt: Sequence[WrittenToken] = ()
+        self.prompt_logprobs: PromptLogprobs | UnsetType = UNSET
         self.finish_reason: FinishReason | None = None
         self.counts = SpeculationCounts()
         self.timing = Timing()

@@ -52,9 +52,9 @@ class DraftTree:
         self.proposers[node] |= 1 << source
         return node
 
-    def add_auxiliary(self, parent: int, token: int, source: int = 0) -> int:
+    def add_auxiliary(self, parent: int, token: int, source: int = 0, kind: int = AUXILIARY) -> int:
         """Adds a node that is scored but never accepted, and returns its number."""
-        node = self._append(parent, token, AUXILIARY)
+        node = self._append(parent, token, kind)
         self.proposers[node] |= 1 << source
         return node
 
@@ -99,7 +99,7 @@ class DraftTree:
             return empty_draft()
         place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
         kinds = [self.kinds[node] for node in order]
-        auxiliary = AUXILIARY in kinds
+        auxiliary = any(kind != CANDIDATE for kind in kinds)
         return TextDraft(
             torch.tensor([self.tokens[node] for node in order]),
             torch.tensor([place[self.parents[node]] for node in order]),

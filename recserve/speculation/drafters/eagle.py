@@ -1,41 +1,49 @@
-"""EAGLE: a network of one layer drafts a dynamic tree from the target's states.
+"""EAGLE: a small network drafts a tree from the target's states.
 
 Each level of the tree extends the `width` likeliest nodes of the level before by `width` tokens
 each. Of all these nodes the draft keeps the likeliest, by the product of probabilities along the
-path. A node is never likelier than its parent, so the nodes that remain form a tree.
+path. A node is never likelier than its parent, so the nodes that remain form a tree. A request may
+name a static tree instead (EAGLE-1).
+
+P-EAGLE's network computes the outputs of all levels in one forward pass. Its levels are
+independent of each other, and the tree grows from them in the same way.
 
 At a temperature above 0 the tokens of each position are ranked with the target's own noise.
 
-Sources: EAGLE-2 (arXiv 2406.16858, section 4) for the tree; models/drafters/eagle.py for the
-networks.
+Sources: EAGLE-2 (arXiv 2406.16858, section 4) for the tree, EAGLE-1 (arXiv 2401.15077) for static
+trees; models/drafters/eagle.py for the networks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recserve.kernels.host import on_device
 from recserve.kernels.noise import gumbel_of_tokens
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain, merge
 from recserve.models.attention import PagedAttention
-from recserve.models.drafters.eagle import Eagle
 from recserve.models.drafters.eagle_files import load_eagle
+from recserve.models.drafters.feature_network import FeatureNetwork, MaskRow
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.drafters.noisy import NUM_NOISY_TOKENS
+from recserve.speculation.drafters.rank_tree import RankTree, rank_tree
 from recserve.speculation.drafters.score_tree import ScoreTree
+from recserve.speculation.sampling_params import Speculation
 
 WIDTH, DEPTH, NUM_NODES = 8, 6, 40
 MAX_TEXTS = 64  # texts that are drafted together
+MAX_KEY = 2**62  # largest number of a node in a ScoreTree
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class _Texts:
         seeds: [B].
         roots: Slots of the drafter's entries of each text.
         greedy: Whether no text draws.
+        outputs: [B, E] the network's outputs at the last committed tokens.
     """
 
     lengths: Tensor
@@ -55,10 +64,14 @@ class _Texts:
     seeds: Tensor
     roots: tuple[Tensor, ...]
     greedy: bool
+    outputs: Tensor
+
+
+_requested_tree = lru_cache(maxsize=256)(rank_tree)
 
 
 class EagleDrafter(Drafter):
-    """Drafts dynamic trees with an EAGLE network.
+    """Drafts dynamic trees, or a request's static tree, with an EAGLE network.
 
     Args:
         network: The network.
@@ -75,10 +88,11 @@ class EagleDrafter(Drafter):
     needs_weights = True
     num_folders = 1
     reads_states = True
+    takes_tree = True
 
     def __init__(
         self,
-        network: Eagle,
+        network: FeatureNetwork,
         target: LanguageModel,
         width: int = WIDTH,
         depth: int = DEPTH,
@@ -104,10 +118,16 @@ class EagleDrafter(Drafter):
     def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> EagleDrafter:
         """Loads the network of one folder."""
         if len(folders) != 1:
-            raise ValueError("drafter 'eagle' needs the folder of its network (eagle=DIR)")
-        network = load_eagle(folders[0], target)
+            name = cls.name
+            raise ValueError(f"drafter {name!r} needs the folder of its network ({name}=DIR)")
+        network = cls._load(folders[0], target)
+        assert isinstance(network, nn.Module)
         pack_weights(network)
         return cls(network, target)
+
+    @staticmethod
+    def _load(folder: Path, target: LanguageModel) -> FeatureNetwork:
+        return load_eagle(folder, target)
 
     def attach(self, pool: KVPool) -> None:
         """Receives the pool of the network's keys and values."""
@@ -120,7 +140,7 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def read(self, parts: Seq[StateSpan]) -> None:
         """Computes the entries of committed tokens from the target's states before them."""
-        tokens, slots, roots, trees, ends = [], [], [], [], []
+        tokens, slots, roots, trees, before, ends = [], [], [], [], [], []
         device, stop = self.pool.keys.device, 0
         for part in parts:
             first, size, own = part.first, part.states.shape[0], part.context.slots
@@ -129,11 +149,18 @@ class EagleDrafter(Drafter):
             trees.append(chain(tokens[-1]))
             slots.append(own[first + 1 : first + 1 + size])
             roots.append(own[1 : first + 1])
+            length, last = self._outputs.get(part.context.id, (0, None))
+            before.append((stop, last if length == first + 1 else None))
             stop += size
             ends.append(stop - 1)
         batch = TreeBatch(merge(trees), None, torch.cat(slots), tuple(roots))
-        features = self.network.features(torch.cat([part.states for part in parts]))
-        outputs = self._run(features, torch.cat(tokens), batch)[on_device(ends, device)]
+        outputs = self.network.committed(
+            torch.cat([part.states for part in parts]),
+            before,
+            self.network.embed(torch.cat(tokens), self.target),
+            batch.positions(),
+            PagedAttention(batch, self.pool),
+        )[on_device(ends, device)]
         for part, output in zip(parts, outputs, strict=True):
             length = part.first + part.states.shape[0] + 1
             self._outputs[part.context.id] = length, output
@@ -142,63 +169,108 @@ class EagleDrafter(Drafter):
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """Returns one tree per text; empty while the states of its last tokens are unknown."""
         drafts = [empty_draft(self.pool.keys.device)] * len(contexts)
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, RankTree | None], list[int]] = {}
         limits = []
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
-            width = 1 if only_chains(context) else self.width
-            most = allowed(context, budget, self.num_nodes)
-            limits.append(Budget(most.num_nodes, min(most.depth, self.depth)))
+            shape = self._shape(context)
+            width = 1 if only_chains(context) else self.width if shape is None else shape.width
+            nodes, depth = self.num_nodes, self.depth
+            if shape is not None:
+                nodes, depth = len(shape), shape.depth
+            most = allowed(context, budget, nodes)
+            limits.append(Budget(most.num_nodes, min(most.depth, depth)))
             known = self._outputs.get(context.id, (0, None))[0] == len(context.tokens)
             if known and limits[i].num_nodes and limits[i].depth:
-                groups.setdefault(width, []).append(i)
-        for width, rows in groups.items():
-            for start in range(0, len(rows), MAX_TEXTS):
-                some = rows[start : start + MAX_TEXTS]
-                made = self._draft([contexts[i] for i in some], [limits[i] for i in some], width)
-                for i, draft in zip(some, made, strict=True):
+                groups.setdefault((width, shape), []).append(i)
+        for (width, shape), rows in groups.items():
+            count = self._num_together(shape)
+            for start in range(0, len(rows), count):
+                some = rows[start : start + count]
+                texts = self._packed([contexts[i] for i in some])
+                tree = self._grown(texts, max(limits[i].depth for i in some), width, shape)
+                for i, draft in zip(some, tree.best([limits[i] for i in some]), strict=True):
                     drafts[i] = draft
         return drafts
 
-    def _draft(
-        self, contexts: Seq[TextContext], budgets: Seq[Budget], width: int
-    ) -> list[TextDraft]:
-        """Expands trees level by level and keeps their likeliest nodes."""
+    def check_tree(self, speculation: Speculation) -> None:
+        """Raises ValueError if a request's tree has more nodes than the drafter can compute."""
+        if speculation.tree is None:
+            return
+        tree = rank_tree(speculation.tree)
+        words = self.network.config.draft_vocab_size
+        keys = (tree.width + 1) ** tree.depth * MAX_TEXTS
+        if not self._num_together(tree) or keys > MAX_KEY or tree.width > words:
+            raise ValueError(
+                f"tree has {tree.depth} levels, ranks up to {tree.width - 1} and up to "
+                f"{tree.num_parents} nodes with children on a level; drafter {self.name!r} has "
+                "no memory for it"
+            )
+
+    def _shape(self, context: TextContext) -> RankTree | None:
+        """Returns the request's static tree; None if it has none or may not fork."""
+        paths = context.speculation.tree
+        return None if not paths or only_chains(context) else _requested_tree(paths)
+
+    def _num_together(self, shape: RankTree | None) -> int:
+        """Returns how many texts fit into the scratch memory."""
+        if shape is None:
+            return MAX_TEXTS
+        return min(MAX_TEXTS, self.scratch_slots // (shape.num_parents * shape.depth))
+
+    def _packed(self, contexts: Seq[TextContext]) -> _Texts:
         device, params = self.pool.keys.device, [context.params for context in contexts]
-        texts = _Texts(
+        return _Texts(
             lengths=on_device([len(context.tokens) for context in contexts], device),
             temperatures=on_device([p.temperature for p in params], device, torch.float32),
             seeds=on_device([p.seed for p in params], device),
             roots=tuple(c.slots[1 : len(c.tokens)] for c in contexts if c.slots is not None),
             greedy=all(p.greedy for p in params),
+            outputs=torch.stack([self._outputs[context.id][1] for context in contexts]),
         )
-        depth = max(budget.depth for budget in budgets)
-        tree = ScoreTree(len(contexts), width, depth, device)
-        outputs = torch.stack([self._outputs[context.id][1] for context in contexts])
-        tree.grow(*self._children(outputs[:, None], texts, 0, width))
-        outputs = outputs[:, None].expand(-1, width, -1)
-        for level in range(1, depth):
-            batch = self._frontier(tree, texts)
-            computed = self._run(outputs.flatten(0, 1), tree.frontier_tokens.flatten(), batch)
-            computed = computed.view(len(contexts), -1, computed.shape[-1])
-            parents = tree.grow(*self._children(computed, texts, level, width))
-            outputs = computed.gather(1, parents[..., None].expand(-1, -1, computed.shape[-1]))
-        return tree.best(budgets)
 
-    def _run(self, features: Tensor, tokens: Tensor, batch: TreeBatch) -> Tensor:
-        """Returns the outputs [n, E] of the computed nodes."""
+    def _grown(self, texts: _Texts, depth: int, width: int, shape: RankTree | None) -> ScoreTree:
+        """Expands trees level by level."""
+        tree = ScoreTree(len(texts.roots), width, depth, self.pool.keys.device, shape)
+        outputs = texts.outputs[:, None]
+        parents = tree.grow(*self._children(outputs, texts, 0, width))
+        mask = self.network.mask_row(self.target) if depth > 1 else None
+        ahead = None if mask is None else self._all_levels(mask, texts, depth)
+        for level in range(1, depth):
+            places = parents[..., None].expand(-1, -1, outputs.shape[-1])
+            if ahead is None:
+                batch = self._frontier(tree, texts)
+                features = outputs.gather(1, places).flatten(0, 1)
+                embedded = self.network.embed(tree.frontier_tokens.flatten(), self.target)
+                computed = self._run(features, embedded, batch)
+                outputs = computed.view(len(texts.roots), -1, computed.shape[-1])
+                tokens, logprobs = self._children(outputs, texts, level, width)
+            else:
+                found = self._children(ahead[:, level - 1 : level], texts, level, width)
+                tokens, logprobs = (x.expand(-1, parents.shape[1], -1) for x in found)
+            parents = tree.grow(tokens, logprobs)
+        return tree
+
+    def _all_levels(self, mask: MaskRow, texts: _Texts, depth: int) -> Tensor:
+        """Returns the outputs [B, depth - 1, E] of P-EAGLE's rows below the committed tokens."""
+        device, count, rows = self.pool.keys.device, len(texts.roots), depth - 1
+        chains = merge([chain(torch.zeros(rows, dtype=torch.int64, device=device))] * count)
+        first = self.pool.spare_slot + self.pool.page_size
+        slots = torch.arange(first, first + count * rows, device=device)
+        features, embedded = (x.expand(count * rows, -1) for x in (mask.feature, mask.embedded))
+        outputs = self._run(features, embedded, TreeBatch(chains, None, slots, texts.roots))
+        return outputs.view(count, rows, -1)
+
+    def _run(self, features: Tensor, embedded: Tensor, batch: TreeBatch) -> Tensor:
+        """Returns the outputs [n, O] of the computed nodes."""
         attend = PagedAttention(batch, self.pool)
-        outputs: Tensor = self.network(
-            features, self.target.tokens(tokens), batch.positions(), attend
-        )
-        return outputs
+        return self.network(features, embedded, batch.positions(), attend)
 
     def _frontier(self, tree: ScoreTree, texts: _Texts) -> TreeBatch:
         """Returns the batch that computes the frontier below all nodes computed before."""
         nodes, order, queries = tree.computed()
         base = self.pool.spare_slot + self.pool.page_size
-        per_text = self.width * self.depth
-        slots = base + order.numbers + order.texts * per_text
-        counts = [tree.width] * tree.num_texts
+        slots = base + order.numbers + order.texts * (tree.num_parents * tree.depth)
+        counts = [tree.frontier_tokens.shape[1]] * tree.num_texts
         return TreeBatch(nodes, queries, slots, texts.roots, counts)
 
     def _children(
@@ -213,9 +285,7 @@ class EagleDrafter(Drafter):
             width: Children of a node.
         """
         network = self.network
-        states = network.read_by_head(outputs)
-        logits = network.head(states) if network.config.fused else self.target.logits(states)
-        logits = logits.float()
+        logits = network.logits(outputs, self.target, level)
         if texts.greedy:
             best = logits.log_softmax(-1).topk(width)
             return network.targets(best.indices), best.values

@@ -15,9 +15,10 @@ from itertools import islice
 
 import torch
 
-from recserve.kernels.tree import AUXILIARY, CANDIDATE
+from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.tree import CANDIDATE
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter, RankedHeads, TextContext, TextOutcome
+from recserve.speculation.drafter import Drafter, RankedHeads, StateSpan, TextContext, TextOutcome
 from recserve.speculation.drafters.draft_tree import ROOT, DraftTree
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.sampling_params import Speculation
@@ -46,10 +47,11 @@ class MergedDrafter(Drafter):
     all are merged as chosen.
 
     Args:
-        sources: At least two drafters.
+        sources: At least two drafters, of which at most one reads the target's states.
 
     Raises:
-        ValueError: If there are fewer than two sources.
+        ValueError: If there are fewer than two sources, several read the target's states, or two
+            of them have mask tokens.
     """
 
     def __init__(self, sources: Seq[Drafter]) -> None:
@@ -58,7 +60,22 @@ class MergedDrafter(Drafter):
         self.sources = tuple(sources)
         self.draws = any(source.draws for source in sources)
         self.takes_tree = any(source.takes_tree for source in sources)
+        masks = {id(source.masks): source.masks for source in sources if source.masks is not None}
+        if len(masks) > 1:
+            raise ValueError("two of the joined drafters have mask tokens; name only one of them")
+        self.masks = next(iter(masks.values()), None)
         self._parts: dict[int, list[Part]] = {}
+        readers = [source for source in self.sources if source.reads_states]
+        if len(readers) > 1:
+            names = " and ".join(repr(source.name) for source in readers)
+            raise ValueError(
+                f"{names} each read the target's states; join at most one such drafter"
+            )
+        self._reader = readers[0] if readers else None
+        if self._reader is not None:
+            self.reads_states, self.hidden_layers = True, self._reader.hidden_layers
+            self.kv_shape = self._reader.kv_shape
+            self.scratch_slots = self._reader.scratch_slots
 
     @property
     def ranked_heads(self) -> RankedHeads | None:
@@ -71,6 +88,16 @@ class MergedDrafter(Drafter):
         for source in self.sources:
             if source.takes_tree:
                 source.check_tree(speculation)
+
+    def attach(self, pool: KVPool) -> None:
+        """Passes the pool to the source that reads the target's states."""
+        if self._reader is not None:
+            self._reader.attach(pool)
+
+    def read(self, parts: Seq[StateSpan]) -> None:
+        """Passes the states to the source that reads them."""
+        if self._reader is not None:
+            self._reader.read(parts)
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """Returns one tree per context."""
@@ -211,8 +238,10 @@ def _add(tree: DraftTree, rows: Iterable[Seq[int]], source: int) -> list[int]:
     nodes: list[int] = []
     for token, parent, kind in rows:
         above = ROOT if parent < 0 else nodes[parent]
-        add = tree.add_auxiliary if kind == AUXILIARY else tree.add
-        nodes.append(add(above, token, source))
+        if kind == CANDIDATE:
+            nodes.append(tree.add(above, token, source))
+        else:
+            nodes.append(tree.add_auxiliary(above, token, source, kind))
     return nodes
 
 

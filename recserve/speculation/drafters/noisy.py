@@ -43,3 +43,29 @@ def best_with_noise(
     noise = gumbel_of_tokens(seeds, positions, tokens)
     order = torch.add(best.values, noise * scale[:, None]).topk(width).indices
     return best.indices.gather(1, order)
+
+
+def likeliest_with_noise(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the `width` likeliest columns of each row, and their log-probabilities.
+
+    A row with a temperature above 0 is divided by it and gets the target's noise. Only the
+    NUM_NOISY_TOKENS likeliest columns then compete, or `width` of them if that is more.
+
+    Args:
+        logits: [n, V].
+        temperatures: [n] float32.
+        seeds: [n] int64.
+        positions: [n] int64.
+        width: Number of columns to return.
+
+    Returns:
+        [n, width] column indices and [n, width] float32 log-probabilities, largest first.
+    """
+    best = logits.float().topk(min(max(NUM_NOISY_TOKENS, width), logits.shape[1]))
+    noise = gumbel_of_tokens(seeds, positions, best.indices)
+    heat = temperatures[:, None]
+    scores = best.values / torch.where(heat > 0, heat, 1.0) + noise * (heat > 0)
+    chosen = scores.log_softmax(-1).topk(width)
+    return best.indices.gather(1, chosen.indices), chosen.values

@@ -70,6 +70,11 @@ class RankTree:
         """Number of ranks that a level needs."""
         return 1 + max((path[-1] for path in self.paths), default=-1)
 
+    @cached_property
+    def num_parents(self) -> int:
+        """Most nodes of one level that have children, and at least 1."""
+        return max([1, *(len(level.inner) for level in self.levels())])
+
     def parents(self) -> list[int]:
         """Returns the number of each node's parent; -1 for children of the root."""
         number = {path: i for i, path in enumerate(self.paths)}

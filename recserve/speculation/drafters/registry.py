@@ -10,14 +10,18 @@ from pathlib import Path
 from recserve.core.plugins import with_plugins
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
+from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.drafters.hydra import HydraDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
+from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.drafters.mtp import MtpDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.drafters.specformer import SpecformerDrafter
 from recserve.speculation.drafters.specinfer import SpecinferDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import Speculation
@@ -34,7 +38,12 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     SpecinferDrafter,
     MedusaDrafter,
     EagleDrafter,
+    MtpDrafter,
+    BlockDrafter,
+    SpecformerDrafter,
     HydraDrafter,
+    MaskTokensDrafter,
+    LinearMaskTokensDrafter,
 )
 
 

@@ -115,7 +115,8 @@ class RankerTrainee:
         attend = attend_within(ranker, made)
         hidden = ranker(ranker.embed(made.inputs), made.inputs.groups, attend)
         logits = ranker.heads(hidden.flatten(0, 1)[made.candidates]).float()
-        each = F.binary_cross_entropy_with_logits(logits, made.labels, reduction="none").mean(0)
+        labels = made.labels[:, : logits.shape[1]]
+        each = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(0)
         parts = dict(zip(ranker.config.tasks, each.detach(), strict=True))
         return StepLoss(each.sum(), parts, made.candidates.shape[0])
 
@@ -265,6 +266,7 @@ def make_ranker(
             vector_size=vectors.shape[1],
             dense_size=len(dense_names(settings)),
             num_types=len(settings.type_names),
+            tasks=("click", "conversion") if settings.tells_conversions else ("click",),
             hidden_size=recipe.hidden_size,
             num_layers=recipe.num_layers,
             num_heads=recipe.num_heads,

@@ -116,4 +116,4 @@ def conversion_words(settings: RankingSettings) -> str:
         return f"events of type {', '.join(settings.conversion_types)}"
     if settings.conversion_value is not None:
         return f"events with a value of {settings.conversion_value:g} or more"
-    return "every click: the events have no types or values that tell conversions apart"
+    return "every click: nothing tells conversions apart, so the ranker has one task"

@@ -16,9 +16,14 @@ from rich.console import Console
 
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.text.block import train_block
+from recserve.training.text.block_recipe import BlockRecipe
 from recserve.training.text.eagle import EagleRecipe, train_eagle
 from recserve.training.text.hydra import HydraRecipe, train_hydra
+from recserve.training.text.mask_tokens import train_mask_tokens
 from recserve.training.text.medusa import train_medusa
+from recserve.training.text.mtp import train_mtp
+from recserve.training.text.specformer import train_specformer
 
 
 class TrainDrafter(Protocol):
@@ -55,6 +60,13 @@ KINDS: Mapping[str, TrainDrafter] = {
     "medusa": train_medusa,
     "eagle": partial(train_eagle, recipe=EagleRecipe(kind="eagle")),
     "eagle3": partial(train_eagle, recipe=EagleRecipe(kind="eagle3")),
+    "mtp": train_mtp,
+    "dflash": partial(train_block, recipe=BlockRecipe(kind="dflash")),
+    "jetspec": partial(train_block, recipe=BlockRecipe(kind="jetspec")),
+    "dspark": partial(train_block, recipe=BlockRecipe(kind="dspark")),
+    "dflash2": partial(train_block, recipe=BlockRecipe(kind="dflash2")),
+    "specformer": train_specformer,
     "hydra": train_hydra,
     "hydra++": partial(train_hydra, recipe=HydraRecipe(prefix=True)),
+    "mask_tokens": train_mask_tokens,
 }

@@ -3,7 +3,8 @@
 EAGLE-1's network learns the target's next state (smooth L1) and its next distribution
 (cross-entropy, weight 0.1), with noise on the states that it reads. EAGLE-3's network learns only
 distributions, but over several unrolled steps: in step i it reads its own outputs of step i - 1, as
-it does in a draft (training-time test). Step i has the weight 0.8 ** i.
+it does in a draft (training-time test). Step i has the weight 0.8 ** i. MTP modules share this loss
+(training/text/mtp.py).
 
 Sources: EAGLE-1 (arXiv 2401.15077, section 3.2), EAGLE-3 (arXiv 2503.01840, section 3.1), and the
 settings of their published trainers.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -24,16 +25,16 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from recserve.models.attention import DenseAttention
-from recserve.models.decoder import FINAL_LAYER, Taps
+from recserve.models.decoder import FINAL_LAYER, RMSNorm, Taps
 from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.eagle_files import load_eagle, save_eagle
+from recserve.models.drafters.mtp import Mtp
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule
 from recserve.training.text.windows import shuffled_batches, windows
 
-DISCOUNT = 0.8
 LOGITS_WEIGHT = 0.1
 NOISE = 0.2  # uniform noise of +-0.1, divided by the number of positions per 512
 
@@ -43,8 +44,9 @@ class EagleRecipe:
     """Sizes of an EAGLE network and settings of its training.
 
     Attributes:
-        kind: `eagle` is the network of EAGLE-1 and 2, `eagle3` that of EAGLE-3.
-        steps: Unrolled steps of EAGLE-3, and levels of the measured chain.
+        kind: `eagle` is the network of EAGLE-1 and 2, `eagle3` that of EAGLE-3, `mtp` an MTP
+            module.
+        steps: Unrolled steps of EAGLE-3 and MTP, and levels of the measured chain.
         draft_vocab_size: Tokens that EAGLE-3 may propose, the most frequent of the training text.
             None means all.
         window: Tokens of a training row.
@@ -53,7 +55,7 @@ class EagleRecipe:
         schedule: Learning rate, averaging and stopping.
     """
 
-    kind: Literal["eagle", "eagle3"] = "eagle3"
+    kind: Literal["eagle", "eagle3", "mtp"] = "eagle3"
     steps: int = 6
     draft_vocab_size: int | None = None
     window: int = 256
@@ -96,9 +98,14 @@ class UnrolledAttention:
 
 
 class EagleTrainee:
-    """An EAGLE network on a frozen target, for the training loop."""
+    """An EAGLE network on a frozen target, for the training loop.
+
+    Attributes:
+        discount: Weight of an unrolled step, as a share of the step before.
+    """
 
     selection = "accept_length"
+    discount: ClassVar[float] = 0.8
 
     def __init__(
         self,
@@ -124,22 +131,68 @@ class EagleTrainee:
         self.device = target.tokens.weight.device
         self.train, self.valid = (windows(text, recipe.window) for text in (train, valid))
         torch.manual_seed(seed)
-        self.model = Eagle(eagle_config(recipe, target)).to(self.device)
-        if self.model.token_map is not None:
-            counts = np.bincount(train, minlength=target.config.vocab_size)
-            most = np.argsort(-counts, kind="stable")[: self.model.config.draft_vocab_size]
-            self.model.token_map.copy_(torch.from_numpy(np.sort(most)))
-        if self.model.config.fused:
-            self._start_from(target)
+        self.model = self._network(train).to(self.device)
+
+    def _network(self, train: NDArray[np.int64]) -> Eagle | Mtp:
+        """Returns a new network; the training text decides which tokens it can propose."""
+        network = Eagle(eagle_config(self.recipe, self.target))
+        if network.token_map is not None:
+            counts = np.bincount(train, minlength=self.target.config.vocab_size)
+            most = np.argsort(-counts, kind="stable")[: network.config.draft_vocab_size]
+            network.token_map.copy_(torch.from_numpy(np.sort(most)))
+        if network.config.fused:
+            self._start_from_head(network)
+        return network
 
     @torch.no_grad()
-    def _start_from(self, target: LanguageModel) -> None:
+    def _start_from_head(self, network: Eagle) -> None:
         """Copies the target's final norm and the rows of its head that the network has."""
+        target, tokens = self.target, network.token_map
         head = target.tokens if target.head is None else target.head
-        assert isinstance(head, nn.Linear | nn.Embedding)
-        tokens = self.model.token_map
-        self.model.head.weight.copy_(head.weight if tokens is None else head.weight[tokens])
-        self.model.norm.weight.copy_(target.decoder.norm.weight)
+        assert isinstance(head, nn.Linear | nn.Embedding) and isinstance(network.norm, RMSNorm)
+        weight = head.weight.cpu()
+        network.head.weight.copy_(weight if tokens is None else weight[tokens])
+        network.norm.weight.copy_(target.decoder.norm.weight)
+
+    def train_into(
+        self, directory: Path, options: TrainOptions, console: Console | None = None
+    ) -> TrainReport:
+        """Trains the network and writes it in its published layout.
+
+        Args:
+            directory: Folder that receives the network.
+            options: Options of the run.
+            console: Where progress is printed; None means standard error.
+
+        Raises:
+            ValueError: If the network of `options.start_from` has another shape.
+        """
+        if options.start_from is not None:
+            self.model.load_state_dict(self._old_weights(options.start_from))
+        schedule = self.recipe.schedule.with_options(options)
+        report = fit(self, schedule, options, directory, console)
+        self._save(directory)
+        return report
+
+    def _save(self, folder: Path) -> None:
+        assert isinstance(self.model, Eagle)
+        save_eagle(self.model, folder)
+
+    def _load(self, folder: Path) -> Eagle | Mtp:
+        return load_eagle(folder, self.target)
+
+    def _old_weights(self, folder: Path) -> dict[str, Tensor]:
+        """Returns the weights of an older network of the same shape, in float32.
+
+        Raises:
+            ValueError: If its configuration differs; the message names the field.
+        """
+        old = self._load(folder)
+        for name in (part.name for part in fields(self.model.config)):
+            theirs, ours = getattr(old.config, name), getattr(self.model.config, name)
+            if theirs != ours:
+                raise ValueError(f"{folder.name}: {name} is {theirs}; the new network has {ours}")
+        return {name: weight.to(self.device) for name, weight in old.state_dict().items()}
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
         """Returns the row numbers of each batch."""
@@ -149,13 +202,13 @@ class EagleTrainee:
         """Returns the loss of a batch, as the mean over positions."""
         tokens, states, final, logits = self._target(self.train[batch])
         count = tokens.shape[0] * (tokens.shape[1] - 1)
-        if not self.model.config.fused:
+        if self.recipe.kind == "eagle":
             size = states.shape[1]
             noise = (torch.rand_like(states) - 0.5) * (NOISE * 512 / size)
             (given,) = self._outputs(tokens, states + noise, 1)
             features = F.smooth_l1_loss(given.float(), final[:, 1:].float())
             wanted = logits[:, 1:].float().softmax(-1)
-            said = self._logits(given).log_softmax(-1)
+            said = self.model.logits(given, self.target).log_softmax(-1)
             likelihood = -(wanted * said).sum(-1).mean()
             total = features + LOGITS_WEIGHT * likelihood
             both = {"state": features.detach(), "logits": likelihood.detach()}
@@ -168,11 +221,11 @@ class EagleTrainee:
             if self.model.token_map is not None:
                 known = torch.isin(wanted.argmax(-1), self.model.token_map)
                 wanted = wanted[..., self.model.token_map]
-            said = self._logits(given).log_softmax(-1)
+            said = self.model.logits(given, self.target).log_softmax(-1)
             own = -(wanted.softmax(-1) * said).sum(-1)
             part = (own * known).sum() / known.sum().clamp(min=1)
             parts[f"step_{step}"] = part.detach()
-            total = total + DISCOUNT**step * part
+            total = total + self.discount**step * part
         return StepLoss(total, parts, count)
 
     @torch.inference_mode()
@@ -188,21 +241,13 @@ class EagleTrainee:
             tokens, states, _, logits = self._target(part)
             steps, right = self.recipe.steps, []
             for step, given in enumerate(self._outputs(tokens, states, steps)):
-                said = self.model.targets(self._logits(given).argmax(-1))
+                said = self.model.targets(self.model.logits(given, self.target).argmax(-1))
                 right.append(said == logits[:, 1 + step :].argmax(-1))
             size = right[-1].shape[1]
             found.append(torch.stack([own[:, :size].flatten() for own in right]))
         hits = torch.cat(found, dim=1)
         metrics = {f"step_{number}": float(own.float().mean()) for number, own in enumerate(hits)}
         return {"accept_length": float(hits.cumprod(0).sum(0).float().mean()), **metrics}
-
-    def _logits(self, outputs: Tensor) -> Tensor:
-        """Returns float32 logits [..., draft_vocab_size] of outputs [..., E]."""
-        read = self.model.read_by_head(outputs)
-        if self.model.config.fused:
-            own: Tensor = self.model.head(read)
-            return own.float()
-        return self.target.logits(read.to(self.target.tokens.weight.dtype)).float()
 
     def _outputs(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
         """Returns the outputs [B, T - 1 - i, E] of each step i.
@@ -212,16 +257,17 @@ class EagleTrainee:
             states: [B, T, F] states of the target.
             steps: Number of steps.
         """
-        attend, outputs = UnrolledAttention(), []
-        features, last = self.model.features(states[:, :-1]), tokens.shape[1] - 1
+        attend, outputs, last = UnrolledAttention(), list[Tensor](), tokens.shape[1] - 1
         embedded = self.target.tokens(tokens).float()
         for step in range(steps):
             rows = last - step
             positions = torch.arange(rows, device=tokens.device) + step
-            features = self.model(
-                features[:, :rows], embedded[:, 1 + step : 1 + step + rows], positions, attend
-            )
-            outputs.append(features)
+            words = embedded[:, 1 + step : 1 + step + rows]
+            if step:
+                given = self.model(outputs[-1][:, :rows], words, positions, attend)
+            else:
+                given = self.model.committed(states[:, :-1], (), words, positions, attend)
+            outputs.append(given)
         return outputs
 
     @torch.no_grad()
@@ -282,22 +328,4 @@ def train_eagle(
     """
     recipe = recipe or EagleRecipe()
     trainee = EagleTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    if options.start_from is not None:
-        trainee.model.load_state_dict(_old_weights(options.start_from, target, trainee.model))
-    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
-    save_eagle(trainee.model, directory)
-    return report
-
-
-def _old_weights(folder: Path, target: LanguageModel, new: Eagle) -> dict[str, Tensor]:
-    """Returns the weights of an older network of the same shape, in float32.
-
-    Raises:
-        ValueError: If its configuration differs; the message names the field.
-    """
-    old = load_eagle(folder, target)
-    for name in (part.name for part in fields(EagleConfig)):
-        theirs, ours = getattr(old.config, name), getattr(new.config, name)
-        if theirs != ours:
-            raise ValueError(f"{folder.name}: {name} is {theirs}; the new network has {ours}")
-    return {name: weight.to(new.fc.weight.device) for name, weight in old.state_dict().items()}
+    return trainee.train_into(directory, options, console)

@@ -208,12 +208,14 @@ def train_language_model(
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.int64]:
     """Returns all texts as one row of tokens, with an END before each text.
 
-    A long text is encoded in parts that end at line ends.
+    A tokenizer of another maker may have no END; then nothing separates the texts. A long text is
+    encoded in parts that end at line ends.
     """
     end = tokenizer.token_to_id(END)
     rows: list[NDArray[np.int64]] = []
     for text in texts:
-        rows.append(np.array([end], dtype=np.int64))
+        if end is not None:
+            rows.append(np.array([end], dtype=np.int64))
         start = 0
         while start < len(text):
             stop = text.find("\n", start + PART)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.support.baselines.llama_cpp import LlamaCpp, missing, write_gguf
-from benchmarks.text import drafters, lossless
+from benchmarks.text import drafters, lossless, specformer_memory
 from benchmarks.text import throughput as text
 from recserve.models.attention import DenseAttention
 from tests.support.paths import DATA
@@ -89,6 +89,12 @@ def test_drafters_on_the_reference_checkpoint(options, kinds, monkeypatch, tmp_p
         drafted = {n + kind for n in ("ngram", "suffix", "lookahead") for kind in kinds}
         assert set(workload["rows"]) == {"none", *drafted}
         assert workload["rows"]["none"]["tokens_per_step"] == 1.0
+        assert workload["rows"]["none"]["kappa"] == 1.0
+        for name in {*workload["rows"]} - {"none"}:
+            sums = workload["sums"][name]
+            if sums["drafts"]:
+                kappa = (1 + sum(sums["accepted"]) / sums["drafts"]) * sums["levels"]
+                assert workload["rows"][name]["kappa"] == kappa / sums["drafted"]
         assert all(row["differ"] == 0 for row in workload["rows"].values())
 
 
@@ -114,3 +120,13 @@ def test_texts_beside_plain_decoding_and_the_margin_of_a_difference(monkeypatch,
     assert {row["drafter"] for row in differing} == {"suffix"}
     # Plain decoding wrote the token that it preferred, so any other has a margin above 0.
     assert all(row["largest_margin"] > 0 for row in differing)
+
+
+def test_memory_of_specformer_by_draft_length(tmp_path):
+    """Both methods compute the same loss; the plain one needs more memory."""
+    written = tmp_path / "memory.json"
+    sizes = ["--hidden", "64", "--vocabulary", "9000", "--rows", "2", "--slot-rows", "64"]
+    assert specformer_memory.main(["--lengths", "4", *sizes, "--json", str(written)]) == 0
+    (row,) = json.loads(written.read_text())["rows"]
+    assert row["accumulated"]["loss"] == pytest.approx(row["plain"]["loss"], rel=1e-5)
+    assert row["plain"]["peak_mib"] > 1.3 * row["accumulated"]["peak_mib"] > 0

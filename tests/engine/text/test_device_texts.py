@@ -15,6 +15,7 @@ from tests.support.pretend_cuda import PretendCuda
 
 DRAFTERS = (
     "none", "ngram", "suffix", "lookahead", "draft_model", "specinfer", "medusa", "merged",
+    "specformer",
 )  # fmt: skip
 
 

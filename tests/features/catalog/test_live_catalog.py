@@ -222,19 +222,23 @@ def test_two_ids_of_one_key_are_refused(monkeypatch):
         version.known_rows(["i5", "other"])
 
 
-def test_a_full_neighbourhood_has_no_id_left():
+def test_a_full_neighbourhood_sends_an_item_farther_away():
+    """No item is refused because of its neighbours, only where no id is left at all."""
     catalog, quantizer = make_catalog()
     rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
     version, assigner = first_version(catalog, rows), IdAssigner(catalog.index, quantizer)
-    room = catalog.index.codebook_sizes[-1] * quantizer.codebook_sizes[-1]
-    same = np.repeat(catalog.vectors[:1], room + 1, axis=0)
+    near = catalog.index.codebook_sizes[-1] * quantizer.codebook_sizes[-1]
+    free = int(np.prod(catalog.index.codebook_sizes)) - ITEMS
+    same = np.repeat(catalog.vectors[:1], free + 1, axis=0)
     codes = assigner.assign(version, same, [-1] * len(same))
     found = [tuple(c.tolist()) for c in codes if c is not None]
     taken = {tuple(c) for c in catalog.index.codes.tolist()}
-    assert codes[-1] is None and len(set(found)) == len(found) and not set(found) & taken
+    assert codes[-1] is None and len(set(found)) == len(found) == free and not set(found) & taken
     first = int(quantizer.encode(same[:1])[0, 0])
-    assert {c[0] for c in found} == {first}
-    assert len(found) == room - sum(c[0] == first for c in taken)
+    here = near - sum(c[0] == first for c in taken)
+    assert {c[0] for c in found[:here]} == {first} and first not in {c[0] for c in found[here:]}
+    far = [assigner.is_far(np.array(c), same[0]) for c in found]
+    assert far == [False] * here + [True] * (free - here)
 
 
 def test_attributes_take_the_types_of_the_columns():

@@ -555,3 +555,21 @@ def test_a_listing_in_redis_is_bounded(opened: Opened, monkeypatch: pytest.Monke
     first = store.users("u059", 10, None)
     assert first.next is not None and len(first.ids) <= 1
     assert set(every_user(store, "u05", 3)) == {f"u05{number}" for number in range(10)}
+
+
+def test_a_redis_key_of_another_type_is_damage_and_not_an_empty_history(tmp_path: Path) -> None:
+    server, port = start_redis(tmp_path)
+    try:
+        url = f"redis://127.0.0.1:{port}/0"
+        store = open_store(url)
+        store.append("good", [event(1)])
+        redis.Redis.from_url(url).rpush(PREFIX + b"list", "x")
+        good, other, unknown = store.get_many(["good", "list", "unknown"])
+        assert isinstance(other, CorruptHistory)
+        assert isinstance(good, np.ndarray) and good.size == 1
+        assert isinstance(unknown, np.ndarray) and not unknown.size
+        assert store.get_many([]) == []
+        assert store.delete("list") and not store.get("list").size
+    finally:
+        server.kill()
+        server.wait()

@@ -72,7 +72,7 @@ GOOD: dict[str, Any] = {"user_id": ["u", "u"], "item_id": ["a", "b"], "position"
         ({"user_id": None}, "column user_id .* is missing"),
         ({"item_id": None}, "column item_id .* is missing"),
         ({"position": None}, "column timestamp .* or position .* is missing"),
-        ({"item_id": [1, 2]}, "column item_id is int64; expected string"),
+        ({"item_id": [0.5, 2]}, "column item_id is double; expected string or integer; convert it"),
         ({"position": [0.5, 1.5]}, "column position is double; expected integer"),
         ({"timestamp": [1, 2]}, "column timestamp is int64; expected timestamp"),
         ({"type": [1, 2]}, "column type is int64; expected string"),
@@ -85,6 +85,43 @@ def test_schema_is_refused(tmp_path: Path, change: Any, message: str, on_bad_row
     columns = {name: values for name, values in (GOOD | change).items() if values is not None}
     with pytest.raises(SchemaError, match=f"events.parquet: {message}"):
         read(tmp_path, on_bad_rows, **columns)
+
+
+def test_integer_ids_are_their_digits(tmp_path: Path) -> None:
+    items = ItemTable(["7", "-1"], ["", ""], [[], []], pa.table({}))
+    columns = {"user_id": [12, 12], "item_id": pa.array([-1, 7], pa.int16()), "position": [0, 1]}
+    pq.write_table(pa.table(columns), tmp_path / "events.parquet")
+    log, _ = read_events(tmp_path / "events.parquet", items)
+    assert (log.user_ids, log.item_rows.tolist()) == (["12"], [1, 0])
+
+
+def test_a_user_id_that_no_store_can_hold_is_refused(tmp_path: Path) -> None:
+    """A server could not import the events of such a user."""
+    columns = GOOD | {"user_id": ["u", "\N{GRINNING FACE}" * 121]}
+    with pytest.raises(BadRowError, match="column user_id, row 1: the id has more than 480 bytes"):
+        read(tmp_path, **columns)
+    log, report = read(tmp_path, "skip", **columns)
+    assert (log.num_events, report.dropped) == (1, {"long user_id": 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({"timestamp": ["2026-01-01", "2026-01-02"]}, "pyarrow.timestamp"),
+        ({"timestamp": [1, 2]}, "pyarrow.timestamp"),
+        ({"type": [1, 2]}, "cast(column, 'string')"),
+    ],
+)
+def test_a_refusal_says_how_to_convert_the_column(tmp_path: Path, change: Any, hint: str) -> None:
+    with pytest.raises(SchemaError) as refused:
+        read(tmp_path, **GOOD | change)
+    assert hint in str(refused.value)
+
+
+def test_a_csv_file_is_told_how_to_become_parquet(tmp_path: Path) -> None:
+    (tmp_path / "events.csv").write_text("user_id,item_id,position\nu,a,0\n")
+    with pytest.raises(SchemaError, match=r"pyarrow\.csv\.read_csv"):
+        read_events(tmp_path / "events.csv", ITEMS)
 
 
 def test_empty_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:

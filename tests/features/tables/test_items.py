@@ -31,6 +31,11 @@ def test_reads_all_columns(tmp_path: Path) -> None:
     assert report.lines() == []
 
 
+def test_integer_ids_are_their_digits(tmp_path: Path) -> None:
+    items, _ = read_items(written(tmp_path, item_id=pa.array([3, -20], pa.int64())))
+    assert items.ids == ["3", "-20"]
+
+
 def test_only_ids_are_needed(tmp_path: Path) -> None:
     items, _ = read_items(written(tmp_path, item_id=pa.array(["x", "y"]).dictionary_encode()))
     assert (items.ids, items.titles, items.categories) == (["x", "y"], ["", ""], [[], []])
@@ -41,7 +46,7 @@ def test_only_ids_are_needed(tmp_path: Path) -> None:
     ("columns", "message"),
     [
         ({"id": ["a"]}, "column item_id .* is missing; the file has id"),
-        ({"item_id": [1]}, "column item_id is int64; expected string"),
+        ({"item_id": [0.5]}, "column item_id is double; expected string or integer"),
         ({"item_id": ["a"], "title": [1]}, "column title is int64; expected string"),
         ({"item_id": ["a"], "categories": ["Pan"]}, "column categories is string; expected list"),
         ({"item_id": pa.array([], pa.string())}, "no rows"),

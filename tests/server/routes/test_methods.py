@@ -36,10 +36,10 @@ def num_events(client, path):
 @pytest.mark.parametrize("method", ["DELETE", "POST", "PUT", "PATCH"])
 def test_a_history_can_only_be_read(client, method, path):
     answer = client.request(method, path)
-    assert (answer.status_code, answer.headers.get("allow")) == (405, "GET")
+    assert (answer.status_code, answer.headers.get("allow")) == (405, "GET, HEAD")
     assert answer.json() == {
         "error": {
-            "message": "wrong method; this route takes GET",
+            "message": "wrong method; this route takes GET, HEAD",
             "type": "invalid_request_error",
             "param": None,
             "code": "method_not_allowed",
@@ -74,14 +74,14 @@ def test_a_history_url_with_a_slash_at_its_end_deletes_nobody(client):
 @pytest.mark.parametrize(
     "method, path, allow",
     [
-        ("POST", "/v1/items/x", "GET, DELETE"),
-        ("POST", "/v1/items/x/y", "GET, DELETE"),
-        ("DELETE", "/v1/items", "GET, PUT"),
+        ("POST", "/v1/items/x", "GET, HEAD, DELETE"),
+        ("POST", "/v1/items/x/y", "GET, HEAD, DELETE"),
+        ("DELETE", "/v1/items", "GET, HEAD, PUT"),
         ("DELETE", "/v1/recommend", "POST"),
         ("GET", "/v1/items:rollback", "POST"),
         ("GET", "/v1/users/ann", "DELETE"),
-        ("POST", "/v1/models/x", "GET"),
-        ("POST", "/version", "GET"),
+        ("POST", "/v1/models/x", "GET, HEAD"),
+        ("POST", "/version", "GET, HEAD"),
     ],
 )
 def test_allow_names_every_method_of_the_path(client, method, path, allow):

@@ -337,7 +337,6 @@ def test_models(client):
         ({"logit_bias": {"999": 1}}, openai.UnprocessableEntityError, "out_of_range", "logit_bias"),
         ({"best_of": 2}, openai.UnprocessableEntityError, "out_of_range", "best_of"),
         ({"suffix": "z"}, openai.UnprocessableEntityError, "out_of_range", "suffix"),
-        ({"echo": True, "logprobs": 1}, openai.UnprocessableEntityError, "out_of_range", "echo"),
         ({"stop": [""]}, openai.UnprocessableEntityError, "out_of_range", "stop[0]"),
         (
             {"extra_body": {"min_tokens": 151}},

@@ -74,6 +74,20 @@ def test_text_alone_places_a_new_item_as_the_build_would(service):
     assert service.item("twin").semantic_id == [*catalog.index.codes[row, :2].tolist(), 1]
 
 
+def test_no_item_is_refused_because_its_neighbours_took_the_ids(service):
+    """Many variants of one product share a title, and so a vector."""
+    words = {"title": base_of(service).items.titles[0], "categories": []}
+    answer = put(service, *({"item_id": f"same{i}", **words} for i in range(95)))
+    more = put(service, *({"item_id": f"same{i}", **words} for i in range(95, 190)))
+    assert (answer.inserted, answer.rejected, more.inserted, more.rejected) == (95, [], 95, [])
+    ids = {tuple(service.item(f"same{i}").semantic_id) for i in range(190)}
+    assert len(ids) == 190
+    assert {one.reason for one in more.degraded} <= {
+        "the semantic ids near this item are taken; it got one farther away"
+    }
+    assert more.degraded and scores(slate(service, k=900))["same189"] < 0
+
+
 def test_items_without_known_words_say_so(service):
     answer = put(service, {"item_id": "odd", "title": "zzzz"}, {"item_id": "odder"})
     assert answer.inserted == 2 and [note.index for note in answer.degraded] == [0, 1]

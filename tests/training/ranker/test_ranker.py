@@ -360,6 +360,9 @@ def test_events_without_types_or_values_convert_with_every_click() -> None:
     labels = data.batch(data.plan(0)[0]).labels
     assert torch.equal(labels[:, 0], labels[:, 1])
     assert conversion_words(data.tables.settings).startswith("every click")
+    # There is nothing that a second task could learn.
+    ranker = make_ranker(data.tables, data.tables.vectors, RankerRecipe(), 0)
+    assert ranker.config.tasks == ("click",)
 
 
 def test_users_with_too_few_events_are_refused(tmp_path) -> None:

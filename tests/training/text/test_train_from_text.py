@@ -65,6 +65,9 @@ def test_a_long_text_is_encoded_in_parts(monkeypatch):
     monkeypatch.setattr(language_model, "PART", 100)
     assert np.array_equal(language_model.encode(tokenizer, [text, text]), whole)
     assert (whole == 0).sum() == 2 and whole[0] == 0
+    another = language_model.train_tokenizer([text], 280, "</s>")
+    assert another.token_to_id(END) is None
+    assert another.decode(language_model.encode(another, [text, text]).tolist()) == text + text
 
 
 @pytest.mark.parametrize(

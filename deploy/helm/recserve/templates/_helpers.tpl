@@ -25,5 +25,5 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* Longest time in seconds that the server takes from SIGTERM to its exit, rounded up. */}}
 {{- define "recserve.drainSeconds" -}}
-{{- ceil (addf .Values.config.drain_delay_s .Values.config.drain_timeout_s) | int }}
+{{- ceil (addf .Values.config.drain_delay_s .Values.config.drain_timeout_s 5) | int }}
 {{- end }}

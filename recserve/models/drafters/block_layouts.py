@@ -1,0 +1,287 @@
+"""Configurations of block drafters in their published layouts.
+
+    DFlash        dflash_config{target_layer_ids, mask_token_id, causal}; NeMo has the same
+    JetSpec       dflash_config.causal_head
+    DFlash2       dflash_config also has conv_*, selector_* and factors of embedding and logits
+    DSpark        DeepSpec: all fields at the top; SpecForge: inside dflash_config
+    speculators   speculators_model_type dflash, dflash2 or dspark; transformer_layer_config
+
+Every field is read, known to change nothing, or an error.
+
+Sources: z-lab/dflash, vLLM (qwen3_dflash.py, qwen3_dflash2.py), speculators (models/dflash, dflash2
+and dspark), SpecForge and DeepSpec (modeling/dspark).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from recserve.models.drafters.block import BlockConfig
+from recserve.models.drafters.block_heads import (
+    ConvConfig,
+    MarkovConfig,
+    MarkovKind,
+    SelectorConfig,
+)
+from recserve.models.language_model import LanguageModel
+from recserve.models.loading import UnsupportedModel, read_config
+
+# Fields that read_config reads.
+SIZES = (
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "rope_theta"),
+    *("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"),
+    *("rms_norm_eps", "rope_scaling", "rope_parameters", "attention_bias", "hidden_act"),
+    *("mlp_bias", "pretraining_tp", "quantization_config", "vocab_size"),
+)
+# Fields that this file reads, at the top, in `dflash_config` or in `transformer_layer_config`.
+OWN = (
+    *("dflash_config", "transformer_layer_config", "speculators_model_type", "architectures"),
+    *("block_size", "dspark_block_size", "target_layer_ids", "dspark_target_layer_ids"),
+    *("aux_hidden_state_layer_ids", "mask_token_id", "dspark_noise_token_id", "pard_token"),
+    *("ptd_token_id", "draft_vocab_size", "target_hidden_size", "sample_from_anchor"),
+    *("is_causal", "causal", "causal_head", "sliding_window_non_causal", "is_neox_style"),
+    *("layer_types", "use_sliding_window", "sliding_window", "use_swa", "swa_window_size"),
+    *("attention_sink_bias", "add_swa_attention_sink_bias", "projector_type", "attention_mode"),
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "shift_label"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "logit_scale"),
+    *("markov_rank", "markov_head_type", "max_window_layers", "num_target_layers"),
+    *("use_aux_hidden_state",),
+)
+# Fields without an effect on drafts. A draft's size follows the budget, not the confidence head.
+WITHOUT_EFFECT = (
+    *("torch_dtype", "dtype", "transformers_version", "initializer_range", "use_cache"),
+    *("attention_dropout", "_name_or_path", "pad_token_id", "bos_token_id", "eos_token_id"),
+    *("tie_word_embeddings", "auto_map", "speculators_version", "speculators_config"),
+    *("num_anchors", "max_anchors", "enable_confidence_head", "confidence_head_with_markov"),
+    *("ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma", "auf"),
+    *("embed_requires_grad", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"),
+    *("lambda_base_start", "lambda_base_decay_ratio", "_attn_implementation"),
+    "attn_implementation",
+)
+KINDS = ("dflash", "dflash2", "dspark")
+Kind = Literal["dflash", "dflash2", "dspark"]
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The fields of a configuration, by where they lie.
+
+    Attributes:
+        top: Top level, with `transformer_layer_config` laid over it.
+        nested: `dflash_config`.
+        tensors: Names of the tensors, without prefixes.
+        kind: What the configuration describes.
+    """
+
+    top: Mapping[str, Any]
+    nested: Mapping[str, Any]
+    tensors: set[str]
+    kind: Kind
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Returns the first named field that is set; `dflash_config` comes first."""
+        for name in names:
+            for place in (self.nested, self.top):
+                if place.get(name) is not None:
+                    return place[name]
+        return default
+
+
+def read_block_config(
+    fields: dict[str, Any], tensors: set[str], target: LanguageModel
+) -> tuple[BlockConfig, bool]:
+    """Reads a configuration.
+
+    Args:
+        fields: Content of config.json.
+        tensors: Names of the tensors, without prefixes.
+        target: The model to draft for.
+
+    Returns:
+        The configuration, and whether queries and keys are stored as pairs of neighbours instead of
+        halves.
+
+    Raises:
+        UnsupportedModel: If a field is unknown, or what it asks for is not computed.
+    """
+    inner = fields.get("transformer_layer_config") or {}
+    nested = fields.get("dflash_config") or {}
+    for name in (*fields, *inner, *nested):
+        if name not in (*SIZES, *OWN, *WITHOUT_EFFECT):
+            raise UnsupportedModel(f"config.json has an unknown field {name!r}")
+    found = _Fields({**fields, **inner}, nested, tensors, _kind(fields, nested, tensors))
+    _refuse(found)
+    own, decoder = target.config, target.config.decoder
+    sizes = dict(found.top) | {
+        "model_type": "qwen3",
+        "vocab_size": own.vocab_size,
+        "max_position_embeddings": decoder.max_positions,
+        "use_sliding_window": False,
+    }
+    if found.get("rope_theta") is None and not (found.top.get("rope_parameters") or {}).get(
+        "rope_theta"
+    ):
+        # transformers would read 10,000 and vLLM 1,000,000.
+        raise UnsupportedModel("config.json names no rope_theta; add the one of the training")
+    for name, expected in (
+        ("vocab_size", own.vocab_size),
+        ("num_target_layers", decoder.num_layers),
+        ("target_hidden_size", decoder.hidden_size),
+    ):
+        if (stated := found.get(name, default=expected)) != expected:
+            raise UnsupportedModel(f"{name} is {stated}; the target has {expected}")
+    network = replace(
+        read_config(sizes).decoder,
+        max_positions=decoder.max_positions,
+        qk_norm=any(name.endswith("q_norm.weight") for name in tensors),
+    )
+    mask = found.get("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+    if mask is None and "mask_embedding" not in tensors:
+        raise UnsupportedModel("config.json names no mask_token_id, and there is no mask_embedding")
+    size = found.get("block_size", "dspark_block_size")
+    if size is None:
+        raise UnsupportedModel("config.json names no block_size")
+    config = BlockConfig(
+        decoder=network,
+        target_size=decoder.hidden_size,
+        target_layers=_layers(found, decoder.num_layers),
+        vocab_size=own.vocab_size,
+        draft_vocab_size=int(found.get("draft_vocab_size", default=own.vocab_size)),
+        block_size=int(size),
+        **_attention(found, network.num_layers, decoder.max_positions),
+        mask_token=-1 if mask is None else int(mask),
+        from_anchor=bool(found.get("sample_from_anchor", default=found.kind == "dspark")),
+        own_mask="mask_embedding" in tensors,
+        own_embedding="embed_tokens.weight" in tensors,
+        own_head="lm_head.weight" in tensors,
+        input_scale=float(found.get("input_embedding_scale", default=1.0)),
+        output_scale=float(found.get("output_multiplier", "logit_scale", default=1.0)),
+        softcap=max(float(found.get("final_logit_softcapping", default=0.0)), 0.0),
+        **_heads(found),
+    )
+    if config.from_anchor and found.kind == "dflash2":
+        raise UnsupportedModel("sample_from_anchor is true; DFlash2 predicts from masks only")
+    return config, not found.get("is_neox_style", default=True)
+
+
+def _kind(fields: Mapping[str, Any], nested: Mapping[str, Any], tensors: set[str]) -> Kind:
+    """Returns which drafter the configuration describes, if the tensors do not contradict it."""
+    stated = fields.get("speculators_model_type")
+    if stated is not None and stated not in KINDS:
+        raise UnsupportedModel(f"speculators_model_type is {stated!r}; choose one of {KINDS}")
+    every = {**fields, **nested}
+    if (projector := every.get("projector_type", "dflash")) not in ("dflash", "dspark"):
+        raise UnsupportedModel(f"projector_type is {projector!r}; 'dflash' and 'dspark' are read")
+    names = " ".join(fields.get("architectures") or [])
+    kind: Kind = "dflash"
+    if stated == "dflash2" or "DFlash2" in names or every.get("selector_rank"):
+        kind = "dflash2"
+    elif (
+        stated == "dspark" or "DSpark" in names or projector == "dspark" or every.get("markov_rank")
+    ):
+        kind = "dspark"
+    parts = {name.split(".")[0] for name in tensors}
+    convolved = any("_conv." in name for name in tensors)
+    if kind != "dflash2" and ("candidate_selector" in parts or convolved):
+        raise UnsupportedModel(
+            "the file has DFlash2's convolutions or candidate_selector, and config.json describes "
+            f"{kind!r}; without them it would draft badly, so add selector_rank, selector_top_k, "
+            "conv_kernel_size and conv_group_size"
+        )
+    if not every.get("markov_rank") and "markov_head" in parts:
+        raise UnsupportedModel("the file has a markov_head, and config.json names no markov_rank")
+    return kind
+
+
+def _refuse(found: _Fields) -> None:
+    """Raises UnsupportedModel for what is known and not computed."""
+    if any(name.startswith("hidden_dim_adapter") for name in found.tensors):
+        raise UnsupportedModel(
+            "the file has a hidden_dim_adapter: an untrained adapter for a target of another size"
+        )
+    if found.get("attention_sink_bias", "add_swa_attention_sink_bias"):
+        raise UnsupportedModel("attention_sink_bias is true; attention sinks are not computed")
+    if found.get("shift_label"):
+        raise UnsupportedModel("shift_label is true; shifted labels (Domino) are not read")
+    if (mode := found.get("attention_mode", default="gqa")) != "gqa":
+        raise UnsupportedModel(f"attention_mode is {mode!r}; only 'gqa' is computed")
+    if found.get("use_aux_hidden_state", default=True) is not True:
+        raise UnsupportedModel("use_aux_hidden_state is false; a drafter without fc is not read")
+
+
+def _layers(found: _Fields, depth: int) -> tuple[int, ...]:
+    """Returns the target's layers: n is the stream after n layers, as in `Drafter.hidden_layers`.
+
+    The id i of DFlash, JetSpec, DFlash2 and DSpark is the output of layer i. The id i of
+    speculators is hidden state i, which is the input of layer i.
+    """
+    speculators = "speculators_model_type" in found.top
+    if speculators:
+        ids = found.get("aux_hidden_state_layer_ids", "target_layer_ids")
+    else:
+        ids = found.get("target_layer_ids", "dspark_target_layer_ids")
+    if not ids:
+        raise UnsupportedModel("config.json names no layers of the target (target_layer_ids)")
+    layers = tuple(int(n) + (not speculators) for n in ids)
+    if bad := [given for n, given in zip(layers, ids, strict=True) if not 0 <= n <= depth]:
+        raise UnsupportedModel(
+            f"the drafter reads layer {bad[0]} of its target, which has {depth} layers"
+        )
+    return layers
+
+
+def _attention(found: _Fields, num_layers: int, positions: int) -> dict[str, Any]:
+    """Returns for each layer whether it is causal within the block, and its window.
+
+    The order of the causal flags: `is_causal` at the top, `causal` (NeMo) or `causal_head`
+    (JetSpec) inside `dflash_config`. Without any of them, layers with a sliding window are causal
+    and others are not.
+    """
+    types = found.top.get("layer_types") or ["full_attention"] * num_layers
+    if len(types) != num_layers:
+        raise UnsupportedModel(f"layer_types has {len(types)} entries for {num_layers} layers")
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(f"layer_types names {min(unknown)!r}, which is not computed")
+    sliding = [kind == "sliding_attention" for kind in types]
+    if found.get("use_swa") and not any(sliding):
+        sliding = [True] * num_layers
+        types = None
+    if found.top.get("use_sliding_window") and not found.top.get("layer_types"):
+        first = int(found.top.get("max_window_layers") or 0)
+        sliding = [n >= first for n in range(num_layers)]
+    window = found.get("swa_window_size", "sliding_window")
+    if any(sliding) and window is None:
+        raise UnsupportedModel(f"layer {sliding.index(True)} has a window; config.json names none")
+    short = any(sliding) and int(window) < positions
+    windows = tuple(int(window) if own else 0 for own in sliding) if short else ()
+    flags = {n: found.nested[n] for n in ("causal", "causal_head") if n in found.nested}
+    if len(set(map(bool, flags.values()))) > 1:
+        raise UnsupportedModel("dflash_config: causal and causal_head contradict each other")
+    stated = found.top.get("is_causal")
+    stated = next(iter(flags.values()), None) if stated is None else stated
+    both_ways = types is None or found.get("sliding_window_non_causal", default=False)
+    causal = tuple(own and not both_ways for own in sliding)
+    if stated is not None:
+        causal = (bool(stated),) * num_layers
+    return {"causal": causal, "windows": windows}
+
+
+def _heads(found: _Fields) -> dict[str, Any]:
+    """Returns the fields of BlockConfig that describe convolution, selector and Markov head."""
+    if found.kind == "dflash2":
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        values = {name: found.get(name) for name in names}
+        if missing := [name for name, value in values.items() if value is None]:
+            raise UnsupportedModel(f"config.json describes DFlash2 and names no {missing[0]}")
+        taps, group, rank, top = (int(value) for value in values.values())
+        return {"conv": ConvConfig(taps, group), "selector": SelectorConfig(rank, top)}
+    rank = int(found.get("markov_rank", default=0))
+    if not rank:
+        return {}
+    name = str(found.get("markov_head_type", default="vanilla")).lower()
+    kinds = {kind: MarkovConfig(rank, kind) for kind in get_args(MarkovKind)}
+    if name not in kinds:
+        raise UnsupportedModel(f"markov_head_type is {name!r}; choose one of {list(kinds)}")
+    return {"markov": kinds[name]}

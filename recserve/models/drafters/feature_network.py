@@ -1,0 +1,113 @@
+"""The interface of networks that draft from features, such as EAGLE's and MTP modules.
+
+Row p of such a network reads a feature of the target's state at position p and the token at p + 1.
+Its output is the next feature, from which the logits of the token at p + 2 follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from recserve.models.attention import Attend
+from recserve.models.config import DecoderConfig
+from recserve.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class MaskRow:
+    """What a row reads in place of a state and a token.
+
+    Attributes:
+        feature: [O].
+        embedded: [E].
+    """
+
+    feature: Tensor
+    embedded: Tensor
+
+
+class FeatureConfig(Protocol):
+    """What the drafter needs to know of a network's configuration."""
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """Sizes of the network's own keys and values."""
+        ...
+
+    @property
+    def target_size(self) -> int:
+        """E of the target's states."""
+        ...
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """Layers of the target that are read, as in `Drafter.hidden_layers`."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary of the target."""
+        ...
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that the network can propose."""
+        ...
+
+
+class FeatureNetwork(Protocol):
+    """A network that reads a feature and the next token, and returns the next feature."""
+
+    @property
+    def config(self) -> FeatureConfig:
+        """The configuration."""
+        ...
+
+    def mask_row(self, target: LanguageModel) -> MaskRow | None:
+        """Returns what rows without a token and a state read.
+
+        With it one forward pass drafts all positions. None if the network drafts level by level.
+        """
+        ...
+
+    def embed(self, tokens: Tensor, target: LanguageModel) -> Tensor:
+        """Returns the embedding [..., E] of the target's tokens [...]."""
+        ...
+
+    def committed(
+        self,
+        states: Tensor,
+        before: Sequence[tuple[int, Tensor | None]],
+        embedded: Tensor,
+        positions: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """Returns the outputs [T, O] of committed tokens of several texts.
+
+        Args:
+            states: [T, F] states of the target.
+            before: For each text, its first row, and the outputs [O] at the row before. None if
+                those are not known.
+            embedded: [T, E] embedding of the tokens after the states.
+            positions: [T] positions of the states.
+            attend: Attention.
+        """
+        ...
+
+    def __call__(
+        self, features: Tensor, embedded: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Returns the outputs [..., T, O] of rows that read outputs of rows before them."""
+        ...
+
+    def logits(self, outputs: Tensor, target: LanguageModel, level: int = 0) -> Tensor:
+        """Returns float32 logits [..., n] of a draft's level from outputs [..., O]."""
+        ...
+
+    def targets(self, columns: Tensor) -> Tensor:
+        """Returns the target's tokens of columns of the logits, of any shape."""
+        ...

@@ -1,0 +1,189 @@
+"""What the files of draft networks have in common: sizes, strict fields and tensors, layers.
+
+The rotary range of a draft network is the target's, because published heads name 2048 positions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from recserve.models.config import DecoderConfig
+from recserve.models.language_model import LanguageModel
+from recserve.models.loading import FAMILIES, PARTS, UnsupportedModel, read_config
+from recserve.models.saving import rope_fields
+from recserve.models.weight_check import is_finite
+
+# Fields that `read_sizes` reads.
+SIZES = (
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "rope_theta"),
+    *("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"),
+    *("rms_norm_eps", "rope_scaling", "rope_parameters", "attention_bias", "hidden_act"),
+    *("mlp_bias", "use_sliding_window", "pretraining_tp", "quantization_config", "vocab_size"),
+    *("bos_token_id", "eos_token_id", "tie_word_embeddings", "qkv_bias"),
+)
+# Fields without an effect on the outputs of any network.
+WITHOUT_EFFECT = (
+    *("architectures", "torch_dtype", "dtype", "transformers_version", "initializer_range"),
+    *("use_cache", "attention_dropout", "_name_or_path", "pad_token_id", "sliding_window"),
+    *("max_window_layers", "layer_types", "speculators_version", "speculators_config"),
+    "auto_map",
+)
+
+
+@dataclass
+class StoredTensors:
+    """Tensors of a folder, and which of them were read.
+
+    Attributes:
+        folder: Name of the folder, for messages.
+        names: Names of all tensors.
+        load: Returns a tensor by name.
+    """
+
+    folder: str
+    names: set[str]
+    load: Callable[[str], Tensor]
+    _read: set[str] = field(default_factory=set)
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor; raises UnsupportedModel if there is none."""
+        if name not in self.names:
+            raise UnsupportedModel(f"{self.folder} has no tensor {name!r}")
+        self._read.add(name)
+        return self.load(name)
+
+    def unread(self) -> set[str]:
+        """Returns the names of the tensors that were not read."""
+        return self.names - self._read
+
+
+def check_fields(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raises UnsupportedModel for a field that is neither a size, nor known, nor without effect."""
+    fine = {*SIZES, *WITHOUT_EFFECT, *known}
+    for name in names:
+        if name not in fine:
+            raise UnsupportedModel(f"config.json has an unknown field {name!r}")
+
+
+def read_sizes(
+    fields: Mapping[str, Any], tensors: Iterable[str], target: LanguageModel
+) -> DecoderConfig:
+    """Reads the sizes of a network's layers; the tensors tell whether queries have a norm."""
+    own = target.config
+    family = fields.get("model_type")
+    sizes = {
+        "model_type": family if family in FAMILIES else "llama",
+        "vocab_size": own.vocab_size,
+        "max_position_embeddings": own.decoder.max_positions,
+    }
+    read = read_config({**fields, **sizes}).decoder
+    return replace(
+        read,
+        qk_norm=any(name.endswith("q_norm.weight") for name in tensors),
+        attention_bias=bool(fields.get("qkv_bias", read.attention_bias)),
+    )
+
+
+def fill(
+    network: nn.Module,
+    stored: StoredTensors,
+    assemble: Callable[[str, Callable[[str], Tensor]], Tensor],
+    like: Tensor,
+) -> None:
+    """Fills a network on the meta device with the tensors of a folder.
+
+    Args:
+        network: The network.
+        stored: The folder's tensors.
+        assemble: Returns the network's tensor of a name; its second argument reads a tensor.
+        like: A weight of the target, whose type and device the network gets. Integers stay.
+
+    Raises:
+        UnsupportedModel: If a tensor is missing, has another shape, or is not finite.
+    """
+    loaded = {}
+    for name, empty in network.state_dict().items():
+        weight = assemble(name, stored.read)
+        if weight.shape != empty.shape:
+            raise UnsupportedModel(
+                f"{name} is {tuple(weight.shape)} in {stored.folder}; its config.json and the "
+                f"target require {tuple(empty.shape)}"
+            )
+        dtype = like.dtype if weight.is_floating_point() else None
+        loaded[name] = weight.to(like.device, dtype)
+        if not is_finite(loaded[name]):
+            raise UnsupportedModel(f"{stored.folder}: {name} holds NaN or infinity as {dtype}")
+    network.load_state_dict(loaded, assign=True)
+
+
+def same_embedding(own: Tensor, target: LanguageModel) -> bool:
+    """Returns whether an embedding is the target's, up to rounding."""
+    same = target.tokens.weight.cpu()
+    return own.shape == same.shape and torch.allclose(own.to(same.dtype), same, atol=1e-2)
+
+
+def check_embedding(own: Tensor, target: LanguageModel, name: str, folder: str) -> None:
+    """Raises UnsupportedModel if an embedding is not the target's."""
+    if not same_embedding(own, target):
+        raise UnsupportedModel(
+            f"{folder}: {name} differs from the target's embedding; the head is for another target"
+        )
+
+
+def layer_tensors(
+    prefix: str, part: str, last: str, tensor: Tensor, config: DecoderConfig
+) -> dict[str, Tensor]:
+    """Returns the published tensors of one tensor of a layer; `loading.joined` joins them.
+
+    Args:
+        prefix: What precedes the names in the file.
+        part: Our name of the part, a key of loading.PARTS.
+        last: `weight` or `bias`.
+        tensor: The tensor.
+        config: Sizes of the layer.
+    """
+    heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    sizes = {"qkv": [count * config.head_dim for count in heads]}
+    sizes["gate_up"] = [config.intermediate_size] * 2
+    names = [f"{prefix}{own}.{last}" for own in PARTS[part]]
+    pieces = torch.split(tensor, sizes.get(part, [tensor.shape[0]]))
+    return dict(zip(names, pieces, strict=True))
+
+
+def size_fields(config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
+    """Returns the fields of a config.json that `read_sizes` reads back."""
+    fields: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_positions,
+        "attention_bias": config.output_bias,
+        "vocab_size": vocab_size,
+    }
+    if config.rope_scaling is not None:
+        fields["rope_scaling"] = rope_fields(config)
+    if config.attention_bias != config.output_bias:
+        fields["qkv_bias"] = config.attention_bias
+    return fields
+
+
+def write_folder(fields: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")

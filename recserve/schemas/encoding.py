@@ -1,0 +1,105 @@
+"""Requests and responses of the routes that encode text: embeddings, tokens and back.
+
+`/v1/embeddings` has the fields of OpenAI, `/tokenize` and `/detokenize` those of vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct
+from recserve.schemas.scoring import ModelName
+from recserve.schemas.text import ChatMessage, TextTimeoutMs, TokenId, TokenIds, Usage
+
+MAX_INPUTS = 256
+
+
+class EmbeddingsRequest(StrictStruct, frozen=True, kw_only=True):
+    """POST /v1/embeddings.
+
+    Attributes:
+        input: A text, a list of token ids, or a list of either.
+        encoding_format: `float`, or `base64` for little-endian float32.
+        dimensions: Field of OpenAI; refused.
+        user: Ignored.
+    """
+
+    input: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
+    model: ModelName | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Any = None
+    user: str | None = None
+    timeout_ms: TextTimeoutMs | None = None
+    request_id: RequestId | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest if an unsupported field is set."""
+        if self.dimensions is not None:
+            raise InvalidRequest("dimensions", "not supported; a vector has the model's size")
+
+
+class Embedding(Struct, frozen=True, kw_only=True):
+    """The vector of one input, of length 1. As `base64` it is little-endian float32."""
+
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsResponse(Struct, frozen=True, kw_only=True):
+    """One vector per input, in request order."""
+
+    object: str = "list"
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class TokenizeRequest(StrictStruct, frozen=True, kw_only=True):
+    """POST /tokenize: the tokens of a text, or of a chat's prompt.
+
+    Attributes:
+        prompt: The text; or give `messages`.
+        messages: A conversation, which the chat template turns into a prompt.
+        add_special_tokens: Add the tokeniser's special tokens; None adds them to a text only.
+        add_generation_prompt: End a chat's prompt with the start of the assistant's turn.
+        chat_template_kwargs: Further variables for the chat template.
+        return_token_strs: Add the text of each token.
+    """
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
+    model: ModelName | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest unless exactly one of text and conversation is given."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt", "expected either prompt or messages")
+
+
+class TokenizeResponse(Struct, frozen=True, kw_only=True):
+    """The tokens of a prompt. `max_model_len` is the model's context."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeRequest(StrictStruct, frozen=True, kw_only=True):
+    """POST /detokenize: the text of tokens."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=1 << 20)]
+    model: ModelName | None = None
+
+
+class DetokenizeResponse(Struct, frozen=True, kw_only=True):
+    """The text of the tokens."""
+
+    prompt: str

@@ -1,0 +1,105 @@
+"""Log-probabilities of a prompt's own tokens, and the mean of its hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recserve.core.request import PromptQuery, PromptScores, Result
+from recserve.core.sequence import Sequence
+from recserve.core.strategy import Draft, TreeStrategy
+from recserve.kernels.tree import merge, root_branch
+from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
+
+# Rows per block of full-vocabulary logits; bounds memory.
+LOGIT_ROWS = 128
+
+
+@dataclass(frozen=True)
+class PromptState:
+    """Prompts that are being scored.
+
+    Attributes:
+        sequences: The requests.
+        hidden: [n, E] final states of each prompt. None before the forward pass.
+    """
+
+    sequences: tuple[Sequence, ...]
+    hidden: tuple[Tensor, ...] | None = None
+
+
+class PromptStrategy(TreeStrategy):
+    """Computes the states of whole prompts in one round, each as a branch below an empty root."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    def tree_capacity(self, request: PromptQuery) -> int:
+        """Returns one node per token."""
+        return len(request.tokens)
+
+    def start(self, sequences: Seq[Sequence]) -> PromptState:
+        """Returns the state before the forward pass."""
+        return PromptState(tuple(sequences))
+
+    def finished(self, state: PromptState) -> bool:
+        """Returns whether the one round is done."""
+        return state.hidden is not None
+
+    def propose(self, state: PromptState) -> Draft:
+        """Returns all prompts at once."""
+        branches = []
+        for request in map(_request, state.sequences):
+            tokens = torch.from_numpy(request.tokens)
+            branches.append(root_branch(tokens, torch.tensor([0, len(tokens)])))
+        tree = merge(branches).to(self.model.tokens.weight.device)
+        return Draft(tree, NodeInputs(tree.tokens))
+
+    def verify(
+        self, state: PromptState, draft: Draft, slots: Tensor, hidden: Tensor
+    ) -> PromptState:
+        """Stores the states of each prompt."""
+        sizes = [len(_request(sequence).tokens) for sequence in state.sequences]
+        return replace(state, hidden=torch.split(hidden, sizes))
+
+    def finish(self, state: PromptState) -> list[Result]:
+        """Returns what each request asks for."""
+        assert state.hidden is not None
+        return [
+            self._scores(_request(sequence), hidden, sequence)
+            for sequence, hidden in zip(state.sequences, state.hidden, strict=True)
+        ]
+
+    def _scores(self, request: PromptQuery, hidden: Tensor, sequence: Sequence) -> PromptScores:
+        mean = hidden.float().mean(0).cpu().numpy() if request.mean else None
+        if request.num_top is None or len(request.tokens) == 1:
+            return PromptScores(mean=mean, timing=sequence.timing)
+        targets = torch.from_numpy(request.tokens[1:]).to(hidden.device)
+        found: tuple[list[Tensor], ...] = ([], [], [], [])
+        for rows, wanted in zip(
+            torch.split(hidden[:-1], LOGIT_ROWS), torch.split(targets, LOGIT_ROWS), strict=True
+        ):
+            log_probs = self.model.logits(rows).float().log_softmax(-1)
+            chosen = log_probs.gather(1, wanted[:, None])
+            values, tokens = log_probs.topk(request.num_top, -1)
+            ranks = (log_probs > chosen).sum(-1) + 1
+            for column, part in zip(found, (chosen[:, 0], ranks, tokens, values), strict=True):
+                column.append(part)
+        columns = [torch.cat(column).cpu().numpy() for column in found]
+        return PromptScores(
+            mean=mean,
+            chosen=columns[0],
+            ranks=columns[1],
+            top_tokens=columns[2],
+            top_values=columns[3],
+            timing=sequence.timing,
+        )
+
+
+def _request(sequence: Sequence) -> PromptQuery:
+    assert isinstance(sequence.request, PromptQuery)
+    return sequence.request

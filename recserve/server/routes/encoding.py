@@ -1,0 +1,47 @@
+"""Routes POST /v1/embeddings, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from recserve.schemas.encoding import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
+from recserve.server.exchange import Exchange, ended, json_response
+from recserve.server.threads import checked_first, on_thread
+
+EMBEDDINGS_BODY = msgspec.json.Decoder(EmbeddingsRequest)
+TOKENIZE_BODY = msgspec.json.Decoder(TokenizeRequest)
+DETOKENIZE_BODY = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def add_routes(app: FastAPI, exchange: Exchange) -> None:
+    """Adds the routes that encode texts with the language model and its tokeniser."""
+
+    @app.post("/v1/embeddings", operation_id="embeddings")
+    async def embeddings(request: Request) -> Response:
+        """Return a vector per text: the mean of the model's final hidden states, of length 1."""
+        body = await exchange.body(request, EMBEDDINGS_BODY)
+        deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
+        call = partial(exchange.service.texts.embeddings.begin, body, deadline_s)
+        pool, engine = exchange.threads.text, exchange.service.engine
+        work = await on_thread(pool, checked_first(engine, deadline_s, call))
+        await ended(request, work.futures, deadline_s)
+        return json_response(await on_thread(pool, work.answer))
+
+    @app.post("/tokenize", operation_id="tokenize")
+    async def tokenize(request: Request) -> Response:
+        """Return the tokens of a text or of a chat's prompt, in vLLM's format."""
+        body = await exchange.body(request, TOKENIZE_BODY)
+        call = partial(exchange.service.texts.embeddings.tokenized, body)
+        return json_response(await on_thread(exchange.threads.text, call))
+
+    @app.post("/detokenize", operation_id="detokenize")
+    async def detokenize(request: Request) -> Response:
+        """Return the text of tokens, in vLLM's format."""
+        body = await exchange.body(request, DETOKENIZE_BODY)
+        call = partial(exchange.service.texts.embeddings.detokenized, body)
+        return json_response(await on_thread(exchange.threads.text, call))

@@ -1,0 +1,87 @@
+"""Threads for work that must not hold the event loop, in a pool for each kind of work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from recserve.core.request import DeadlineExceeded
+from recserve.engine.engine import Engine
+from recserve.schemas.items import RankBatchRequest, RankRequest, RecommendRequest
+
+A = TypeVar("A")
+# From these sizes on, a request is prepared and answered on a thread: it takes milliseconds.
+LARGE_BATCH = 8
+LARGE_IDS = 512
+LARGE_K = 256
+
+
+class Threads:
+    """Pools of threads. A store that hangs, or a slow chat template, fills its own pool only.
+
+    Attributes:
+        store: Calls that may wait for the history store or for the disk.
+        items: Large requests for items.
+        text: Chat templates and tokenisation.
+    """
+
+    def __init__(self) -> None:
+        self.store = ThreadPoolExecutor(32, "store")
+        self.items = ThreadPoolExecutor(4, "items")
+        self.text = ThreadPoolExecutor(8, "text")
+
+    def close(self) -> None:
+        """Takes no more work. Threads end with the work that they have."""
+        for pool in (self.store, self.items, self.text):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def on_thread(pool: ThreadPoolExecutor, function: Callable[[], A]) -> A:
+    """Returns what a function returns on a thread of the pool."""
+    run = partial(contextvars.copy_context().run, function)
+    return await asyncio.get_running_loop().run_in_executor(pool, run)
+
+
+def checked_first(engine: Engine, deadline_s: float, function: Callable[[], A]) -> Callable[[], A]:
+    """Returns a function that refuses a request before it is prepared, where that is in vain.
+
+    It raises QueueFull if the engine's queue is full by then, or DeadlineExceeded if the deadline
+    (a value of time.monotonic()) has passed.
+    """
+
+    def call() -> A:
+        engine.check_queue()
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceeded("the deadline passed before the request was prepared")
+        return function()
+
+    return call
+
+
+def is_large(body: object) -> bool:
+    """Returns whether a request takes milliseconds to prepare or to answer."""
+    match body:
+        case RecommendRequest():
+            ids = len(body.history or ()) + len(body.exclude.item_ids)
+            return body.filter is not None or ids > LARGE_IDS or body.k > LARGE_K
+        case RankRequest():
+            return len(body.history or ()) + len(body.candidates) > LARGE_IDS
+        case RankBatchRequest():
+            ids = sum(len(one.candidates) for one in body.requests)
+            return len(body.requests) > LARGE_BATCH or ids > LARGE_IDS
+    return False
+
+
+def reads_store(body: object) -> bool:
+    """Returns whether a request needs the stored history of a user."""
+    match body:
+        case RecommendRequest() | RankRequest():
+            return body.history is None
+        case RankBatchRequest():
+            return any(one.history is None for one in body.requests)
+    return False

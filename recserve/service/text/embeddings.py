@@ -1,0 +1,157 @@
+"""Vectors of texts: the mean of the language model's final hidden states, scaled to length 1.
+
+A model that was trained to continue texts is not trained for this. Its vectors are a baseline.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from recserve.core.request import PromptScores
+from recserve.schemas.encoding import (
+    MAX_INPUTS,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Embedding,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from recserve.schemas.items import InvalidRequest
+from recserve.schemas.text import Usage
+from recserve.service.errors import ContextExceeded
+from recserve.service.text.model import TextEngine, TextModel
+from recserve.service.text.prompt_scores import prompt_query
+from recserve.service.text.prompts import chat_text, check_tokens, encoded
+from recserve.tokenizer.token_bytes import shown, spelled
+
+
+@dataclass(frozen=True)
+class PendingEmbeddings:
+    """Vectors that the engine computes for one request body.
+
+    Attributes:
+        futures: Engine results, in the order of the inputs.
+        sizes: Number of tokens of each input.
+        model: Name of the model.
+        packed: Whether the response holds the vectors as base64.
+    """
+
+    futures: tuple[Future[PromptScores], ...]
+    sizes: tuple[int, ...]
+    model: str
+    packed: bool
+
+    def answer(self) -> EmbeddingsResponse:
+        """Waits for the vectors and returns the response. Raises what the engine raised."""
+        data = []
+        for index, future in enumerate(self.futures):
+            mean = future.result().mean
+            assert mean is not None
+            vector = mean / max(float(np.linalg.norm(mean)), 1e-12)
+            packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            value = packed if self.packed else vector.tolist()
+            data.append(Embedding(index=index, embedding=value))
+        total = sum(self.sizes)
+        usage = Usage(prompt_tokens=total, completion_tokens=0, total_tokens=total)
+        return EmbeddingsResponse(data=data, model=self.model, usage=usage)
+
+
+class Embeddings:
+    """A language model as an encoder of texts."""
+
+    def __init__(self, engine: TextEngine, model: TextModel) -> None:
+        self.engine = engine
+        self.model = model
+
+    def begin(self, body: EmbeddingsRequest, deadline_s: float | None = None) -> PendingEmbeddings:
+        """Starts the vectors of a request's inputs.
+
+        Args:
+            body: The request.
+            deadline_s: time.monotonic() value after which they are useless; None means never.
+
+        Raises:
+            InvalidRequest: If a field is out of range.
+            ContextExceeded: If an input does not fit the context.
+            UnknownModel: If the body names another model.
+            Exception: What the engine refuses the request with.
+        """
+        self.model.check_name(body.model)
+        body.check()
+        inputs = [self._tokens(number, one) for number, one in enumerate(_inputs(body.input))]
+        futures: list[Future[PromptScores]] = []
+        try:
+            for tokens in inputs:
+                query = prompt_query(tokens, self.model.device, mean=True, deadline_s=deadline_s)
+                futures.append(self.engine.submit(query))
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        sizes = tuple(map(len, inputs))
+        return PendingEmbeddings(
+            tuple(futures), sizes, self.model.name, body.encoding_format == "base64"
+        )
+
+    def tokenized(self, body: TokenizeRequest) -> TokenizeResponse:
+        """Returns the tokens of a text or of a chat's prompt. Raises as `begin`."""
+        self.model.check_name(body.model)
+        body.check()
+        if body.messages is None:
+            text, special = body.prompt or "", body.add_special_tokens is not False
+        else:
+            kwargs, follows = body.chat_template_kwargs, body.add_generation_prompt
+            text = chat_text(body.messages, kwargs, self.model, follows)
+            special = bool(body.add_special_tokens)
+        tokens = self.model.tokenizer.encode(text, special)
+        found = TokenizeResponse(count=len(tokens), max_model_len=self.model.context, tokens=tokens)
+        if not body.return_token_strs:
+            return found
+        table = self.model.tokenizer.all_bytes
+        strings = [shown(spelled(table, token)) for token in tokens]
+        return TokenizeResponse(
+            count=len(tokens),
+            max_model_len=self.model.context,
+            tokens=tokens,
+            token_strs=strings,
+        )
+
+    def detokenized(self, body: DetokenizeRequest) -> DetokenizeResponse:
+        """Returns the text of tokens. Raises as `begin`."""
+        self.model.check_name(body.model)
+        check_tokens("tokens", body.tokens, self.model)
+        return DetokenizeResponse(prompt=self.model.tokenizer.decode(body.tokens))
+
+    def _tokens(self, number: int, given: str | list[int]) -> list[int]:
+        param = f"input[{number}]"
+        tokens = encoded(param, given, self.model)
+        if not tokens:
+            raise InvalidRequest(param, "is empty; a vector needs at least one token")
+        if len(tokens) > self.model.context:
+            raise ContextExceeded(
+                param,
+                f"this model's context has {self.model.context} tokens; this text {len(tokens)}",
+            )
+        return tokens
+
+
+def _inputs(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """Returns the inputs of a request. Raises InvalidRequest for a mixture, or for too many."""
+    if isinstance(given, str):
+        return [given]
+    tokens = [one for one in given if isinstance(one, int)]
+    if len(tokens) == len(given):
+        return [tokens]
+    inputs = [one for one in given if not isinstance(one, int)]
+    if tokens:
+        raise InvalidRequest("input", "expected texts or lists of token ids, got both kinds")
+    if len(inputs) > MAX_INPUTS:
+        raise InvalidRequest("input", f"expected at most {MAX_INPUTS} texts, got {len(inputs)}")
+    return inputs

@@ -1,0 +1,87 @@
+"""Training of MTP modules for a frozen target model.
+
+DeepSeek trains its modules with the target. Here the target stays as it is, so that a module can be
+added to any model. It starts as a copy of the target's last layer on the token's embedding, and
+learns the target's distributions over unrolled steps, as EAGLE-3 does. Step i has the weight
+0.6 ** i.
+
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2) for the module, FastMTP (arXiv 2509.18362,
+equation 2) for the weights of the steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from recserve.models.drafters.eagle import Eagle
+from recserve.models.drafters.mtp import Mtp, MtpConfig, MtpModule
+from recserve.models.drafters.mtp_files import load_mtp, save_mtp
+from recserve.models.language_model import LanguageModel
+from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.text.eagle import EagleRecipe, EagleTrainee
+
+
+class MtpTrainee(EagleTrainee):
+    """An MTP module of DeepSeek's kind on a frozen target, for the training loop."""
+
+    discount: ClassVar[float] = 0.6
+
+    @torch.no_grad()
+    def _network(self, train: NDArray[np.int64]) -> Eagle | Mtp:
+        """Returns a module that begins with the weights of the target's last layer."""
+        own = self.target.config
+        decoder = replace(own.decoder, num_layers=1, dropout=0.0)
+        network = Mtp(MtpConfig(decoder, own.vocab_size))
+        (block,) = network.blocks
+        assert isinstance(block, MtpModule)
+        block.layer.load_state_dict(self.target.decoder.layers[-1].state_dict())
+        block.norm.weight.copy_(self.target.decoder.norm.weight)
+        size = decoder.hidden_size
+        block.fc.weight[:, :size] += torch.eye(size)
+        return network
+
+    def _save(self, folder: Path) -> None:
+        assert isinstance(self.model, Mtp)
+        save_mtp(self.model, folder, self.target.config.decoder.num_layers)
+
+    def _load(self, folder: Path) -> Eagle | Mtp:
+        return load_mtp(folder, self.target)
+
+
+def train_mtp(
+    target: LanguageModel,
+    train: NDArray[np.int64],
+    valid: NDArray[np.int64],
+    directory: Path,
+    options: TrainOptions,
+    recipe: EagleRecipe | None = None,
+    console: Console | None = None,
+) -> TrainReport:
+    """Trains a module for a target and writes it in DeepSeek's layout.
+
+    Args:
+        target: The language model.
+        train: [n] int64 training tokens, preferably text that the target wrote.
+        valid: [n] int64 validation tokens.
+        directory: Folder that receives the module.
+        options: Options of the run.
+        recipe: Settings; None means the defaults.
+        console: Where progress is printed; None means standard error.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ValueError: If a text is too short, or the module of `options.start_from` has another
+            shape.
+    """
+    recipe = recipe or EagleRecipe(kind="mtp")
+    trainee = MtpTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
+    return trainee.train_into(directory, options, console)

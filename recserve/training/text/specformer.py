@@ -1,0 +1,212 @@
+"""Training of SpecFormer networks, which draft for a frozen target model.
+
+Every slot learns the target's own distribution of its token, and all slots count alike. The loss
+is computed position by position through the vocabulary (slot_loss.py), so that memory does not grow
+with the draft length.
+
+Source: SpecFormer (arXiv 2511.20340), whose labels are the tokens of text that the target wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor, nn
+
+from recserve.models.attention import DenseAttention
+from recserve.models.decoder import FINAL_LAYER, Taps
+from recserve.models.drafters.specformer import Specformer, SpecformerConfig
+from recserve.models.drafters.specformer_files import (
+    load_specformer,
+    one_layer,
+    save_specformer,
+)
+from recserve.models.language_model import LanguageModel
+from recserve.training.loop import StepLoss, fit
+from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.schedule import Schedule
+from recserve.training.text.slot_loss import SlotLabels, SlotLoss
+from recserve.training.text.windows import shuffled_batches, windows
+
+
+@dataclass(frozen=True)
+class SpecformerRecipe:
+    """Sizes of a SpecFormer network and settings of its training.
+
+    Attributes:
+        num_slots: Tokens that it drafts.
+        slot_rows: Slot states of a batch that are in memory at the same time.
+        window: Tokens of a training row.
+        batch: Rows per step.
+        validation_rows: Most validation rows that are measured.
+        schedule: Learning rate, averaging and stopping.
+    """
+
+    num_slots: int = 8
+    slot_rows: int = 4096
+    window: int = 256
+    batch: int = 8
+    validation_rows: int = 64
+    schedule: Schedule = field(
+        default_factory=lambda: Schedule(4, 1e-3, weight_decay=0.0, patience=0)
+    )
+
+
+class SpecformerTrainee:
+    """A SpecFormer network on a frozen target, for the training loop."""
+
+    selection = "accept_length"
+
+    def __init__(
+        self,
+        recipe: SpecformerRecipe,
+        target: LanguageModel,
+        train: NDArray[np.int64],
+        valid: NDArray[np.int64],
+        seed: int,
+    ) -> None:
+        """Splits the texts into rows and initialises the network.
+
+        Args:
+            recipe: Sizes and settings.
+            target: The frozen language model.
+            train: [n] int64 training tokens.
+            valid: [n] int64 validation tokens.
+            seed: Seed of weights and order.
+
+        Raises:
+            ValueError: If either text is shorter than a window, or the window is too short for the
+                slots.
+        """
+        if recipe.window < recipe.num_slots + 2:
+            raise ValueError(
+                f"window is {recipe.window}; {recipe.num_slots} slots need at least "
+                f"{recipe.num_slots + 2} tokens"
+            )
+        self.recipe, self.target, self.seed = recipe, target, seed
+        self.device = target.tokens.weight.device
+        self.train, self.valid = (windows(text, recipe.window) for text in (train, valid))
+        torch.manual_seed(seed)
+        self.model = Specformer(specformer_config(recipe, target)).to(self.device)
+        self.slot_loss = SlotLoss(target, self.model.slots, recipe.num_slots, recipe.slot_rows)
+
+    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
+        """Returns the row numbers of each batch."""
+        return shuffled_batches(len(self.train), self.recipe.batch, self.seed, epoch)
+
+    def loss(self, batch: NDArray[np.int64]) -> StepLoss:
+        """Returns the loss of a batch, as the mean over slots and positions."""
+        context, logits = self.context(self.train[batch])
+        labels = SlotLabels(logits, self.recipe.window)
+        total, losses = self.slot_loss(context, labels, slot_parameters(self.model))
+        parts = {f"slot_{number}": part for number, part in enumerate(losses)}
+        return StepLoss(total, parts, len(context))
+
+    @torch.inference_mode()
+    def validate(self) -> dict[str, float]:
+        """Returns the mean accept length of the slots' best chain, and each slot's accuracy.
+
+        The labels are the target's likeliest tokens in the given text. So this is the accept length
+        on text that the target wrote without draws.
+        """
+        rows, hits = self.valid[: self.recipe.validation_rows], []
+        last = self.recipe.window - 1 - self.recipe.num_slots
+        for part in np.array_split(rows, -(-len(rows) // self.recipe.batch)):
+            context, logits = self.context(part)
+            said = logits.argmax(-1)
+            for places in self.slot_loss.pieces(len(context), self.device):
+                # Only positions at which the tokens of all slots are known.
+                own = places[places % self.recipe.window < last]
+                states = self.model.slots(context[own])
+                guesses = [self.slot_loss.logits(slot).argmax(-1) for slot in states.unbind(1)]
+                hits.append(torch.stack([g == said[own + 1 + n] for n, g in enumerate(guesses)]))
+        right = torch.cat(hits, dim=1)
+        metrics = {f"slot_{number}": float(own.float().mean()) for number, own in enumerate(right)}
+        return {"accept_length": float(right.cumprod(0).sum(0).float().mean()), **metrics}
+
+    def context(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Returns the network's contexts [b T, E] and the target's logits [b T, V] of some rows."""
+        tokens = torch.from_numpy(rows).to(self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device)
+        layers = self.model.config.target_layers
+        taps = Taps(tuple(sorted({n for n in layers if n != FINAL_LAYER})))
+        with torch.no_grad():
+            final = self.target(tokens, positions, DenseAttention(), None, taps)
+            logits = self.target.logits(final)
+        between = dict(zip(taps.layers, taps.states, strict=True)) | {FINAL_LAYER: final}
+        states = torch.cat([between[n] for n in layers], dim=-1).float()
+        context = self.model.context(states, positions, DenseAttention())
+        return context.flatten(0, 1), logits.flatten(0, 1)
+
+
+def slot_parameters(network: Specformer) -> list[nn.Parameter]:
+    """Returns the parameters that `Specformer.slots` uses."""
+    context = (network.state_norms, network.mix, network.context_attention)
+    others = {id(p) for module in context for p in module.parameters()}
+    return [p for p in network.parameters() if id(p) not in others]
+
+
+def specformer_config(recipe: SpecformerRecipe, target: LanguageModel) -> SpecformerConfig:
+    """Returns the configuration of a new network for a target.
+
+    It reads the embedding, the middle layer, the last but one and the final state.
+    """
+    depth = target.config.decoder.num_layers
+    layers = dict.fromkeys((0, depth // 2, depth - 1, FINAL_LAYER))
+    return SpecformerConfig(one_layer(target), tuple(layers), recipe.num_slots)
+
+
+def train_specformer(
+    target: LanguageModel,
+    train: NDArray[np.int64],
+    valid: NDArray[np.int64],
+    directory: Path,
+    options: TrainOptions,
+    recipe: SpecformerRecipe | None = None,
+    console: Console | None = None,
+) -> TrainReport:
+    """Trains a network for a target and writes it in the authors' layout.
+
+    Args:
+        target: The language model.
+        train: [n] int64 training tokens, preferably text that the target wrote.
+        valid: [n] int64 validation tokens.
+        directory: Folder that receives the network.
+        options: Options of the run.
+        recipe: Sizes and settings; None means the defaults.
+        console: Where progress is printed; None means standard error.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ValueError: If a text is too short, or the network of `options.start_from` has another
+            shape.
+    """
+    recipe = recipe or SpecformerRecipe()
+    trainee = SpecformerTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
+    if options.start_from is not None:
+        trainee.model.load_state_dict(_old_weights(options.start_from, target, trainee.model))
+    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
+    save_specformer(trainee.model, directory, target.config.decoder.num_layers)
+    return report
+
+
+def _old_weights(folder: Path, target: LanguageModel, new: Specformer) -> dict[str, Tensor]:
+    """Returns the weights of an older network of the same shape.
+
+    Raises:
+        ValueError: If its configuration differs; the message names the field.
+    """
+    old = load_specformer(folder, target)
+    for name in (part.name for part in fields(SpecformerConfig)):
+        theirs, ours = getattr(old.config, name), getattr(new.config, name)
+        if theirs != ours:
+            raise ValueError(f"{folder.name}: {name} is {theirs}; the new network has {ours}")
+    return dict(old.state_dict())

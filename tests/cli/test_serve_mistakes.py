@@ -1,0 +1,63 @@
+"""`serve` finds cheap mistakes before it imports torch or binds its port."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from recserve.config import ConfigError, ServerConfig
+from tests.support.tiny_bundle import shared_bundle
+
+RUN = """
+import sys
+from recserve.cli import main
+sys.argv = ["recserve", "serve", *sys.argv[1:]]
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules and "uvicorn" not in sys.modules
+"""
+
+
+def serve(*flags):
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *flags], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--bundle", "{tmp}/none"], "there is no such folder"),
+        (["--bundle", "{tmp}"], "has no manifest.json"),
+        (["--llm", "{tmp}"], "has no config.json"),
+        (["--bundle", "{bundle}", "--store", "mysql://x"], "store scheme is 'mysql'"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, flags, message):
+    given = [flag.format(tmp=tmp_path, bundle=shared_bundle()) for flag in flags]
+    done = serve(*given, "--port", "0")
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = ServerConfig(bundle=shared_bundle(), port=port)
+        with pytest.raises(ConfigError, match=f"port {port}: .* choose another --port"):
+            config.check_files()
+    config.check_files()
+
+
+def test_missing_files_of_a_language_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    ServerConfig(llm=tmp_path, port=0, drafters=("ngram",)).check_files()
+    for field, value in (
+        ("chat_template", tmp_path / "no.jinja"),
+        ("drafters", (f"eagle={tmp_path}/none",)),
+    ):
+        with pytest.raises(ConfigError, match=f"{field}.* there is no such"):
+            ServerConfig(llm=tmp_path, port=0, **{field: value}).check_files()

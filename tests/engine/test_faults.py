@@ -1,0 +1,238 @@
+"""Forward passes that fail: a request fails alone, and an engine that cannot go on says so."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from recserve.core.request import EngineStopped, SlateQuery
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
+from recserve.engine.runtime.request_queue import Departures
+from recserve.engine.runtime.runner import DeviceLost, Runner
+from recserve.engine.runtime.step_watch import StepWatch
+from recserve.speculation.completion import TextQuery
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.text_engines import MAKERS, assert_no_leak, engine_for, prompts
+from tests.support.text_plain import drawn_model
+
+
+def slates(number):
+    model, trie = make(CATALOGUES["ordinary"], "codes", "children")
+    queries = [SlateQuery(draw_root(model, 4 + i, i), trie, 3, 3) for i in range(number)]
+    engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=4 * 2**20))
+    return model, engine, queries
+
+
+def run(engine):
+    while engine.step():
+        pass
+
+
+def fail_with(monkeypatch, poison, times=None):
+    """Makes forward passes fail whose tokens satisfy `poison`; at most `times` of them."""
+    forward, failed = Runner.forward, []
+
+    def broken(self, pieces, taps=None):
+        if (times is None or len(failed) < times) and poison(pieces):
+            failed.append(len(pieces))
+            raise RuntimeError("broken kernel")
+        return forward(self, pieces, taps)
+
+    monkeypatch.setattr(Runner, "forward", broken)
+    return failed
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_a_request_that_breaks_the_forward_fails_alone(monkeypatch, place):
+    _, engine, queries = slates(7)
+    expected = [engine.run(query).rows.tolist() for query in queries]
+    engine.forget_all()
+    length = len(queries[place].root.inputs)  # every root has another length
+    fail_with(monkeypatch, lambda pieces: length in [len(p.inputs) for p in pieces])
+    futures = [engine.submit(query) for query in queries]
+    run(engine)
+    for number, future in enumerate(futures):
+        if number == place:
+            with pytest.raises(RuntimeError, match="broken kernel"):
+                future.result(0)
+        else:
+            assert future.result(0).rows.tolist() == expected[number]
+    stats = engine.stats()
+    assert stats.running == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+@pytest.mark.parametrize("nth", range(4))
+def test_one_failed_step_fails_nobody(monkeypatch, nth):
+    _, engine, queries = slates(6)
+    expected = [engine.run(query).rows.tolist() for query in queries]
+    engine.forget_all()
+    seen = []
+    fail_with(monkeypatch, lambda pieces: seen.append(1) or len(seen) > nth, times=1)
+    futures = [engine.submit(query) for query in queries]
+    run(engine)
+    assert [future.result(0).rows.tolist() for future in futures] == expected
+
+
+def test_no_request_joins_while_suspects_are_tried(monkeypatch):
+    _, engine, queries = slates(5)
+    failed = fail_with(monkeypatch, lambda pieces: len(pieces) > 1)
+    futures = [engine.submit(query) for query in queries[:4]]
+    engine.step()
+    late = engine.submit(queries[4])
+    engine.step()
+    assert not late.done() and engine.stats().queue_depth == 1
+    run(engine)
+    assert failed and all(future.result(0).rows.size for future in (*futures, late))
+
+
+def texts(number):
+    params = SamplingParams(temperature=0.9, max_tokens=12, repetition_penalty=1.3)
+    return [
+        TextQuery(
+            prompt=prompt, params=replace(params, seed=i), speculation=Speculation("d", "sample")
+        )
+        for i, prompt in enumerate(prompts(number, low=3, high=15))
+    ]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3", "lookahead"])
+@pytest.mark.parametrize("nth", [0, 1, 4])
+def test_texts_go_on_after_a_failed_step_with_the_same_tokens(monkeypatch, drafter, nth):
+    model = drawn_model(1)
+    queries = texts(5)
+    engine = engine_for(model, drafters={"d": MAKERS[drafter](model)})
+    futures = [engine.submit(query) for query in queries]
+    run(engine)
+    expected = [future.result(0).tokens.tolist() for future in futures]
+    pieces_of_texts = [[] for _ in queries]
+
+    def listener(pieces):
+        return lambda commit: pieces.extend(commit.tokens)
+
+    listening = [
+        replace(query, on_commit=listener(pieces))
+        for query, pieces in zip(queries, pieces_of_texts, strict=True)
+    ]
+    engine = engine_for(model, drafters={"d": MAKERS[drafter](model)})
+    seen = []
+    fail_with(monkeypatch, lambda pieces: seen.append(1) or len(seen) > nth, times=1)
+    futures = [engine.submit(query) for query in listening]
+    run(engine)
+    assert [future.result(0).tokens.tolist() for future in futures] == expected
+    assert pieces_of_texts == expected
+    assert_no_leak(engine)
+
+
+def test_a_text_that_breaks_the_forward_fails_alone(monkeypatch):
+    model = drawn_model(1)
+    queries = [replace(query, prompt=np.arange(3 + i)) for i, query in enumerate(texts(4))]
+    engine = engine_for(model, drafters={"d": MAKERS["ngram"](model)})
+    expected = []
+    for query in queries:
+        future = engine.submit(query)
+        run(engine)
+        expected.append(future.result(0).tokens.tolist())
+    engine = engine_for(model, drafters={"d": MAKERS["ngram"](model)})
+    scheduler = engine.schedulers["text"]
+
+    def poisoned(_):
+        return any(len(s.request.prompt) == 5 for s in scheduler.running)
+
+    fail_with(monkeypatch, poisoned)
+    futures = [engine.submit(query) for query in queries]
+    run(engine)
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        futures[2].result(0)
+    kept = [f.result(0).tokens.tolist() for i, f in enumerate(futures) if i != 2]
+    assert kept == [tokens for i, tokens in enumerate(expected) if i != 2]
+    assert_no_leak(engine)
+
+
+def test_what_fails_before_the_forward_fails_alone_too(monkeypatch):
+    """An error of `begin` ended the engine's thread."""
+    _, engine, queries = slates(2)
+    scheduler = engine.schedulers["recommender"]
+    begin, calls = scheduler.begin, []
+
+    def broken():
+        calls.append(1)
+        if len(calls) == 1:
+            raise IndexError("broken begin")
+        return begin()
+
+    monkeypatch.setattr(scheduler, "begin", broken)
+    engine.start()
+    futures = [engine.submit(query) for query in queries]
+    assert all(future.result(30).rows.size for future in futures)
+    assert engine.alive
+    engine.close()
+
+
+def test_a_lost_device_ends_the_thread_and_every_request(monkeypatch):
+    _, engine, queries = slates(4)
+
+    def lost(_):
+        raise DeviceLost("the CUDA device is lost")
+
+    fail_with(monkeypatch, lambda _: True)
+    monkeypatch.setattr(Runner, "check_device", lost)
+    with engine.held():
+        futures = [engine.submit(query) for query in queries]
+        engine.start()
+    for future in futures:
+        with pytest.raises(EngineStopped):
+            future.result(30)
+    assert not engine.alive and isinstance(engine.stopped_by, DeviceLost)
+    with pytest.raises(EngineStopped):
+        engine.submit(queries[0])
+    engine.close()
+
+
+def test_a_hanging_step_shows(monkeypatch):
+    _, engine, queries = slates(1)
+    hangs, go_on = threading.Event(), threading.Event()
+    forward = Runner.forward
+
+    def slow(self, pieces, taps=None):
+        hangs.set()
+        go_on.wait(30)
+        return forward(self, pieces, taps)
+
+    monkeypatch.setattr(Runner, "forward", slow)
+    engine.start()
+    assert engine.stalled_s == 0
+    future = engine.submit(queries[0])
+    assert hangs.wait(30) and engine.stalled_s > 0
+    go_on.set()
+    assert future.result(30).rows.size
+    engine.close()
+    assert engine.stalled_s == 0
+
+
+def test_step_watch_counts_from_the_last_sign_of_progress():
+    now = [10.0]
+    watch = StepWatch(lambda: now[0])
+    assert watch.seconds == 0
+    watch.stepped()
+    now[0] = 13.0
+    assert watch.seconds == 3
+    watch.stepped()
+    assert watch.seconds == 0
+    watch.idle()
+    now[0] = 99.0
+    assert watch.seconds == 0
+
+
+def test_retry_after_follows_what_left_the_queue_lately():
+    """Also requests that were late or cancelled make room; slow ones of long ago do not count."""
+    departures = Departures()
+    assert departures.seconds_for(100, 0.0) == departures.window_s
+    for tenth in range(10):
+        departures.add(20, 1000 + tenth / 10)
+    assert departures.seconds_for(1000, 1001.0) == pytest.approx(500 / 200)
+    assert departures.seconds_for(1000, 1010.0) == departures.window_s
+    departures.add(1, 2000.0)
+    assert departures.seconds_for(1_000_000, 2004.0) == 60

@@ -1,0 +1,485 @@
+"""Layouts of block drafters: written here tensor by tensor, read back, and refused where wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from recserve.models.drafters.block import BlockConfig
+from recserve.models.drafters.block_files import load_block, save_block
+from recserve.models.drafters.block_heads import ConvConfig, MarkovConfig, SelectorConfig
+from recserve.models.loading import UnsupportedModel
+from tests.support.block_drafter import VARIANTS, block_network
+from tests.support.text_plain import VOCABULARY, drawn_model
+
+# drawn_model(0): hidden size 32, 2 layers, 4 query heads and 2 KV heads of 8, gate 48.
+SIZES = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "layer_types": ["full_attention"] * 2,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "tie_word_embeddings": False,
+}
+SPECULATORS = {
+    "algorithm": "dflash",
+    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+    "default_proposal_method": "greedy",
+    "verifier": {"name_or_path": "target", "architectures": ["Qwen3ForCausalLM"]},
+}
+
+
+def backbone(num_states: int = 2) -> dict[str, torch.Tensor]:
+    """Returns the tensors that every variant has."""
+    shapes = {"fc": (32, 32 * num_states), "hidden_norm": (32,), "norm": (32,)}
+    for layer in range(2):
+        own = {
+            "self_attn.q_proj": (32, 32),
+            "self_attn.k_proj": (16, 32),
+            "self_attn.v_proj": (16, 32),
+            "self_attn.o_proj": (32, 32),
+            "self_attn.q_norm": (8,),
+            "self_attn.k_norm": (8,),
+            "mlp.gate_proj": (48, 32),
+            "mlp.up_proj": (48, 32),
+            "mlp.down_proj": (32, 48),
+            "input_layernorm": (32,),
+            "post_attention_layernorm": (32,),
+        }
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
+    return {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+def dflash() -> tuple[dict, dict]:
+    fields = SIZES | {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": 8,
+        "num_target_layers": 2,
+        "dflash_config": {"mask_token_id": 39, "target_layer_ids": [0, 1]},
+    }
+    return fields, backbone()
+
+
+def jetspec() -> tuple[dict, dict]:
+    fields, weights = dflash()
+    return fields | {"dflash_config": fields["dflash_config"] | {"causal_head": True}}, weights
+
+
+def nemo() -> tuple[dict, dict]:
+    fields, weights = dflash()
+    nested = fields["dflash_config"] | {"causal": True}
+    return fields | {"architectures": ["Qwen3DFlashDraftModel"], "dflash_config": nested}, {
+        f"model.{name}": weight for name, weight in weights.items()
+    }
+
+
+def glimmer() -> tuple[dict, dict]:
+    """Other names for the projection, fused projections, and a mask of its own."""
+    fields, weights = dflash()
+    renamed = {"fc.weight": "encoder.fc.weight"}
+    renamed["hidden_norm.weight"] = "encoder.output_norm_enc.weight"
+    weights = {renamed.get(name, name): weight for name, weight in weights.items()}
+    for layer in ("layers.0", "layers.1"):
+        for whole, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            group = whole.split(".")[0]
+            names = [f"{layer}.{group}.{part}_proj.weight" for part in parts]
+            weights[f"{layer}.{whole}.weight"] = torch.cat([weights.pop(name) for name in names])
+    weights["mask_embedding"] = torch.randn(1, 32)
+    nested = fields["dflash_config"] | {"mask_token_id": 200}
+    return fields | {"dflash_config": nested}, weights
+
+
+CONV = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+
+
+def dflash2() -> tuple[dict, dict]:
+    fields, weights = dflash()
+    for layer in ("layers.0", "layers.1"):
+        for name in ("attention_conv", "mlp_conv"):
+            weights[f"{layer}.{name}.base_kernel"] = torch.randn(2, 2, 32)
+            weights[f"{layer}.{name}.kernel_projection.weight"] = torch.randn(16, 32)
+    for name in ("predecessor_codebook", "successor_codebook"):
+        weights[f"candidate_selector.{name}"] = torch.randn(VOCABULARY, 6)
+    weights["candidate_selector.hidden_projection.weight"] = torch.randn(6, 32)
+    nested = fields["dflash_config"] | CONV | {"block_size": 8}
+    nested |= {"input_embedding_scale": 2.0, "output_multiplier": 0.5}
+    nested["final_logit_softcapping"] = 30.0
+    del fields["block_size"]
+    return fields | {"architectures": ["DFlash2DraftModel"], "dflash_config": nested}, weights
+
+
+def specforge() -> tuple[dict, dict]:
+    """DSpark of SpecForge: fields inside dflash_config, no embedding and no head."""
+    fields, weights = dflash()
+    weights |= {f"markov_head.markov_w{n}.weight": torch.randn(VOCABULARY, 6) for n in (1, 2)}
+    weights["confidence_head.proj.weight"] = torch.randn(1, 38)
+    weights["confidence_head.proj.bias"] = torch.randn(1)
+    nested = fields["dflash_config"] | {
+        "projector_type": "dspark",
+        "attention_mode": "gqa",
+        "markov_rank": 6,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    return fields | {"architectures": ["DSparkDraftModel"], "dflash_config": nested}, weights
+
+
+def deepspec(kind: str = "gated") -> tuple[dict, dict]:
+    """DSpark of DeepSpec: fields at the top, its own embedding and head."""
+    fields, weights = specforge()
+    nested = fields.pop("dflash_config")
+    for name in ("projector_type", "attention_mode"):
+        del nested[name]
+    fields |= nested | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+    fields |= {"markov_head_type": kind, "block_size": 7}
+    shapes = {"gated": ("gate_proj", (6, 38)), "rnn": ("joint_proj", (18, 44))}
+    name, shape = shapes[kind]
+    weights[f"markov_head.{name}.weight"] = torch.randn(shape)
+    weights[f"markov_head.{name}.bias"] = torch.randn(shape[0])
+    weights["embed_tokens.weight"] = torch.randn(VOCABULARY, 32)
+    weights["lm_head.weight"] = torch.randn(VOCABULARY, 32)
+    return fields, weights
+
+
+def speculators(kind: str = "dflash") -> tuple[dict, dict]:
+    """Sizes inside transformer_layer_config; ids of hidden states, not of layers."""
+    fields, weights = {"dflash": dflash, "dflash2": dflash2, "dspark": specforge}[kind]()
+    nested = fields["dflash_config"]
+    fields = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.7",
+        "speculators_config": SPECULATORS | {"algorithm": kind},
+        "transformer_layer_config": SIZES,
+        "draft_vocab_size": VOCABULARY,
+        "block_size": 8,
+        "aux_hidden_state_layer_ids": [0, 2],
+        "mask_token_id": 39,
+        "sliding_window_non_causal": kind == "dflash2",
+        "sample_from_anchor": kind == "dspark",
+    }
+    names = (*CONV, "markov_rank", "markov_head_type", "enable_confidence_head")
+    fields |= {name: nested[name] for name in names if name in nested}
+    if kind == "dflash":
+        chosen = torch.zeros(VOCABULARY, dtype=torch.bool)
+        chosen[::2] = True
+        weights["t2d"], tokens = chosen, chosen.nonzero()[:, 0]
+        weights["d2t"] = tokens - torch.arange(20)
+        weights["lm_head.weight"] = torch.randn(20, 32)
+        fields["draft_vocab_size"] = 20
+    return fields, weights
+
+
+LAYOUTS = {
+    "dflash": dflash,
+    "jetspec": jetspec,
+    "nemo": nemo,
+    "glimmer": glimmer,
+    "dflash2": dflash2,
+    "specforge": specforge,
+    "deepspec-gated": deepspec,
+    "deepspec-rnn": lambda: deepspec("rnn"),
+    "speculators-dflash": speculators,
+    "speculators-dflash2": lambda: speculators("dflash2"),
+    "speculators-dspark": lambda: speculators("dspark"),
+}
+# What differs from plain DFlash.
+EXPECTED = {
+    "dflash": {},
+    "jetspec": {"causal": (True, True)},
+    "nemo": {"causal": (True, True)},
+    "glimmer": {"own_mask": True, "mask_token": 200},
+    "dflash2": {
+        "conv": ConvConfig(2, 8),
+        "selector": SelectorConfig(6, 5),
+        "input_scale": 2.0,
+        "output_scale": 0.5,
+        "softcap": 30.0,
+    },
+    "specforge": {"markov": MarkovConfig(6), "from_anchor": True},
+    "deepspec-gated": {
+        "markov": MarkovConfig(6, "gated"),
+        "from_anchor": True,
+        "block_size": 7,
+        "own_embedding": True,
+        "own_head": True,
+    },
+    "speculators-dflash": {"target_layers": (0, 2), "draft_vocab_size": 20, "own_head": True},
+    "speculators-dflash2": {
+        "target_layers": (0, 2),
+        "conv": ConvConfig(2, 8),
+        "selector": SelectorConfig(6, 5),
+    },
+    "speculators-dspark": {
+        "target_layers": (0, 2),
+        "markov": MarkovConfig(6),
+        "from_anchor": True,
+    },
+}
+EXPECTED["deepspec-rnn"] = EXPECTED["deepspec-gated"] | {"markov": MarkovConfig(6, "rnn")}
+PLAIN = {
+    "target_layers": (1, 2),  # layer i's output is the stream after i + 1 layers
+    "vocab_size": VOCABULARY,
+    "draft_vocab_size": VOCABULARY,
+    "block_size": 8,
+    "causal": (False, False),
+    "mask_token": 39,
+    "target_size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return drawn_model(0)
+
+
+def written(folder, fields, weights):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_tensor_lies_in_its_place(name, tmp_path, target):
+    torch.manual_seed(0)
+    fields, weights = LAYOUTS[name]()
+    network = load_block(written(tmp_path, fields, weights), target)
+    config = network.config
+    assert config == BlockConfig(decoder=config.decoder, **PLAIN | EXPECTED[name])
+    assert config.decoder.rope_theta == 1e6 and config.decoder.qk_norm
+    assert config.decoder.max_positions == target.config.decoder.max_positions
+    plain = {n.removeprefix("model."): w for n, w in weights.items()}
+    own = network.layers[1]
+    if name == "glimmer":
+        fused = plain["layers.1.self_attn.qkv_proj.weight"]
+        assert torch.equal(torch.cat([own.query.weight, own.key_value.weight]), fused)
+        assert torch.equal(own.gate_up.weight, plain["layers.1.mlp.gate_up_proj.weight"])
+        assert torch.equal(network.fc.weight, plain["encoder.fc.weight"])
+        assert torch.equal(network.mask_embedding, plain["mask_embedding"][0])
+        return
+    part = "layers.1.self_attn."
+    assert torch.equal(own.query.weight, plain[f"{part}q_proj.weight"])
+    both = [plain[f"{part}{letter}_proj.weight"] for letter in "kv"]
+    assert torch.equal(own.key_value.weight, torch.cat(both))
+    assert torch.equal(own.k_norm.weight, plain[f"{part}k_norm.weight"])
+    assert torch.equal(own.output.weight, plain[f"{part}o_proj.weight"])
+    assert torch.equal(own.mlp_norm.weight, plain["layers.1.post_attention_layernorm.weight"])
+    assert torch.equal(network.hidden_norm.weight, plain["hidden_norm.weight"])
+    if config.conv is not None:
+        kernel = "layers.1.mlp_conv.base_kernel"
+        assert torch.equal(own.mlp_conv.base_kernel, plain[kernel])
+        codebook = plain["candidate_selector.successor_codebook"]
+        assert torch.equal(network.selector.successors, codebook)
+    if config.markov is not None:
+        assert torch.equal(network.markov.successors, plain["markov_head.markov_w2.weight"])
+        vectors = network.markov.markov_w1.weight
+        assert torch.equal(vectors, plain["markov_head.markov_w1.weight"])
+    if config.own_embedding:
+        assert torch.equal(network.tokens.weight, plain["embed_tokens.weight"])
+    if network.token_map is not None:
+        assert network.token_map.tolist() == list(range(0, VOCABULARY, 2))
+        assert torch.equal(network.head.weight, plain["lm_head.weight"])
+
+
+def test_copies_of_the_target_s_embedding_and_head_are_not_kept(tmp_path, target):
+    fields, weights = deepspec()
+    weights["embed_tokens.weight"] = target.tokens.weight.clone()
+    weights["lm_head.weight"] = target.head.weight.clone()
+    config = load_block(written(tmp_path, fields, weights), target).config
+    assert not config.own_embedding and not config.own_head
+
+
+def flagged(top=(), nested=(), types=None):
+    fields, _ = dflash()
+    fields |= dict(top)
+    fields["dflash_config"] = fields["dflash_config"] | dict(nested)
+    if types is not None:
+        fields["layer_types"] = [f"{kind}_attention" for kind in types]
+    return fields
+
+
+@pytest.mark.parametrize(
+    "fields,causal",
+    [
+        (flagged({"is_causal": False}, {"causal_head": True}), (False, False)),
+        (flagged({"is_causal": True}, {"causal": False}), (True, True)),
+        (flagged({}, {"causal": False}, ("sliding", "full")), (False, False)),
+        (flagged({}, {}, ("sliding", "full")), (True, False)),
+        (flagged({"sliding_window_non_causal": True}, {}, ("sliding", "full")), (False, False)),
+        (flagged({}, {"use_swa": True, "swa_window_size": 9999}), (False, False)),
+    ],
+    ids=["top-off", "top-on", "nested-off", "sliding", "sliding-both-ways", "use_swa"],
+)
+def test_the_causal_flags_have_an_order(fields, causal, tmp_path, target):
+    fields["sliding_window"] = 4096
+    network = load_block(written(tmp_path, fields, backbone()), target)
+    assert network.config.causal == causal
+
+
+def test_windows_that_the_target_cannot_fill_have_no_effect(tmp_path, target):
+    for window, expected in ((4096, ()), (64, ()), (63, (63, 0))):
+        fields = flagged({"sliding_window": window}, {}, ("sliding", "full"))
+        network = load_block(written(tmp_path, fields, backbone()), target)
+        assert network.config.windows == expected
+
+
+def test_rope_of_neighbours_is_read_as_rope_of_halves(tmp_path, target):
+    """Keys in either order have the same products, which is all that attention sees."""
+    torch.manual_seed(1)
+    fields, weights = dflash()
+    network = load_block(written(tmp_path, fields | {"is_neox_style": False}, weights), target)
+    states, places = torch.randn(6, 64), torch.arange(6)
+    (keys, _), _ = network.entries(states, places)
+    features = network.hidden_norm(network.fc(states))
+    plain = (features @ weights["layers.0.self_attn.k_proj.weight"].T).view(6, 2, 8)
+    plain = plain * (plain.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    plain = plain * weights["layers.0.self_attn.k_norm.weight"]
+    angles = places[:, None] * 1e6 ** (-torch.arange(0, 8, 2) / 8)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    pairs = torch.view_as_complex(plain.view(6, 2, 4, 2).contiguous()) * turn
+    expected = torch.view_as_real(pairs).flatten(-2)
+    products = torch.einsum("nhd,mhd->hnm", keys, keys)
+    wanted = torch.einsum("nhd,mhd->hnm", expected, expected)
+    torch.testing.assert_close(products, wanted, rtol=1e-4, atol=1e-4)
+
+
+def without(*names):
+    def fault(fields, weights):
+        for name in names:
+            weights.pop(name, None)
+            fields.pop(name, None)
+            fields["dflash_config"].pop(name, None)
+
+    return fault
+
+
+def with_fields(**more):
+    return lambda fields, weights: fields.update(more)
+
+
+def nested(**more):
+    return lambda fields, weights: fields["dflash_config"].update(more)
+
+
+def with_tensor(name, *shape):
+    return lambda fields, weights: weights.update({name: torch.randn(shape)})
+
+
+def not_finite(fields, weights):
+    weights["norm.weight"][3] = float("nan")
+
+
+def selector_without_words(fields, weights):
+    """DFlash2's tensors with DFlash's configuration."""
+    weights |= {n: w for n, w in dflash2()[1].items() if "conv" in n or "selector" in n}
+
+
+def ids_in_d2t(fields, weights):
+    chosen = torch.arange(0, VOCABULARY, 2)
+    weights |= {"d2t": chosen, "lm_head.weight": torch.randn(20, 32)}
+    fields["draft_vocab_size"] = 20
+
+
+FAULTS = {
+    "unknown field": (with_fields(attention_temperature=2), "'attention_temperature'"),
+    "unknown nested field": (nested(num_sinks=4), "'num_sinks'"),
+    "unknown tensor": (with_tensor("layers.0.self_attn.sinks", 4), "sinks"),
+    "missing tensor": (without("layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight"),
+    "another size": (with_tensor("fc.weight", 32, 96), "fc.weight is .32, 96."),
+    "not finite": (not_finite, "norm.weight holds NaN"),
+    "DFlash2 read as DFlash": (selector_without_words, "candidate_selector.*describes 'dflash'"),
+    "Markov head without rank": (
+        with_tensor("markov_head.markov_w1.weight", VOCABULARY, 6),
+        "markov_head.*no markov_rank",
+    ),
+    "DFlash2 without selector": (
+        with_fields(architectures=["DFlash2DraftModel"]),
+        "names no conv_kernel_size",
+    ),
+    "mask outside": (nested(mask_token_id=40), "mask_token_id is 40.*no mask_embedding"),
+    "no mask": (without("mask_token_id"), "no mask_token_id"),
+    "no block": (without("block_size"), "no block_size"),
+    "no layers": (without("target_layer_ids"), "no layers of the target"),
+    "layer too deep": (nested(target_layer_ids=[0, 2]), "layer 2 of its target, which has 2"),
+    "another depth": (with_fields(num_target_layers=36), "num_target_layers is 36"),
+    "another vocabulary": (with_fields(vocab_size=50), "vocab_size is 50; the target has 40"),
+    "another target size": (nested(target_hidden_size=64), "target_hidden_size is 64"),
+    "no rope_theta": (without("rope_theta"), "no rope_theta"),
+    "adapter": (
+        with_tensor("hidden_dim_adapter.proj.weight", 32, 64),
+        "hidden_dim_adapter: an untrained adapter",
+    ),
+    "contradicting flags": (nested(causal=False, causal_head=True), "contradict each other"),
+    "tiny window": (
+        with_fields(layer_types=["full_attention", "sliding_attention"], sliding_window=8),
+        "the window is 8, not larger than the block",
+    ),
+    "no window": (
+        with_fields(layer_types=["full_attention", "sliding_attention"]),
+        "layer 1 has a window; config.json names none",
+    ),
+    "sinks": (nested(attention_sink_bias=True), "attention sinks"),
+    "Domino": (nested(projector_type="domino"), "'domino'"),
+    "d2t with ids": (ids_in_d2t, "d2t names a token twice or outside"),
+    "no d2t": (with_fields(draft_vocab_size=20), "no tensor 'd2t'"),
+    "another drafter": (with_fields(speculators_model_type="eagle3"), "'eagle3'"),
+    "another Markov head": (nested(markov_rank=6, markov_head_type="lstm"), "'lstm'"),
+    "another size of states": (
+        with_fields(hidden_size=64),
+        "hidden_size is 64 and the target's 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named(fault, tmp_path, target):
+    torch.manual_seed(0)
+    fields, weights = dflash()
+    change, message = FAULTS[fault]
+    change(fields, weights)
+    with pytest.raises((UnsupportedModel, ValueError), match=message):
+        load_block(written(tmp_path, fields, weights), target)
+
+
+def test_a_pickled_mask_is_refused(tmp_path, target):
+    fields, weights = dflash()
+    fields["dflash_config"]["mask_token_id"] = 200
+    (tmp_path / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match="mask_embedding.pt, which is a pickle"):
+        load_block(written(tmp_path, fields, weights), target)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("mixed", "windows")])
+def test_what_is_saved_is_what_was_there(variant, tmp_path, target):
+    network = block_network(target, variant, seed=2, fields={"own_mask": True})
+    save_block(network, tmp_path)
+    again = load_block(tmp_path, target)
+    assert again.config == network.config
+    for name, weight in network.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert {"layers.0.self_attn.k_proj.weight", "mask_embedding"} <= names
+
+
+def test_a_draft_vocabulary_is_saved(tmp_path, target):
+    network = block_network(target, fields={"draft_vocab_size": 20})
+    save_block(network, tmp_path)
+    assert load_block(tmp_path, target).token_map.tolist() == list(range(0, 40, 2))
+
+
+def test_a_mixture_of_variants_is_not_saved(tmp_path, target):
+    with pytest.raises(ValueError, match="mixture"):
+        save_block(block_network(target, "mixed"), tmp_path)

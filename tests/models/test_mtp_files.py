@@ -1,0 +1,290 @@
+"""Layouts of MTP modules: written here tensor by tensor, read back, and refused where wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from recserve.models.attention import DenseAttention
+from recserve.models.drafters.mtp_files import load_mtp, save_mtp
+from recserve.models.loading import UnsupportedModel, load_language_model
+from recserve.models.saving import save_language_model
+from tests.support.mtp_drafter import mtp
+from tests.support.text_plain import VOCABULARY, drawn_model
+
+# drawn_model(): hidden size 32, 2 layers, 4 query heads and 2 KV heads of 8, gate 48.
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float16",
+}
+
+
+def weight(*shape: int) -> torch.Tensor:
+    return torch.randn(shape) * shape[-1] ** -0.5
+
+
+def norm(size: int = 32, centred: bool = False) -> torch.Tensor:
+    return 0.3 * torch.randn(size) + (0.0 if centred else 1.0)
+
+
+def layer(prefix: str, gated: bool = False, centred: bool = False) -> dict[str, torch.Tensor]:
+    shapes = {
+        "self_attn.q_proj": (64 if gated else 32, 32),
+        "self_attn.k_proj": (16, 32),
+        "self_attn.v_proj": (16, 32),
+        "self_attn.o_proj": (32, 32),
+        "mlp.gate_proj": (48, 32),
+        "mlp.up_proj": (48, 32),
+        "mlp.down_proj": (32, 48),
+    }
+    weights = {f"{prefix}{name}.weight": weight(*shape) for name, shape in shapes.items()}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        weights[f"{prefix}{name}.weight"] = norm(centred=centred)
+    return weights
+
+
+def deepseek(number: int = 2) -> tuple[dict, dict]:
+    at = f"model.layers.{number}."
+    weights = layer(at) | {
+        f"{at}enorm.weight": norm(),
+        f"{at}hnorm.weight": norm(),
+        f"{at}eh_proj.weight": weight(32, 64),
+        f"{at}shared_head.norm.weight": norm(),
+        f"{at}shared_head.head.weight": weight(VOCABULARY, 32) * 2,
+    }
+    return SIZES | {"model_type": "llama", "num_nextn_predict_layers": 1}, weights
+
+
+def qwen3_next() -> tuple[dict, dict]:
+    weights = layer("mtp.layers.0.", gated=True, centred=True) | {
+        "mtp.pre_fc_norm_embedding.weight": norm(centred=True),
+        "mtp.pre_fc_norm_hidden.weight": norm(centred=True),
+        "mtp.fc.weight": weight(32, 64),
+        "mtp.norm.weight": norm(centred=True),
+    }
+    for name in "qk":
+        weights[f"mtp.layers.0.self_attn.{name}_norm.weight"] = norm(8, centred=True)
+    fields = {"model_type": "qwen3_next", "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 4}
+    return SIZES | fields, weights
+
+
+def speculators() -> tuple[dict, dict]:
+    at = "mtp_layers.0."
+    weights = layer(at) | {
+        f"{at}token_layernorm.weight": norm(),
+        f"{at}hidden_layernorm.weight": norm(),
+        f"{at}input_proj.weight": weight(32, 64),
+        f"{at}final_layernorm.weight": norm(),
+    }
+    for name in "qk":
+        weights[f"{at}self_attn.{name}_norm.weight"] = norm(8)
+    fields = {
+        "speculators_model_type": "mtp",
+        "speculators_config": {"algorithm": "mtp"},
+        "num_nextn_predict_layers": 1,
+        "transformer_layer_config": SIZES | {"model_type": "qwen3"},
+    }
+    return fields, weights
+
+
+LAYOUTS = {"deepseek": deepseek, "qwen3-next": qwen3_next, "speculators": speculators}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return drawn_model(0)
+
+
+def written(folder, fields, weights):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def beside(folder, target, fields, weights):
+    """Writes the target's folder and adds a module to it."""
+    save_language_model(target, folder)
+    own = json.loads((folder / "config.json").read_text())
+    stored = load_file(folder / "model.safetensors")
+    return written(folder, own | fields, stored | weights)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_tensor_lies_in_its_place(name, tmp_path, target):
+    torch.manual_seed(0)
+    fields, weights = LAYOUTS[name]()
+    network = load_mtp(written(tmp_path, fields, weights), target)
+    config = network.config
+    assert config.decoder.max_positions == target.config.decoder.max_positions
+    assert config.feeds_norm == config.first_token == (name != "deepseek")
+    assert config.own_head == (name == "deepseek")
+    places = {
+        "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        "qwen3-next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        "speculators": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    }[name]
+    start = {"deepseek": "model.layers.2.", "qwen3-next": "mtp.", "speculators": "mtp_layers.0."}
+    found = [weights[f"{start[name]}{place}.weight"] for place in places]
+    if name == "qwen3-next":
+        found = [own + 1 if own.ndim == 1 else own for own in found]
+    (block,) = network.blocks
+    ours = (block.token_norm, block.state_norm, block.fc, block.norm)
+    for module, own in zip(ours, found, strict=True):
+        assert torch.equal(module.weight, own)
+    at = "mtp.layers.0." if name == "qwen3-next" else start[name]
+    down = weights[f"{at}mlp.down_proj.weight"]
+    assert torch.equal(block.layer.down.weight, down)
+    value = weights[f"{at}self_attn.v_proj.weight"]
+    assert torch.equal(block.layer.qkv.weight[-16:], value)
+    assert (block.layer.gate is not None) == (name == "qwen3-next")
+
+
+@pytest.mark.parametrize("name", ["deepseek", "qwen3-next"])
+def test_a_target_s_folder_holds_both(name, tmp_path, target):
+    """The target ignores the module, and the module's loader ignores the target's tensors."""
+    torch.manual_seed(0)
+    fields, weights = LAYOUTS[name]()
+    fields = {k: v for k, v in fields.items() if k not in (*SIZES, "model_type")}
+    if name == "qwen3-next":  # a plain target: its family has neither gates nor centred norms
+        weights |= layer("mtp.layers.0.")
+        fields["partial_rotary_factor"] = 1.0
+    folder = beside(tmp_path, target, fields, weights)
+    again = load_language_model(folder)
+    tokens = torch.arange(9)[None]
+    states = [m(tokens, torch.arange(9), DenseAttention()) for m in (target, again)]
+    assert torch.equal(*states)
+    network = load_mtp(folder, again)
+    fc = "model.layers.2.eh_proj.weight" if name == "deepseek" else "mtp.fc.weight"
+    assert torch.equal(network.blocks[0].fc.weight, weights[fc])
+
+
+def test_a_target_s_folder_with_another_layer_is_refused(tmp_path, target):
+    fields, weights = deepseek(number=2)
+    folder = beside(tmp_path, target, {}, weights)
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.2\."):
+        load_language_model(folder)  # num_nextn_predict_layers is missing
+
+
+def unknown_field(fields, weights):
+    fields["attention_sinks"] = 4
+
+
+def unknown_tensor(fields, weights):
+    weights["model.layers.2.extra.weight"] = torch.zeros(4)
+
+
+def foreign_tensor(fields, weights):
+    weights["vision.weight"] = torch.zeros(4)
+
+
+def no_projection(fields, weights):
+    del weights["model.layers.2.eh_proj.weight"]
+
+
+def no_norm(fields, weights):
+    del weights["model.layers.2.shared_head.norm.weight"]
+
+
+def no_state_norm(fields, weights):
+    del weights["model.layers.2.hnorm.weight"]
+
+
+def experts(fields, weights):
+    weights["model.layers.2.mlp.experts.0.gate_proj.weight"] = torch.zeros(4, 4)
+
+
+def latent(fields, weights):
+    weights["model.layers.2.self_attn.kv_a_proj_with_mqa.weight"] = torch.zeros(4, 4)
+
+
+def two_modules(fields, weights):
+    fields["num_nextn_predict_layers"] = 2
+
+
+def another_embedding(fields, weights):
+    weights["model.layers.2.embed_tokens.weight"] = torch.randn(VOCABULARY, 32)
+
+
+def another_size(fields, weights):
+    weights["model.layers.2.eh_proj.weight"] = torch.randn(32, 32)
+
+
+def a_layer_of_nobody(fields, weights):
+    weights["model.layers.4.mlp.down_proj.weight"] = torch.zeros(32, 48)
+
+
+def a_gate_with_a_bias(fields, weights):
+    fields |= {"attn_output_gate": True, "qkv_bias": True}
+
+
+def another_head_size(fields, weights):
+    fields["partial_rotary_factor"] = 0.5
+    weights["model.layers.2.self_attn.k_proj.weight"] = torch.zeros(12, 32)
+
+
+def a_gate(fields, weights):
+    fields["attn_output_gate"] = True
+
+
+def odd_rotation(fields, weights):
+    fields["partial_rotary_factor"] = 0.4
+
+
+def not_finite(fields, weights):
+    weights["model.layers.2.enorm.weight"][3] = float("nan")
+
+
+def another_kind(fields, weights):
+    fields["speculators_model_type"] = "dflash"
+
+
+FAULTS = {
+    unknown_field: "'attention_sinks'",
+    unknown_tensor: r"'model\.layers\.2\.extra\.weight'",
+    foreign_tensor: r"'vision\.weight'",
+    no_projection: "holds no MTP module",
+    no_norm: r"model\.layers\.2\.shared_head\.norm\.weight",
+    no_state_norm: r"model\.layers\.2\.hnorm\.weight",
+    experts: "mixture of experts",
+    latent: "latent attention",
+    two_modules: "num_nextn_predict_layers is 2; it holds 1 modules",
+    another_embedding: r"embed_tokens\.weight",
+    another_size: r"fc\.weight",
+    a_layer_of_nobody: r"'model\.layers\.4\.mlp",
+    a_gate_with_a_bias: "attention_bias is True; with an output gate",
+    another_head_size: r"k_proj\.weight has 12 rows",
+    a_gate: "attn_output_gate",
+    odd_rotation: "RoPE turns 3 of 8",
+    not_finite: r"token_norm\.weight",
+    another_kind: "'dflash'",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_named(fault, tmp_path, target):
+    fields, weights = deepseek()
+    fault(fields, weights)
+    with pytest.raises((UnsupportedModel, ValueError), match=FAULTS[fault]):
+        load_mtp(written(tmp_path, fields, weights), target)
+
+
+def test_what_is_saved_is_what_was_there(tmp_path, target):
+    network = mtp(target, seed=2).network
+    save_mtp(network, tmp_path, target.config.decoder.num_layers)
+    again = load_mtp(tmp_path, target)
+    assert again.config == network.config
+    for name, own in network.state_dict().items():
+        assert torch.equal(own, again.state_dict()[name]), name
+    assert "model.layers.2.eh_proj.weight" in load_file(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="without gate"):
+        save_mtp(mtp(target, qwen=True).network, tmp_path, 2)

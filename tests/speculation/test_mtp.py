@@ -1,0 +1,345 @@
+"""MTP modules and P-EAGLE: drafts against plain transcriptions of what the files hold.
+
+The transcriptions read the published tensors themselves, so that loader, network and proposer are
+tested together.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from recserve.models.drafters.mtp import Mtp
+from recserve.models.drafters.mtp_files import load_mtp
+from recserve.speculation.completion import TextQuery
+from recserve.speculation.drafters.mtp import MtpDrafter
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.training.text.eagle import UnrolledAttention
+from tests.models.test_mtp_files import LAYOUTS, written
+from tests.speculation.test_eagle import (
+    PlainEagle,
+    assert_as_transcribed,
+    plain_layer,
+    recording,
+    rms,
+    target_states,
+)
+from tests.support.mtp_drafter import SIZES, mtp, peagle
+from tests.support.text_engines import (
+    PARAMETERS,
+    assert_forgotten,
+    assert_no_leak,
+    engine_for,
+    prompts,
+)
+from tests.support.text_plain import drawn_model
+
+HEADS, KEYS, DIM = 4, 2, 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn_model(1)
+
+
+class Published:
+    """A module as its authors wrote it, on the tensors of a checkpoint."""
+
+    def __init__(self, name: str, weights: dict[str, torch.Tensor], number: int = 0) -> None:
+        self.weights, self.qwen = weights, name == "qwen3-next"
+        self.module, self.layer = {
+            "deepseek": (f"model.layers.{2 + number}.", f"model.layers.{2 + number}."),
+            "qwen3-next": ("mtp.", "mtp.layers.0."),
+            "speculators": ("mtp_layers.0.", "mtp_layers.0."),
+        }[name]
+        self.names = {
+            "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+            "qwen3-next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+            "speculators": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        }[name]
+        self.feeds_norm = name != "deepseek"
+
+    def norm(self, x, name):
+        weight = self.weights[f"{name}.weight"] + (1.0 if self.qwen else 0.0)
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    def linear(self, x, name):
+        return x @ self.weights[f"{name}.weight"].T
+
+    def turned(self, x):
+        """Rotates x [n, H, D] at 0..n-1; Qwen3-Next only the first half of a head here."""
+        dim = DIM // 2 if self.qwen else DIM
+        angles = torch.arange(len(x))[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        low, high = x[..., : dim // 2], x[..., dim // 2 : dim]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., dim:]], dim=-1)
+
+    def outputs(self, features, embedded):
+        """Returns what the rows 0..n-1 feed back."""
+        token, state, fc, last = (self.module + name for name in self.names)
+        if not self.feeds_norm:
+            embedded = embedded.clone()
+            embedded[0] = 0.0
+        both = [self.norm(embedded, token), self.norm(features, state)]
+        x = self.linear(torch.cat(both, dim=-1), fc)
+        inner = self.norm(x, f"{self.layer}input_layernorm")
+        x = x + self.attention(inner)
+        inner = self.norm(x, f"{self.layer}post_attention_layernorm")
+        gate, up = (self.linear(inner, f"{self.layer}mlp.{n}_proj") for n in ("gate", "up"))
+        x = x + self.linear(F.silu(gate) * up, f"{self.layer}mlp.down_proj")
+        return self.norm(x, last) if self.feeds_norm else x
+
+    def attention(self, x):
+        at, count = f"{self.layer}self_attn.", len(x)
+        query = self.linear(x, f"{at}q_proj").view(count, HEADS, -1)
+        gate = None
+        if self.qwen:
+            query, gate = query.chunk(2, dim=-1)
+        key, value = (self.linear(x, f"{at}{n}_proj").view(count, KEYS, DIM) for n in "kv")
+        if f"{at}q_norm.weight" in self.weights:
+            query, key = self.norm(query, f"{at}q_norm"), self.norm(key, f"{at}k_norm")
+        query, key = self.turned(query), self.turned(key)
+        key, value = (one.repeat_interleave(HEADS // KEYS, 1) for one in (key, value))
+        scores = torch.einsum("nhd,mhd->hnm", query, key) * DIM**-0.5
+        scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), float("-inf"))
+        mixed = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), value).flatten(1)
+        if gate is not None:
+            mixed = mixed * gate.flatten(1).sigmoid()
+        return self.linear(mixed, f"{at}o_proj")
+
+    def logits(self, output, model):
+        if self.feeds_norm:
+            return model.logits(output)
+        read = self.norm(output, self.module + self.names[3])
+        return self.linear(read, f"{self.module}shared_head.head")
+
+
+class PlainStates(PlainEagle):
+    """A dynamic tree from a network that reads the target's states themselves."""
+
+    def first(self, states):
+        return states
+
+
+def plain_class(published: Published):
+    class PlainMtp(PlainStates):
+        """The published module with a dynamic tree, everything computed again for every node."""
+
+        def children(self, path):
+            features, embedded = self.features, self.embedded
+            output = published.outputs(features, embedded)[-1:]
+            for token in path:
+                features = torch.cat([features, output])
+                embedded = torch.cat([embedded, self.model.tokens(torch.tensor([token]))])
+                output = published.outputs(features, embedded)[-1:]
+            best = published.logits(output, self.model)[0].log_softmax(-1).topk(self.drafter.width)
+            return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+    return PlainMtp
+
+
+def greedy(texts, name, length=14) -> list[TextQuery]:
+    params = SamplingParams(temperature=0.0, max_tokens=length)
+    return [TextQuery(text, params, Speculation(name)) for text in texts]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.inference_mode()
+def test_drafts_equal_the_transcription(name, model, tmp_path):
+    """Eight texts at once, prompts in chunks; then cached prompts."""
+    torch.manual_seed(3)
+    fields, weights = LAYOUTS[name]()
+    loaded = MtpDrafter.from_folders([written(tmp_path, fields, weights)], model)
+    drafter = MtpDrafter(loaded.network, model, **SIZES)
+    notes = recording(drafter)
+    engine = engine_for(model, 300, {"mtp": drafter})
+    texts = prompts(8, low=4)
+    engine.run_many(greedy(texts, "mtp"))
+    again = engine.run_many(greedy(texts[:2], "mtp"))
+    assert all(answer.timing.root_cached > 0 for answer in again)
+    plain = plain_class(Published(name, weights))
+    assert_as_transcribed(notes, drafter, model, least=20, plain=plain)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.inference_mode()
+def test_features_equal_the_transcription(name, model, tmp_path):
+    """What the rows feed back, to 1e-4: DeepSeek's before its norm, the others' after it."""
+    torch.manual_seed(4)
+    fields, weights = LAYOUTS[name]()
+    loaded = MtpDrafter.from_folders([written(tmp_path, fields, weights)], model)
+    drafter = MtpDrafter(loaded.network, model, **SIZES)
+    engine = engine_for(model, 300, {"mtp": drafter})
+    seen = {}
+    propose = drafter.propose
+
+    def noted(contexts, budgets):
+        for context in contexts:
+            if context.id in drafter._outputs:
+                seen[tuple(context.tokens)] = drafter._outputs[context.id][1].clone()
+        return propose(contexts, budgets)
+
+    drafter.propose = noted
+    engine.run_many(greedy(prompts(3, low=4), "mtp"))
+    published, compared = Published(name, weights), 0
+    for tokens, output in seen.items():
+        states = target_states(model, list(tokens), drafter.hidden_layers)[:-1]
+        embedded = model.tokens(torch.tensor(tokens[1:]))
+        expected = published.outputs(states, embedded)[-1]
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        compared += 1
+    assert compared > 6
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.inference_mode()
+def test_feeding_back_the_other_state_shows_below_the_first_level(name, model, tmp_path):
+    """The first level's logits are the same, so only the deeper levels tell the two apart."""
+    torch.manual_seed(6)
+    fields, weights = LAYOUTS[name]()
+    network = load_mtp(written(tmp_path, fields, weights), model)
+    other = Mtp(replace(network.config, feeds_norm=not network.config.feeds_norm)).eval()
+    other.load_state_dict(network.state_dict())
+    states, words = torch.randn(1, 6, 32), model.tokens(torch.arange(7)[None])
+    levels = []
+    for own in (network, other):
+        attend = UnrolledAttention()
+        first = own.committed(states, (), words[:, 1:], torch.arange(6), attend)
+        second = own(first[:, :5], words[:, 2:], torch.arange(5) + 1, attend)
+        levels.append([own.logits(output, model) for output in (first, second)])
+    torch.testing.assert_close(levels[0][0], levels[1][0])
+    assert (levels[0][1] - levels[1][1]).abs().max() > 0.1
+
+
+def several_class(modules: list[Published]):
+    """Several modules: each one reads what the one before it returned at the token before."""
+
+    class PlainModules(PlainStates):
+        def children(self, path):
+            count, embedded = len(modules), self.embedded
+            features, outputs = [self.features], []
+            for number, module in enumerate(modules):
+                if number:
+                    nothing = torch.zeros_like(outputs[-1][:1])
+                    features.append(torch.cat([nothing, outputs[-1][:-1]]))
+                outputs.append(module.outputs(features[-1], embedded))
+            for token in path:
+                embedded = torch.cat([embedded, self.model.tokens(torch.tensor([token]))])
+                news = [outputs[number - 1][-1:] for number in range(count)]
+                features = [torch.cat(both) for both in zip(features, news, strict=True)]
+                pairs = zip(modules, features, strict=True)
+                outputs = [module.outputs(own, embedded) for module, own in pairs]
+            number = len(path) % count
+            logits = modules[number].logits(outputs[number][-1:], self.model)
+            best = logits[0].log_softmax(-1).topk(self.drafter.width)
+            return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+    return PlainModules
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@torch.inference_mode()
+def test_level_k_reads_module_k_mod_n(count, model, tmp_path):
+    """Drafts are deeper than the number of modules. Cached prompts give the same texts."""
+    torch.manual_seed(5)
+    fields, weights = LAYOUTS["deepseek"]()
+    for number in range(1, count):
+        weights |= LAYOUTS["deepseek"](2 + number)[1]
+    fields["num_nextn_predict_layers"] = count
+    folder = written(tmp_path, fields, weights)
+    drafter = MtpDrafter(MtpDrafter.from_folders([folder], model).network, model, **SIZES)
+    notes = recording(drafter)
+    engine = engine_for(model, 300, {"mtp": drafter})
+    texts = prompts(4, low=4)
+    answers = engine.run_many(greedy(texts, "mtp"))
+    plain = several_class([Published("deepseek", weights, k) for k in range(count)])
+    assert_as_transcribed(notes, drafter, model, least=10, plain=plain)
+    again = engine.run_many(greedy(texts, "mtp"))
+    assert all(answer.timing.root_cached > 0 for answer in again)
+    undrafted = engine.run_many(greedy(texts, "none"))
+    for one, *others in zip(undrafted, answers, again, strict=True):
+        assert all(one.tokens.tolist() == other.tokens.tolist() for other in others)
+
+
+class PlainPeagle(PlainEagle):
+    """P-EAGLE: the rows below the committed ones read the mask, so a slot knows no path."""
+
+    def __init__(self, drafter, model, tokens):
+        super().__init__(drafter, model, tokens)
+        network, more = self.network, drafter.depth
+        mask = model.tokens(torch.tensor([network.config.mask_token]))
+        ahead = network.fc(network.mask_states).expand(more, -1)
+        x = features = torch.cat([self.features, ahead])
+        embedded = torch.cat([self.embedded, mask.expand(more, -1)])
+        normed = rms(features, network.feature_norm)
+        inputs = torch.cat([rms(embedded, network.input_norms[0]), normed], dim=-1)
+        for number, layer in enumerate(network.layers):
+            if number:
+                inputs = rms(x, network.input_norms[number])
+            x = plain_layer(network, layer, inputs, x)
+        assert len(network.layers) == 2
+        self.slots = network.head(rms(x[len(self.features) - 1 :], network.norm)).log_softmax(-1)
+
+    def children(self, path):
+        best = self.slots[len(path)].topk(self.drafter.width)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+@torch.inference_mode()
+def test_parallel_drafts_equal_the_transcription(model):
+    drafter = peagle(model, seed=3)
+    notes = recording(drafter)
+    engine = engine_for(model, 300, {"eagle": drafter})
+    engine.run_many(greedy(prompts(8), "eagle"))
+    assert_as_transcribed(notes, drafter, model, least=20, plain=PlainPeagle)
+
+
+@torch.inference_mode()
+def test_a_parallel_draft_takes_one_forward(model):
+    drafter = peagle(model, seed=3)
+    sizes, network = [], drafter.network
+    network.register_forward_hook(lambda module, given, output: sizes.append(len(output)))
+    engine = engine_for(model, 300, {"eagle": drafter})
+    answer = engine.run(greedy(prompts(1, low=8), "eagle")[0])
+    # One pass reads the committed tokens, and one drafts.
+    assert answer.counts.num_drafts > 3 and len(sizes) <= 2 * answer.counts.num_drafts + 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [mtp, partial(mtp, qwen=True), peagle],
+    ids=["deepseek", "qwen3-next", "p-eagle"],
+)
+@torch.inference_mode()
+def test_texts_are_the_plain_ones(make, model):
+    """All sets of parameters, dynamic and static trees, preemption, then cached prompts."""
+    drafter = make(model, seed=2)
+    rank_paths = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+    queries = [
+        TextQuery(
+            prompt,
+            SamplingParams(**{"max_tokens": 16, "seed": 50 + number} | PARAMETERS[name]),
+            Speculation("d", tree=rank_paths if number % 3 == 0 else None),
+        )
+        for number, (name, prompt) in enumerate(
+            zip(PARAMETERS, prompts(len(PARAMETERS), low=6), strict=True)
+        )
+    ]
+    plain = engine_for(model).run_many([replace(q, speculation=Speculation()) for q in queries])
+    engine = engine_for(model, 26, {"d": drafter})
+    preempted, preempt = [], engine.schedulers["text"]._preempt
+    engine.schedulers["text"]._preempt = lambda s: (preempted.append(s), preempt(s))
+    for start in (0, 7):
+        some = engine.run_many(queries[start : start + 8])
+        for one, other in zip(plain[start : start + 8], some, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+    assert preempted
+    for query, expected in zip(queries[-4:], plain[-4:], strict=True):
+        engine.run(query)
+        again = engine.run(query)
+        assert again.timing.root_cached > 0
+        assert again.tokens.tolist() == expected.tokens.tolist()
+    assert_no_leak(engine)
+    assert_forgotten(drafter)

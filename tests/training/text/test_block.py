@@ -1,0 +1,179 @@
+"""Training of block drafters: packed blocks are drafts, and trained drafts are longer."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.engine.build import EngineModels, build_engine
+from recserve.models.attention import DenseAttention
+from recserve.models.drafters.block_files import load_block
+from recserve.models.loading import load_language_model
+from recserve.speculation.completion import TextQuery
+from recserve.speculation.drafter import StateSpan, TextContext
+from recserve.speculation.drafters.block import BlockDrafter
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.training.options import TrainOptions
+from recserve.training.schedule import Schedule
+from recserve.training.text.block import BlockTrainee, train_block
+from recserve.training.text.block_recipe import BlockRecipe
+from tests.support.paths import reference
+from tests.support.text_plain import drawn_model
+
+KINDS = ("dflash", "jetspec", "dspark", "dflash2")
+WINDOW, ROWS = 24, 160
+FAST = Schedule(8, 1e-2, weight_decay=0.0, averaging=0.0)
+OPTIONS = TrainOptions(device="cpu", precision="float32")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn_model(0)
+
+
+@pytest.fixture(scope="module")
+def text(model) -> np.ndarray:
+    """What the target writes by itself, many rows side by side."""
+    tokens = torch.arange(ROWS)[:, None] % model.config.vocab_size
+    draws = torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        for _ in range(WINDOW - 1):
+            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())
+            shares = (model.logits(hidden[:, -1]) / 0.3).softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=draws)], 1)
+    return tokens.flatten().numpy()
+
+
+def recipe(kind: str, **more) -> BlockRecipe:
+    sizes = {"layers": 1, "block_size": 4, "rank": 8, "anchors": 8, "window": WINDOW}
+    settings = {"batch": 16, "validation_rows": 20, "schedule": FAST}
+    return BlockRecipe(kind=kind, **sizes | settings | more)
+
+
+class Seen:
+    """Reads one text into a drafter's pages, and returns what it would draft after each prefix."""
+
+    def __init__(self, network, model, tokens, states):
+        self.drafter = BlockDrafter(network, model, num_candidates=4)
+        self.engine = build_engine(EngineModels(text=model, drafters={"block": self.drafter}))
+        self.tokens, self.states = tokens, states
+
+    def outputs(self, length: int) -> torch.Tensor:
+        params, pool = SamplingParams(temperature=0.0), self.drafter.pool
+        slots = torch.arange(len(self.tokens)) + pool.page_size
+        tokens = self.tokens[:length].tolist()
+        context = TextContext(1, tokens, 1, params, Speculation("block"), slots=slots)
+        self.drafter.read([StateSpan(context, 0, self.states[: length - 1])])
+        roots = (slots[1:length],)
+        return self.drafter.outputs(torch.tensor(tokens[-1:]), roots)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_a_packed_block_is_a_draft(kind, model, text):
+    """The block at anchor a equals the draft after a + 1 committed tokens."""
+    trainee = BlockTrainee(recipe(kind, layers=2), model, text, text, seed=3)
+    for weight in trainee.model.parameters():
+        weight.add_(0.1 * torch.randn(weight.shape))
+    tokens, states, _ = trainee._target(trainee.train[:2])
+    anchors = torch.tensor([[3, 11, 4], [1, 9, 2]])
+    packed = trainee.outputs(tokens, states, anchors)
+    for row in range(2):
+        seen = Seen(trainee.model, model, tokens[row], states[row])
+        for number, anchor in enumerate(anchors[row].tolist()):
+            own = seen.outputs(anchor + 1)
+            torch.testing.assert_close(packed[row, number], own, rtol=1e-4, atol=1e-4)
+
+
+def accepted(model, network, chain: bool = False) -> float:
+    """Returns accepted tokens per draft, and checks that the texts are the plain ones."""
+    drafter = BlockDrafter(network, model, num_nodes=12)
+    engine = build_engine(EngineModels(text=model, drafters={"block": drafter}))
+    params = [SamplingParams(temperature=0.0, max_tokens=30) for _ in range(8)]
+    prompts = [np.array([n]) for n in range(8)]
+    plain = engine.run_many([TextQuery(p, own) for p, own in zip(prompts, params, strict=True)])
+    rule = Speculation("block", verifier="block" if chain else "sample")
+    drafted = engine.run_many([TextQuery(p, o, rule) for p, o in zip(prompts, params, strict=True)])
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    counts = [answer.counts for answer in drafted]
+    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_makes_drafts_longer(kind, model, text, tmp_path):
+    own, cut = recipe(kind), (ROWS - 20) * WINDOW
+    fresh = BlockTrainee(own, model, text[:cut], text[cut:], seed=0).model.requires_grad_(False)
+    before = accepted(model, fresh.eval())
+    report = train_block(model, text[:cut], text[cut:], tmp_path, OPTIONS, own)
+    assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
+    trained = load_block(tmp_path, model)
+    assert trained.config == fresh.config
+    assert accepted(model, trained) > before + 0.3
+    assert accepted(model, trained) > accepted(model, trained, chain=True)
+
+
+def test_an_older_network_is_the_start(model, text, tmp_path):
+    """The target was trained again: its old network is a better start than a new one."""
+    cut, one = (ROWS - 20) * WINDOW, recipe("dflash")
+    train_block(model, text[:cut], text[cut:], tmp_path / "old", OPTIONS, one)
+    later = copy.deepcopy(model)
+    for weight in later.decoder.layers.parameters():
+        weight.add_(0.03 * torch.randn(weight.shape))
+    options = replace(OPTIONS, epochs=1)
+    reports = [
+        train_block(later, text[:cut], text[cut:], tmp_path / name, own, one)
+        for name, own in (
+            ("new", options),
+            ("healed", replace(options, start_from=tmp_path / "old")),
+        )
+    ]
+    assert reports[1].metrics["accept_length"] > reports[0].metrics["accept_length"] + 0.1
+    wrong = replace(options, start_from=tmp_path / "old")
+    with pytest.raises(ValueError, match="old: causal is .* the new network has"):
+        train_block(model, text[:cut], text[cut:], tmp_path / "no", wrong, recipe("jetspec"))
+
+
+def test_a_window_shorter_than_a_block_is_refused(model, text):
+    with pytest.raises(ValueError, match="window is 4; a block has 8 rows"):
+        BlockTrainee(recipe("dflash", window=4, block_size=8), model, text, text, seed=0)
+
+
+def stories(model, count: int, seed: int, **params) -> list:
+    """Returns texts of the story model."""
+    engine = build_engine(EngineModels(text=model))
+    asked = [SamplingParams(seed=seed + n, **params) for n in range(count)]
+    return engine.run_many([TextQuery(np.array([1]), own) for own in asked])
+
+
+@pytest.mark.slow
+def test_a_network_for_a_story_model_beats_chance(tmp_path):
+    """Trained for seconds on what the model wrote, measured on stories that begin differently."""
+    model = load_language_model(reference("stories260k"))
+    written = stories(model, 96, 0, temperature=0.7, max_tokens=200)
+    text = np.concatenate([[1, *answer.tokens] for answer in written])
+    sizes = {"window": 100, "anchors": 12, "batch": 8, "schedule": replace(FAST, averaging=0.9)}
+    own = BlockRecipe(kind="dflash2", rank=32, **sizes)
+    network = BlockTrainee(own, model, text, text, seed=0).model.requires_grad_(False).eval()
+    lengths = []
+    for trained in (False, True):
+        if trained:
+            train_block(model, text[:-2000], text[-2000:], tmp_path, OPTIONS, own)
+            network = load_block(tmp_path, model)
+        engine = build_engine(
+            EngineModels(text=model, drafters={"block": BlockDrafter(network, model)})
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=60)
+        asked = [
+            np.array([1, *answer.tokens[:20]])
+            for answer in stories(model, 8, 1000, temperature=1.0, max_tokens=20)
+        ]
+        drafted = engine.run_many([TextQuery(p, params, Speculation("block")) for p in asked])
+        plain = engine.run_many([TextQuery(p, params) for p in asked])
+        assert [a.tokens.tolist() for a in drafted] == [a.tokens.tolist() for a in plain]
+        counts = [answer.counts for answer in drafted]
+        accepted = sum(c.num_accepted_tokens for c in counts)
+        lengths.append(accepted / sum(c.num_drafts for c in counts))
+    assert lengths[1] > lengths[0] + 0.5, lengths

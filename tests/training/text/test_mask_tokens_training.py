@@ -1,0 +1,153 @@
+"""Training of mask tokens: one packed pass equals many, and trained drafts are longer."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.engine.build import EngineModels, build_engine
+from recserve.models.attention import DenseAttention
+from recserve.models.drafters.gated_lora import MaskRows
+from recserve.models.drafters.mask_tokens_files import load_mask_tokens
+from recserve.models.loading import load_language_model
+from recserve.speculation.completion import TextQuery
+from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.training.options import TrainOptions
+from recserve.training.schedule import Schedule
+from recserve.training.text.mask_tokens import (
+    MaskTokensRecipe,
+    MaskTokensTrainee,
+    train_mask_tokens,
+)
+from tests.support.mask_tokens_drafter import mask_network
+from tests.support.paths import reference
+from tests.support.text_plain import drawn_model
+
+WINDOW, ROWS, HELD_OUT = 24, 160, 20
+OPTIONS = TrainOptions(device="cpu", precision="float32")
+RECIPE = MaskTokensRecipe(
+    num_masks=3,
+    rank=8,
+    alpha=16.0,
+    blocks=10,
+    window=WINDOW,
+    batch=16,
+    validation_rows=20,
+    schedule=Schedule(10, 1e-2, weight_decay=0.0, averaging=0.0),
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn_model(0)
+
+
+def written(model, rows: int, length: int, heat: float) -> np.ndarray:
+    """Returns what the target writes by itself, many rows side by side."""
+    tokens = torch.arange(rows)[:, None] % model.config.vocab_size
+    draws = torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        for _ in range(length - 1):
+            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())
+            shares = (model.logits(hidden[:, -1]) / heat).softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=draws)], 1)
+    return tokens.flatten().numpy()
+
+
+@pytest.fixture(scope="module")
+def text(model) -> np.ndarray:
+    return written(model, ROWS, WINDOW, 0.3)
+
+
+@torch.inference_mode()
+def test_a_packed_pass_is_many_passes(model, text):
+    """Each block's states are those of the prefix followed by its masks, and nothing else."""
+    trainee = MaskTokensTrainee(RECIPE, model, text, text, seed=3)
+    trainee.model = network = mask_network(model, masks=3)
+    ends = torch.tensor([0, 2, 3, 11])
+    states = trainee.states(trainee.train[:2], ends)
+    plain = model(states.tokens, torch.arange(WINDOW), DenseAttention())
+    torch.testing.assert_close(states.anchors, plain, rtol=1e-4, atol=1e-4)
+    for place, end in enumerate(ends.tolist()):
+        row = torch.cat([states.tokens[:, : end + 1], torch.zeros(2, 3, dtype=torch.long)], 1)
+        numbers = torch.tensor([-1] * (end + 1) + [0, 1, 2])
+        gate = MaskRows(network.lora, numbers)
+        alone = model(row, torch.arange(end + 4), DenseAttention(), gate=gate)[:, -3:]
+        torch.testing.assert_close(states.given[:, place], alone, rtol=1e-4, atol=1e-4)
+        assert states.labels[place].tolist() == [end + 1, end + 2, end + 3]
+
+
+def test_the_target_gets_no_gradient(model, text):
+    trainee = MaskTokensTrainee(RECIPE, model, text, text, seed=3)
+    trainee.loss(np.arange(2)).total.backward()
+    assert all(weight.grad is None for weight in model.parameters())
+    grads = {name: weight.grad for name, weight in trainee.model.named_parameters()}
+    # The updates begin as zero, so their matrices A have a gradient of zero in the first step.
+    assert all(grad is not None for grad in grads.values())
+    assert grads["lora.layers.0.qkv.ups.0"].any() and grads["sampler.0.linear.weight"].any()
+
+
+def accepted(model, network, kind=MaskTokensDrafter, prompts=tuple([n] for n in range(8))) -> float:
+    """Returns accepted tokens per step, and checks that the texts are the plain ones."""
+    engine = build_engine(EngineModels(text=model, drafters={kind.name: kind(network, model)}))
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    plain = engine.run_many([TextQuery(np.array(p), params) for p in prompts])
+    speculation = Speculation(kind.name)
+    drafted = engine.run_many([TextQuery(np.array(p), params, speculation) for p in prompts])
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    counts = [answer.counts for answer in drafted]
+    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
+
+
+def test_training_makes_drafts_longer(model, text, tmp_path):
+    cut = (ROWS - HELD_OUT) * WINDOW
+    fresh = MaskTokensTrainee(RECIPE, model, text[:cut], text[cut:], seed=0).model
+    before = accepted(model, fresh.requires_grad_(False).eval())
+    report = train_mask_tokens(model, text[:cut], text[cut:], tmp_path, OPTIONS, RECIPE)
+    assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
+    trained = load_mask_tokens(tmp_path, model)
+    quadratic = accepted(model, trained)
+    assert quadratic > before + 0.3
+    # A rejection costs the linear layout a step without a draft.
+    linear = accepted(model, trained, LinearMaskTokensDrafter)
+    assert 0 < linear < quadratic
+
+
+def test_older_mask_tokens_are_the_start(model, text, tmp_path):
+    """The target was trained again: its old masks are a better start than new ones."""
+    cut = (ROWS - HELD_OUT) * WINDOW
+    train_mask_tokens(model, text[:cut], text[cut:], tmp_path / "old", OPTIONS, RECIPE)
+    later = copy.deepcopy(model)
+    for weight in later.decoder.layers.parameters():
+        weight.add_(0.03 * torch.randn(weight.shape))
+    once = replace(OPTIONS, epochs=1)
+    reports = [
+        train_mask_tokens(later, text[:cut], text[cut:], tmp_path / name, own, RECIPE)
+        for name, own in (("new", once), ("healed", replace(once, start_from=tmp_path / "old")))
+    ]
+    assert reports[1].metrics["accept_length"] > reports[0].metrics["accept_length"] + 0.2
+    wrong = replace(once, start_from=tmp_path / "old")
+    with pytest.raises(ValueError, match="old: rank is 8; the new masks have 4"):
+        train_mask_tokens(
+            model, text[:cut], text[cut:], tmp_path / "no", wrong, replace(RECIPE, rank=4)
+        )
+
+
+@pytest.mark.slow
+def test_a_trained_model_accepts_more_than_chance(tmp_path):
+    """stories260k: 25 seconds of training on its own text."""
+    target = load_language_model(reference("stories260k"))
+    text = written(target, 272, 65, 0.5)
+    recipe = MaskTokensRecipe(
+        window=65, batch=16, blocks=16, schedule=Schedule(6, 1e-2, 0.0, averaging=0.95)
+    )
+    cut = 256 * 65
+    fresh = MaskTokensTrainee(recipe, target, text[:cut], text[cut:], 0).model
+    prompts = tuple(row[:6].tolist() for row in text[cut:].reshape(-1, 65)[:8])
+    before = accepted(target, fresh.requires_grad_(False).eval(), prompts=prompts)
+    train_mask_tokens(target, text[:cut], text[cut:], tmp_path, OPTIONS, recipe)
+    assert accepted(target, load_mask_tokens(tmp_path, target), prompts=prompts) > before + 0.2
