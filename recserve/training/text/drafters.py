@@ -18,6 +18,7 @@ from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.text.block import train_block
 from recserve.training.text.block_recipe import BlockRecipe
+from recserve.training.text.boost import train_boost
 from recserve.training.text.eagle import EagleRecipe, train_eagle
 from recserve.training.text.hydra import HydraRecipe, train_hydra
 from recserve.training.text.mask_tokens import train_mask_tokens
@@ -72,4 +73,5 @@ KINDS: Mapping[str, TrainDrafter] = {
     "hydra": train_hydra,
     "hydra++": partial(train_hydra, recipe=HydraRecipe(prefix=True)),
     "mask_tokens": train_mask_tokens,
+    "boost": train_boost,
 }
