@@ -90,7 +90,7 @@ class BoostCorpus:
         self.unsolved = np.ones(len(train), dtype=bool)
         self.rows = self._cut(valid)[:VALIDATION_ROWS]
         self.wanted = self._said(target, self.rows)
-        self.lengths = torch.zeros_like(chain_lengths(self.wanted == self.wanted, recipe.span))
+        self.lengths = torch.zeros_like(self.wanted.unfold(1, recipe.span, 1)[..., 0])
         self.first: float | None = None
 
     def add(self, model: LanguageModel) -> None:
@@ -219,10 +219,10 @@ def solved_samples(right: Tensor, span: int) -> Tensor:
     Returns:
         [n, T] bool.
     """
-    whole = right.shape[1] // span * span
-    samples = right[:, :whole].unflatten(1, (-1, span)).all(-1)
+    count = right.shape[1] // span
+    samples = right[:, : count * span].reshape(-1, count, span).all(-1)
     solved = torch.zeros_like(right)
-    solved[:, :whole] = samples.repeat_interleave(span, dim=1)
+    solved[:, : count * span] = samples.repeat_interleave(span, dim=1)
     return solved
 
 
