@@ -89,8 +89,8 @@ def drafter(
         str,
         typer.Option(
             help="`items`, a head for item search; or a drafter of a language model: "
-            "medusa, eagle, eagle3, mtp, dflash, jetspec, dspark, dflash2, specformer, "
-            "hydra, hydra++, mask_tokens.",
+            "medusa, medusa2, medusa2-distill, eagle, eagle3, mtp, dflash, jetspec, dspark, "
+            "dflash2, specformer, hydra, hydra++, mask_tokens, boost.",
         ),
     ] = "items",
     text: Annotated[
@@ -245,6 +245,7 @@ def train_text_drafter(
 
     if kind not in KINDS:
         raise typer.BadParameter(f"--kind is {kind!r}; expected items, {', '.join(KINDS)}")
+    options = replace(options, llm=llm)
     return KINDS[kind](*_target_and_texts(texts, llm, options), out, options)
 
 

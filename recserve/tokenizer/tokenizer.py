@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,12 @@ from recserve.tokenizer.chat_template import ChatTemplate, TemplateError
 from recserve.tokenizer.length_bound import max_bytes_per_token
 from recserve.tokenizer.token_bytes import UnsupportedTokenizer, token_bytes
 
+# Files that a Hugging Face folder has for its tokenizer and its generation.
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    "generation_config.json",
+)
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -121,6 +128,14 @@ def _tokenizer(raw: bytes, file: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the files of FILES from one Hugging Face folder to another one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _template(

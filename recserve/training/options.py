@@ -27,6 +27,8 @@ class TrainOptions:
         head: Kind of draft head; `levels` uses the recommender's own level heads.
         start_from: Older bundle whose head the training of a drafter or a retriever starts from, if
             that has a lower loss than a fresh start.
+        llm: Folder of the target of a drafter for texts. Language models that the run writes get
+            its tokenizer.
 
     Raises:
         ValueError: If a value is out of range. The message names the field, its bound and the
@@ -44,6 +46,7 @@ class TrainOptions:
     name: Literal["speculative", "nezha"] = "speculative"
     head: Literal["recurrent", "levels"] = "recurrent"
     start_from: Path | None = None
+    llm: Path | None = None
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.epochs < 1:

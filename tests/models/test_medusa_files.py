@@ -158,7 +158,15 @@ def test_blocks_without_bias(tmp_path):
          r"head 0 .* is \(30, 16\) .* vocabulary 29\) needs \(29, 16\)"),
         (lambda w: w.update({"0.0.linear.weight": torch.zeros(E, E + 1)}), r"\(16, 17\)"),
         (lambda w: w.update({"token_map": torch.tensor([1, V])}), r"names tokens 1\.\.29"),
-        (lambda w: w.clear() or w.update({"a": torch.zeros(1)}), "holds no Medusa heads"),
+        (lambda w: w.clear() or w.update({"a": torch.zeros(1)}), "tensor 'a' has no place"),
+        (lambda w: w.clear() or w.update({"lm_head.weight": torch.zeros(V, E)}),
+         "holds no Medusa heads"),
+        (lambda w: w.update({"0.1.bias": torch.zeros(V)}), r"tensor '0\.1\.bias' has no place"),
+        (lambda w: w.update({"lm_heads.weight": torch.zeros(V, E)}), "'lm_heads.weight' has no"),
+        (lambda w: w.update({"5.1.weight": torch.zeros(V, E)}), "output matrix of head 5 .* no pl"),
+        (lambda w: w.update({"blocks.0.layers.0.bias": torch.ones(E)}), "differs from another"),
+        (lambda w: w.update({"2.2.weight": w.pop("2.1.weight")}), r"different places: '0\.1.wei"),
+        (lambda w: w.update({"1.1.linear.weight": torch.zeros(E, E)}), r"1\.1\.linear' lies after"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(spoil, message, tmp_path):
@@ -228,4 +236,77 @@ def test_heads_without_a_matrix_read_the_target_s(tmp_path):
         wanted = F.linear(state, head)
         torch.testing.assert_close(drafter.heads(hidden)[k], wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(UnsupportedModel, match="holds no Medusa heads"):
+        load_medusa(tmp_path, E, V)
+
+
+def shared_blocks(heads: MedusaHeads, layers: int) -> dict[str, torch.Tensor]:
+    """Names of heads whose blocks are one module, which safetensors stores once."""
+    weights = original(heads)
+    for k in range(K):
+        weights[f"{k}.{layers}.weight"] = weights.pop(f"{k}.1.weight")
+    return weights
+
+
+@pytest.mark.parametrize("own_matrix", [True, False])
+def test_blocks_that_are_one_module_are_repeated(own_matrix, tmp_path):
+    weights, head = shared_blocks(drawn_heads(), 3), torch.randn(V, E)
+    if not own_matrix:  # only the configuration tells the number of blocks
+        weights = {name: w for name, w in weights.items() if ".linear." in name}
+    write(tmp_path, weights, {"medusa_num_layers": 1 if own_matrix else 3})
+    loaded = load_medusa(tmp_path, E, V, target_head=head)
+    assert loaded.config.num_layers == 3
+    hidden = torch.randn(4, E)
+    for k in range(K):
+        x = hidden
+        for _ in range(3):
+            x = x + F.silu(
+                F.linear(x, weights[f"{k}.0.linear.weight"], weights[f"{k}.0.linear.bias"])
+            )
+        wanted = F.linear(x, weights.get(f"{k}.3.weight", head))
+        torch.testing.assert_close(loaded(hidden)[k], wanted)
+
+
+def test_a_logit_scale_reaches_the_logits(tmp_path):
+    heads, hidden = drawn_heads(), torch.randn(4, E)
+    folder = write(tmp_path, vllm(heads), {"logit_scale": 0.25}, "model.safetensors")
+    torch.testing.assert_close(load_medusa(folder, E, V)(hidden), 0.25 * heads(hidden))
+    write(tmp_path, vllm(heads), {"logit_scale": -1.0}, "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"logit_scale is -1\.0"):
+        load_medusa(folder, E, V)
+
+
+@pytest.mark.parametrize(
+    "field,value,right",
+    [
+        ("hidden_size", E + 1, E),
+        ("vocab_size", V + 1, V),
+        ("truncated_vocab_size", V - 1, V),
+        ("medusa_fc_bias", False, True),
+        ("num_heads", K + 1, K),
+        ("num_hidden_layers", 2, 1),
+        ("head_scale", 2.0, None),
+    ],
+)
+def test_a_field_that_contradicts_the_tensors_or_is_unknown_is_refused(
+    field, value, right, tmp_path
+):
+    names = {"architectures": ["MedusaModel"], "model_type": "medusa", "max_paths": 64, "topk": 10}
+    weights = vllm(drawn_heads())
+    if right is not None:
+        write(tmp_path / "right", weights, names | {field: right}, "model.safetensors")
+        assert load_medusa(tmp_path / "right", E, V).config.num_heads == K
+    write(tmp_path / "wrong", weights, names | {field: value}, "model.safetensors")
+    said = f"{field} is {value}" if right is not None else f"unknown field '{field}'"
+    with pytest.raises(UnsupportedModel, match=said):
+        load_medusa(tmp_path / "wrong", E, V)
+
+
+def test_one_output_that_is_stored_for_every_head(tmp_path):
+    weights = vllm(drawn_heads())
+    weights |= {f"lm_heads.{k}.weight": weights["lm_heads.0.weight"].clone() for k in range(K)}
+    write(tmp_path, weights, {"original_lm_head": True}, "model.safetensors")
+    assert load_medusa(tmp_path, E, V).config.shared
+    weights["lm_heads.1.weight"] += 1
+    write(tmp_path, weights, {"original_lm_head": True}, "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"'lm_heads\.1\.weight' differs from another one"):
         load_medusa(tmp_path, E, V)

@@ -1,17 +1,14 @@
-"""Files of Medusa heads: the original layout and vLLM's, safetensors only.
+"""Files of Medusa heads: the original layouts and vLLM's, safetensors only.
 
-    original    {i}.{j}.linear.weight, .bias, {i}.{num_layers}.weight; also after `medusa_head.`
-    legacy      {i}.{j}.linear.weight, .bias and nothing else: the target's head reads the blocks
-    vLLM        blocks.{i}.layers.{j}.weight, .bias, lm_heads.{i}.weight, token_map
-
-Sizes are read from the tensors, because published configurations name 2 heads where there are 5.
+medusa_names.py lists the tensors. Sizes are read from them, because published configurations name 2
+heads where there are 5. Every field and every tensor is read, known to change nothing, or an error.
 `python -m benchmarks.text.convert_medusa` converts a `.pt` file to safetensors offline.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -24,16 +21,35 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.models.drafters.medusa_names import (
+    is_vllm,
+    may_be_head,
+    rename,
+    repeat_blocks,
+    their_names,
+)
 from recserve.models.loading import UnsupportedModel
 from recserve.models.weight_check import is_finite
 
 ACCURACIES = "medusa_accuracies"
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
-PREFIX = re.compile(r"^(medusa_heads?\.|model\.)+")
-ORIGINAL_BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
-ORIGINAL_OUTPUT = re.compile(r"^(\d+)\.(\d+)\.weight$")
-VLLM_BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
-VLLM_OUTPUT = re.compile(r"^lm_heads?\.(?:(\d+)\.)?weight$")
+# Fields that this loader reads.
+OWN = (
+    *("original_lm_head", "logit_scale", "medusa_fc_bias", "truncated_vocab_size", "num_heads"),
+    *("num_hidden_layers", "medusa_num_layers", "hidden_size", "vocab_size", ACCURACIES),
+)
+# Fields without an effect on the heads' outputs: names, sizes that the tensors have, and the fields
+# of the target in a folder of target and heads together.
+WITHOUT_EFFECT = (
+    *("medusa_num_heads", "base_model_name_or_path", "version", "max_paths", "topk"),
+    *("num_lookahead_tokens", "architectures", "model_type", "torch_dtype", "dtype"),
+    *("transformers_version", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id"),
+    *("pad_token_id", "tie_word_embeddings", "attention_bias", "attention_dropout", "hidden_act"),
+    *("initializer_range", "intermediate_size", "max_position_embeddings", "mlp_bias"),
+    *("max_sequence_length", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("pretraining_tp", "rms_norm_eps", "rope_scaling", "rope_theta", "rope_parameters"),
+    *("sliding_window",),
+)
 
 
 def load_medusa(
@@ -55,32 +71,43 @@ def load_medusa(
         target_head: [V, E] output matrix of the target, for heads without one of their own.
 
     Raises:
-        UnsupportedModel: If a tensor or size does not fit; the message names it, the expected and
-            the actual value.
+        UnsupportedModel: If a field or tensor is unknown or does not fit; the message names it,
+            the expected and the actual value.
     """
     folder = Path(folder)
-    fields = _fields(folder)
-    weights = rename(_tensors(folder), bool(fields.get("original_lm_head", False)))
+    fields, stored = _fields(folder), _tensors(folder)
+    weights = rename(stored, bool(fields.get("original_lm_head", False)))
+    repeat_blocks(weights, stored, int(fields.get("medusa_num_layers") or 1))
     if target_head is not None and not any(name.startswith("outputs.") for name in weights):
         weights["outputs.0.weight"] = target_head
     config = _config(weights, folder.name, hidden_size, vocab_size)
+    _check_fields(fields, config, folder.name, is_vllm(stored))
+    scale = _logit_scale(fields)
     words = weights.get("token_map")
     for name, tensor in weights.items():
-        if words is not None and name.startswith("outputs.") and tensor.shape[0] == vocab_size:
-            weights[name] = tensor[words]  # stored for all tokens; only the mapped rows count
+        if not name.startswith("outputs."):
+            continue
+        if words is not None and tensor.shape[0] == vocab_size:
+            tensor = tensor[words]  # stored for all tokens; only the mapped rows count
+        weights[name] = tensor if scale == 1.0 else tensor * scale
     with torch.device("meta"):
         heads = MedusaHeads(config)
     expected = heads.state_dict()
     if missing := sorted(expected.keys() - weights.keys()):
         raise UnsupportedModel(
-            f"{folder.name} lacks {_their_names(missing[0])}; its other tensors are those of "
+            f"{folder.name} lacks {their_names(missing[0])}; its other tensors are those of "
             f"{config.num_heads} heads with {config.num_layers} blocks each"
+        )
+    if left := sorted(weights.keys() - expected.keys()):
+        raise UnsupportedModel(
+            f"{folder.name} has {their_names(left[0])}, which has no place in {config.num_heads} "
+            f"heads with {config.num_layers} blocks each"
         )
     cast = {}
     for name, empty in expected.items():
         if weights[name].shape != empty.shape:
             raise UnsupportedModel(
-                f"{_their_names(name)} is {tuple(weights[name].shape)} in {folder.name}; the "
+                f"{their_names(name)} is {tuple(weights[name].shape)} in {folder.name}; the "
                 f"target (hidden size {hidden_size}, vocabulary {vocab_size}) needs "
                 f"{tuple(empty.shape)}"
             )
@@ -131,25 +158,33 @@ def save_medusa(
     (target / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
-def rename(weights: Mapping[str, Tensor], shared: bool = False) -> dict[str, Tensor]:
-    """Renames the tensors of either layout to our names; tensors of neither layout are left out.
+def _check_fields(fields: Mapping[str, Any], config: MedusaConfig, folder: str, vllm: bool) -> None:
+    """Raises UnsupportedModel for an unknown field, or one that contradicts tensors or target."""
+    for name in fields:
+        if name not in (*OWN, *WITHOUT_EFFECT):
+            raise UnsupportedModel(f"config.json of {folder} has an unknown field {name!r}")
+    expected: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.head_vocab or config.vocab_size,
+        "medusa_fc_bias": config.bias,
+    }
+    if vllm:  # the other layouts have these fields of the target, or wrong ones
+        expected |= {"num_heads": config.num_heads, "num_hidden_layers": config.num_layers}
+    for name, value in expected.items():
+        if fields.get(name) is not None and fields[name] != value:
+            raise UnsupportedModel(
+                f"{name} is {fields[name]!r} in config.json of {folder}; its tensors and the "
+                f"target have {value!r}"
+            )
 
-    Args:
-        weights: Tensors by name.
-        shared: vLLM's `original_lm_head`, one output matrix for all heads.
-    """
-    ours: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        short = PREFIX.sub("", name)
-        if found := ORIGINAL_BLOCK.match(short) or VLLM_BLOCK.match(short):
-            ours["blocks.{}.{}.{}".format(*found.groups())] = tensor
-        elif found := ORIGINAL_OUTPUT.match(short):
-            ours[f"outputs.{found[1]}.weight"] = tensor
-        elif (found := VLLM_OUTPUT.match(short)) and (found[1] is not None or shared):
-            ours[f"outputs.{0 if shared else found[1]}.weight"] = tensor
-        elif short == "token_map":
-            ours[short] = tensor.long()
-    return ours
+
+def _logit_scale(fields: Mapping[str, Any]) -> float:
+    """Returns the factor of the heads' logits, which the output matrices absorb."""
+    scale = float(fields.get("logit_scale") or 1.0)
+    if not (math.isfinite(scale) and scale > 0):
+        raise UnsupportedModel(f"logit_scale is {fields['logit_scale']!r}; it must be above 0")
+    return scale
 
 
 def _config(
@@ -182,19 +217,6 @@ def _config(
     return replace(config, head_vocab=words.shape[0])
 
 
-def _their_names(name: str) -> str:
-    """Returns the name of our tensor in the two layouts."""
-    if name == "token_map":
-        return name
-    kind, head, *rest = name.split(".")
-    if kind == "outputs":
-        return (
-            f"the output matrix of head {head} ('{head}.<last>.weight', 'lm_heads.{head}.weight')"
-        )
-    layer, part = rest
-    return f"'{head}.{layer}.linear.{part}' ('blocks.{head}.layers.{layer}.{part}')"
-
-
 def _fields(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.exists():
@@ -211,7 +233,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         paths = present[:1]
     elif index.exists():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        paths = [folder / f for f in sorted({f for n, f in names.items() if _may_be_head(n)})]
+        paths = [folder / f for f in sorted({f for n, f in names.items() if may_be_head(n)})]
     else:
         hint = ""
         if pickled := sorted(path.name for path in folder.glob("*.pt")):
@@ -223,7 +245,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
-                    if _may_be_head(name):
+                    if may_be_head(name):
                         weights[name] = file.get_tensor(name)
                         if not is_finite(weights[name]):
                             raise UnsupportedModel(
@@ -232,9 +254,3 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise UnsupportedModel(f"{path.name} of {folder.name} is damaged: {error}") from error
     return weights
-
-
-def _may_be_head(name: str) -> bool:
-    short = PREFIX.sub("", name)
-    patterns = (ORIGINAL_BLOCK, ORIGINAL_OUTPUT, VLLM_BLOCK, VLLM_OUTPUT)
-    return short == "token_map" or any(pattern.match(short) for pattern in patterns)

@@ -18,10 +18,12 @@ from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.text.block import train_block
 from recserve.training.text.block_recipe import BlockRecipe
+from recserve.training.text.boost import train_boost
 from recserve.training.text.eagle import EagleRecipe, train_eagle
 from recserve.training.text.hydra import HydraRecipe, train_hydra
 from recserve.training.text.mask_tokens import train_mask_tokens
 from recserve.training.text.medusa import train_medusa
+from recserve.training.text.medusa2 import Medusa2Recipe, train_medusa2
 from recserve.training.text.mtp import train_mtp
 from recserve.training.text.specformer import train_specformer
 
@@ -58,6 +60,8 @@ class TrainDrafter(Protocol):
 
 KINDS: Mapping[str, TrainDrafter] = {
     "medusa": train_medusa,
+    "medusa2": train_medusa2,
+    "medusa2-distill": partial(train_medusa2, recipe=Medusa2Recipe(distill=True)),
     "eagle": partial(train_eagle, recipe=EagleRecipe(kind="eagle")),
     "eagle3": partial(train_eagle, recipe=EagleRecipe(kind="eagle3")),
     "mtp": train_mtp,
@@ -69,4 +73,5 @@ KINDS: Mapping[str, TrainDrafter] = {
     "hydra": train_hydra,
     "hydra++": partial(train_hydra, recipe=HydraRecipe(prefix=True)),
     "mask_tokens": train_mask_tokens,
+    "boost": train_boost,
 }

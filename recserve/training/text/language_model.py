@@ -107,23 +107,27 @@ class LanguageTrainee:
     selection = "log_likelihood"
 
     def __init__(
-        self, recipe: LanguageRecipe, tokens: NDArray[np.int64], seed: int, device: torch.device
+        self,
+        recipe: LanguageRecipe,
+        train: NDArray[np.int64],
+        valid: NDArray[np.int64],
+        seed: int,
+        device: torch.device,
     ) -> None:
-        """Splits the tokens and initialises the model.
+        """Initialises the model.
 
         Raises:
             ValueError: If training or validation has no more tokens than one window.
         """
-        held_out = int(tokens.shape[0] * recipe.validation)
-        if min(held_out, tokens.shape[0] - held_out) <= recipe.window:
+        if min(len(train), len(valid)) <= recipe.window:
             raise ValueError(
-                f"the text has {tokens.shape[0]} tokens; training and validation each need more "
-                f"than a window of {recipe.window}"
+                f"the text has {len(train) + len(valid)} tokens; training and validation each need "
+                f"more than a window of {recipe.window}"
             )
         torch.manual_seed(seed)
         self.recipe, self.seed, self.device = recipe, seed, device
-        self.tokens = torch.from_numpy(tokens[:-held_out]).to(device)
-        self.held_out = torch.from_numpy(tokens[-held_out:]).to(device)
+        self.tokens = torch.from_numpy(train).to(device)
+        self.held_out = torch.from_numpy(valid).to(device)
         self.model = LanguageModel(recipe.config()).to(device)
         for name, weight in self.model.named_parameters():
             if weight.ndim > 1:  # projections into the residual stream shrink with the depth
@@ -196,7 +200,10 @@ def train_language_model(
             f"{tokenizer.token_to_id(END)}; the recipe needs {recipe.vocab_size} and 0"
         )
     tokens = encode(tokenizer, texts)
-    trainee = LanguageTrainee(recipe, tokens, options.seed, options.torch_device())
+    split = len(tokens) - int(len(tokens) * recipe.validation)
+    trainee = LanguageTrainee(
+        recipe, tokens[:split], tokens[split:], options.seed, options.torch_device()
+    )
     report = fit(trainee, recipe.schedule.with_options(options), options, out / "training", console)
     save_language_model(trainee.model, out)
     tokenizer.save(str(out / "tokenizer.json"))

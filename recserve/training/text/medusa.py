@@ -103,6 +103,16 @@ class MedusaTrainee:
         tokens.
         """
         hidden, wanted = self._target(self.train[batch])
+        total, parts = self.heads_loss(hidden, wanted)
+        return StepLoss(total, parts, hidden.shape[0] * hidden.shape[1])
+
+    def heads_loss(self, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the discounted sum of the heads' losses, and each head's own loss by name.
+
+        Args:
+            hidden: [b, T, E] final hidden states of the target.
+            wanted: [b, T, V] logits of the target.
+        """
         total = hidden.new_zeros((), dtype=torch.float32)
         parts: dict[str, Tensor] = {}
         logits = self.model(hidden.flatten(0, 1)).unflatten(1, hidden.shape[:2])
@@ -111,7 +121,19 @@ class MedusaTrainee:
             part = -(wanted[:, k + 1 :].float().softmax(-1) * given).sum(-1).mean()
             parts[f"head_{k}"] = part.detach()
             total = total + DISCOUNT**k * part
-        return StepLoss(total, parts, hidden.shape[0] * hidden.shape[1])
+        return total, parts
+
+    def load(self, folder: Path) -> None:
+        """Starts from the heads of a folder.
+
+        Raises:
+            ValueError: If they have another shape.
+        """
+        own = self.model.config
+        old = load_medusa(folder, own.hidden_size, own.vocab_size, device=self.device)
+        if old.config != own:
+            raise ValueError(f"{folder.name} holds {old.config}; the new heads are {own}")
+        self.model.load_state_dict(old.state_dict())
 
     def validate(self) -> dict[str, float]:
         """Returns the mean accept length of the heads' best chain, and each head's accuracy."""
@@ -188,15 +210,7 @@ def train_medusa(
     recipe = recipe or MedusaRecipe()
     trainee = MedusaTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
     if options.start_from is not None:
-        own = trainee.model.config
-        old = load_medusa(
-            options.start_from, own.hidden_size, own.vocab_size, device=trainee.device
-        )
-        if old.config != own:
-            raise ValueError(
-                f"{options.start_from.name} holds {old.config}; the new heads are {own}"
-            )
-        trainee.model.load_state_dict(old.state_dict())
+        trainee.load(options.start_from)
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     save_medusa(trainee.model, directory, trainee.accuracies())
     return report

@@ -50,6 +50,12 @@ def test_what_drafts_for_a_model_shares_its_tokens(text, tmp_path, monkeypatch):
     report = train_text_drafter("medusa", [text], heads, target, options)
     assert report.selection == "accept_length"
     assert (heads / "medusa_lm_head.safetensors").exists()
+    both = tmp_path / "both"
+    report = train_text_drafter("medusa2", [text], both, target, options)
+    assert report.selection == "objective" and (both / "heads" / "config.json").exists()
+    same = ("tokenizer.json", "tokenizer_config.json")
+    assert all((both / "target" / n).read_text() == (target / n).read_text() for n in same)
+    assert load_language_model(both / "target").config == load_language_model(target).config
 
 
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):
