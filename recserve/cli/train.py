@@ -35,6 +35,12 @@ FromFlag = Annotated[
 TextFlag = Annotated[
     list[Path], typer.Option("--text", help="Training text, plain or .zst; repeatable.")
 ]
+DrafterTextFlag = Annotated[
+    list[Path],
+    typer.Option(
+        "--text", help="Training text, plain or .zst, or a folder of `distill`; repeatable."
+    ),
+]
 OutFlag = Annotated[Path, typer.Option("--out", help="Folder of the new model.")]
 
 app = typer.Typer(
@@ -94,7 +100,10 @@ def drafter(
         ),
     ] = "items",
     text: Annotated[
-        list[Path] | None, typer.Option(help="Training text of a drafter for texts; repeatable.")
+        list[Path] | None,
+        typer.Option(
+            help="Training text of a drafter for texts, or a folder of `distill`; repeatable."
+        ),
     ] = None,
     llm: Annotated[
         Path | None, typer.Option(help="Folder of the language model to draft for.")
@@ -188,7 +197,7 @@ def lm(
 
 @app.command()
 def medusa(
-    text: TextFlag,
+    text: DrafterTextFlag,
     out: OutFlag,
     llm: Annotated[Path, typer.Option(help="Folder of the model whose states the heads read.")],
     epochs: EpochsFlag = None,
@@ -200,6 +209,43 @@ def medusa(
     """Train Medusa heads, which draft for a language model."""
     options = _options(epochs, max_minutes, seed, device, resume)
     _print(train_text_drafter("medusa", text, out, llm, options))
+
+
+@app.command()
+def distill(
+    llm: Annotated[Path, typer.Option(help="Folder of the language model that writes.")],
+    text: Annotated[
+        list[Path],
+        typer.Option(help="Text whose passages are continued, plain or .zst; repeatable."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the new text; the same command resumes.")],
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Least number of tokens, prompts included.")
+    ] = 1_000_000,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
+    length: Annotated[int, typer.Option(min=1, help="Most tokens of each continuation.")] = 224,
+    temperature: Annotated[float, typer.Option(min=0, max=100, help="0 draws nothing.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of passages and draws.")] = 0,
+    batch: Annotated[
+        int, typer.Option(min=1, max=1024, help="Texts that are written at once.")
+    ] = 64,
+    device: DeviceFlag = "auto",
+) -> None:
+    """Let a language model write the text that its drafters train on.
+
+    The same command, run again, continues an interrupted run.
+    """
+    from recserve.training.options import TrainOptions
+    from recserve.training.text.distillation import distill as write
+    from recserve.training.text.distilled_text import DistillationSettings
+
+    settings = DistillationSettings(tokens, prompt_tokens, length, temperature, seed, batch)
+    report = write(_folder(llm), text, out, settings, TrainOptions(device=device).torch_device())
+    resumed = f" ({report.resumed} by earlier runs)" if report.resumed else ""
+    typer.echo(
+        f"{report.tokens:,} tokens in {report.texts:,} texts and {report.parts} parts{resumed}, "
+        f"{report.seconds:.0f} s"
+    )
 
 
 def train_language_model_from(
@@ -233,7 +279,7 @@ def train_text_drafter(
 
     Args:
         kind: A name of `training.text.drafters.KINDS`.
-        texts: Files with the training text.
+        texts: Files with the training text, or folders of `recserve train distill`.
         out: Folder of the drafter.
         llm: Folder of the language model.
         options: Limits of the training.
@@ -254,13 +300,17 @@ def _target_and_texts(
 ) -> tuple[LanguageModel, NDArray[np.int64], NDArray[np.int64]]:
     """Returns the target, the training tokens, and the last twentieth, which validates."""
     from recserve.models.loading import load_language_model
-    from recserve.tokenizer.tokenizer import TextTokenizer
-    from recserve.training.text.language_model import encode, read_texts
+    from recserve.training.text.distilled_text import read_drafter_text
 
-    tokens = encode(TextTokenizer.open(_folder(llm)).tokenizer, list(read_texts(texts)))
-    num_validation = len(tokens) // 20
-    target = load_language_model(llm, device=options.torch_device())
-    return target, tokens[:-num_validation], tokens[-num_validation:]
+    found = read_drafter_text(texts, _folder(llm))
+    for folder in found.foreign:
+        typer.echo(
+            f"warning: {folder} was written by another model than {llm}, so drafters learn less "
+            f"from it; `recserve train distill --llm {llm}` writes new text",
+            err=True,
+        )
+    train, valid = found.split()
+    return load_language_model(llm, device=options.torch_device()), train, valid
 
 
 def _folder(llm: Path) -> Path:
