@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.support.runs import machine, write_json
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.training.text.specformer import SpecformerRecipe, SpecformerTrainee
+from recserve.training.text.drafters.specformer import SpecformerRecipe, SpecformerTrainee
 
 METHODS = ("accumulated", "plain")
 MIB = 2**20

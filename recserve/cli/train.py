@@ -278,7 +278,7 @@ def train_text_drafter(
     """Trains a drafter for `llm`; the last twentieth of the tokens is the validation set.
 
     Args:
-        kind: A name of `training.text.drafters.KINDS`.
+        kind: A name of `training.text.drafters.kinds.KINDS`.
         texts: Files with the training text, or folders of `recserve train distill`.
         out: Folder of the drafter.
         llm: Folder of the language model.
@@ -287,7 +287,7 @@ def train_text_drafter(
     Raises:
         BadParameter: If the kind is unknown, or the folder `llm` does not exist.
     """
-    from recserve.training.text.drafters import KINDS
+    from recserve.training.text.drafters.kinds import KINDS
 
     if kind not in KINDS:
         raise typer.BadParameter(f"--kind is {kind!r}; expected items, {', '.join(KINDS)}")

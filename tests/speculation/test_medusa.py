@@ -19,7 +19,7 @@ from recserve.speculation.drafters.registry import (
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.medusa import MedusaRecipe, train_medusa
+from recserve.training.text.drafters.medusa import MedusaRecipe, train_medusa
 from tests.support.medusa_heads import E, K, V, context, drawn_heads
 from tests.support.text_loop import check_draft, generate, tiny_model
 

@@ -16,7 +16,7 @@ from recserve.models.drafters.mtp_files import load_mtp
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.mtp import MtpDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from recserve.training.text.eagle import UnrolledAttention
+from recserve.training.text.drafters.eagle import UnrolledAttention
 from tests.models.test_mtp_files import LAYOUTS, written
 from tests.speculation.test_eagle import (
     PlainEagle,

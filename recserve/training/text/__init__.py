@@ -1,1 +1,1 @@
-"""Training of the language model and of its Medusa draft heads."""
+"""Training of the language model, and text that it writes for its drafters."""

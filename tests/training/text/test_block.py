@@ -17,8 +17,8 @@ from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.block import BlockTrainee, train_block
-from recserve.training.text.block_recipe import BlockRecipe
+from recserve.training.text.drafters.block import BlockTrainee, train_block
+from recserve.training.text.drafters.block_recipe import BlockRecipe
 from tests.support.paths import reference
 from tests.support.text_plain import drawn_model
 

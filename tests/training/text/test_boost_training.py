@@ -15,7 +15,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text import boost
-from recserve.training.text.boost import (
+from recserve.training.text.drafters.boost import (
     BoostCorpus,
     BoostRecipe,
     BoostTrainee,

@@ -15,7 +15,7 @@ from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.eagle import EagleRecipe, EagleTrainee, train_eagle
+from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee, train_eagle
 from tests.speculation.test_eagle import transcribed
 from tests.support.text_plain import drawn_model
 

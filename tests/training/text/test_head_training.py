@@ -17,8 +17,8 @@ from recserve.speculation.drafters.hydra import HydraDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.hydra import HydraRecipe, HydraTrainee, train_hydra
-from recserve.training.text.medusa import MedusaRecipe, train_medusa
+from recserve.training.text.drafters.hydra import HydraRecipe, HydraTrainee, train_hydra
+from recserve.training.text.drafters.medusa import MedusaRecipe, train_medusa
 from tests.support.paths import reference
 
 WINDOW, ROWS, CUT = 32, 160, 140

@@ -17,7 +17,7 @@ from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, M
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.mask_tokens import (
+from recserve.training.text.drafters.mask_tokens import (
     MaskTokensRecipe,
     MaskTokensTrainee,
     train_mask_tokens,

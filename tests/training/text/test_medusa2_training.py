@@ -14,8 +14,8 @@ from recserve.speculation.drafters.registry import build_drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.medusa import MedusaRecipe
-from recserve.training.text.medusa2 import Medusa2Recipe, Medusa2Trainee, train_medusa2
+from recserve.training.text.drafters.medusa import MedusaRecipe
+from recserve.training.text.drafters.medusa2 import Medusa2Recipe, Medusa2Trainee, train_medusa2
 from tests.support.paths import reference
 
 WINDOW, ROWS, CUT = 32, 120, 100

@@ -16,8 +16,8 @@ from recserve.speculation.drafters.mtp import MtpDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.eagle import EagleRecipe
-from recserve.training.text.mtp import MtpTrainee, train_mtp
+from recserve.training.text.drafters.eagle import EagleRecipe
+from recserve.training.text.drafters.mtp import MtpTrainee, train_mtp
 from tests.speculation.test_mtp import Published
 from tests.support.paths import reference
 from tests.support.text_plain import drawn_model

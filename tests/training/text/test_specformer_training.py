@@ -16,7 +16,7 @@ from recserve.speculation.drafters.specformer import SpecformerDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.specformer import (
+from recserve.training.text.drafters.specformer import (
     SpecformerRecipe,
     SpecformerTrainee,
     train_specformer,

@@ -34,7 +34,7 @@ from recserve.tokenizer.tokenizer import copy_tokenizer
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule
-from recserve.training.text.medusa import MedusaRecipe, MedusaTrainee
+from recserve.training.text.drafters.medusa import MedusaRecipe, MedusaTrainee
 
 TARGET, HEADS, WARM_UP = "target", "heads", "warm-up"  # folders of the results and of stage 1
 WARM_UP_SHARE = 1 / 3  # of `max_minutes`

@@ -31,7 +31,7 @@ from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule
-from recserve.training.text.slot_loss import SlotLabels, SlotLoss
+from recserve.training.text.drafters.slot_loss import SlotLabels, SlotLoss
 from recserve.training.text.windows import shuffled_batches, windows
 
 

@@ -16,16 +16,16 @@ from rich.console import Console
 
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.text.block import train_block
-from recserve.training.text.block_recipe import BlockRecipe
-from recserve.training.text.boost import train_boost
-from recserve.training.text.eagle import EagleRecipe, train_eagle
-from recserve.training.text.hydra import HydraRecipe, train_hydra
-from recserve.training.text.mask_tokens import train_mask_tokens
-from recserve.training.text.medusa import train_medusa
-from recserve.training.text.medusa2 import Medusa2Recipe, train_medusa2
-from recserve.training.text.mtp import train_mtp
-from recserve.training.text.specformer import train_specformer
+from recserve.training.text.drafters.block import train_block
+from recserve.training.text.drafters.block_recipe import BlockRecipe
+from recserve.training.text.drafters.boost import train_boost
+from recserve.training.text.drafters.eagle import EagleRecipe, train_eagle
+from recserve.training.text.drafters.hydra import HydraRecipe, train_hydra
+from recserve.training.text.drafters.mask_tokens import train_mask_tokens
+from recserve.training.text.drafters.medusa import train_medusa
+from recserve.training.text.drafters.medusa2 import Medusa2Recipe, train_medusa2
+from recserve.training.text.drafters.mtp import train_mtp
+from recserve.training.text.drafters.specformer import train_specformer
 
 
 class TrainDrafter(Protocol):

@@ -34,7 +34,7 @@ from recserve.models.drafters.block_heads import pair_scores
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.text.block_recipe import BlockRecipe, block_config
+from recserve.training.text.drafters.block_recipe import BlockRecipe, block_config
 from recserve.training.text.windows import shuffled_batches, windows
 
 LIKELIHOOD_WEIGHT = 0.1  # of DSpark's loss; the rest is the total variation

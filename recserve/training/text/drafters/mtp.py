@@ -25,7 +25,7 @@ from recserve.models.drafters.mtp import Mtp, MtpConfig, MtpModule
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.text.eagle import EagleRecipe, EagleTrainee
+from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee
 
 
 class MtpTrainee(EagleTrainee):

@@ -4,7 +4,7 @@ EAGLE-1's network learns the target's next state (smooth L1) and its next distri
 (cross-entropy, weight 0.1), with noise on the states that it reads. EAGLE-3's network learns only
 distributions, but over several unrolled steps: in step i it reads its own outputs of step i - 1, as
 it does in a draft (training-time test). Step i has the weight 0.8 ** i. MTP modules share this loss
-(training/text/mtp.py).
+(training/text/drafters/mtp.py).
 
 Sources: EAGLE-1 (arXiv 2401.15077, section 3.2), EAGLE-3 (arXiv 2503.01840, section 3.1), and the
 settings of their published trainers.
