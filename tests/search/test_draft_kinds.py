@@ -150,3 +150,59 @@ def test_the_mlp_head_is_its_formula():
         start = 1 + sum(sizes[:level])
         wanted = hidden @ head.head.weight[start : start + sizes[level]].T
         torch.testing.assert_close(head.level_logits(contexts[:, level], state, level), wanted)
+
+
+def test_the_lattice_head_scores_pairs_of_adjacent_codes():
+    """logits_l(p -> c) = <E_l[c], h_l> + <A[p] * V h_l, B[c]>, whatever came before p."""
+    torch.manual_seed(0)
+    sizes = (5, 3, 7, 4)
+    head = NETWORKS["lattice"](SelfDraftConfig(8, sizes)).eval()
+    for slot in head.slots:
+        torch.nn.init.normal_(slot.linear.weight)
+    last = torch.randn(6, 8)
+    contexts = head.contexts(last)
+    for level in range(1, 4):
+        first, own = 1 + sum(sizes[: level - 1]), 1 + sum(sizes[:level])
+        codes = torch.randint(0, sizes[level - 1], (6,))
+        h = last + torch.nn.functional.silu(head.slots[level - 1].linear(last))
+        for state in (head.first_state(last), torch.randn(6, 64)):
+            after = head.step(level - 1, state, codes)
+            found = head.level_logits(contexts[:, level], after, level)
+            for n in range(6):
+                gate = head.predecessors.weight[first + codes[n]] * (head.hidden.weight @ h[n])
+                for c in range(sizes[level]):
+                    wanted = head.head.weight[own + c] @ h[n]
+                    wanted = wanted + gate @ head.successors.weight[own + c]
+                    torch.testing.assert_close(found[n, c], wanted)
+
+
+def test_the_eagle_head_is_a_decoder_layer_over_its_prefix():
+    """A transcription over whole prefixes: features one by one, attention under a causal mask."""
+    torch.manual_seed(0)
+    sizes, E = (5, 3, 7, 4), 64
+    head = NETWORKS["eagle"](SelfDraftConfig(E, sizes)).eval()
+    for linear in (head.features, head.qkv):
+        torch.nn.init.normal_(linear.weight, std=0.2)
+    last, codes = torch.randn(6, E), torch.stack([torch.randint(0, s, (6,)) for s in sizes], 1)
+    features, rows = [last], []
+    for level in range(3):
+        embedded = head.tokens.weight[1 + sum(sizes[:level]) + codes[:, level]]
+        x = head.codes(embedded) + head.features(features[-1]) + head.positions.weight[level]
+        rows.append(x)
+        every = torch.stack(rows, 1)
+        normed = every * (every.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        q, k, v = (
+            part.view(6, -1, 2, 32).transpose(1, 2) for part in head.qkv(normed).chunk(3, -1)
+        )
+        read = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + head.out(read.transpose(1, 2).flatten(2)[:, -1])
+        gate, up = head.gate_up(x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).chunk(2, -1)
+        features.append(x + head.down(torch.nn.functional.silu(gate) * up))
+    state = head.first_state(last)
+    for level in range(1, 4):
+        state = head.step(level - 1, state, codes[:, level - 1])
+        torch.testing.assert_close(head.feature(state), features[level], atol=1e-4, rtol=1e-4)
+        start = 1 + sum(sizes[:level])
+        wanted = features[level] @ head.head.weight[start : start + sizes[level]].T
+        found = head.level_logits(head.contexts(last)[:, level], state, level)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)

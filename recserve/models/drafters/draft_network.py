@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -118,13 +119,34 @@ class DraftNetwork(nn.Module, ABC):
             level: The level.
         """
 
+    def feature(self, state: Tensor) -> Tensor | None:
+        """Returns the hidden state of the target [n, E] that the head predicts, if it does.
+
+        state: [n, S].
+        """
+        return None
+
     def codes_of_level(self, level: int) -> Tensor:
         """Returns the output codes [C_level, E] that a state is compared with."""
-        return self.head.weight[self._rows(level)]
+        return self.head.weight[self.rows(level)]
 
     def inputs_of_level(self, level: int) -> Tensor:
         """Returns the embeddings [C_level, E] of a level's codes."""
-        return self.tokens.weight[self._rows(level)]
+        return self.tokens.weight[self.rows(level)]
+
+    def root_logits(self, states: Tensor) -> Tensor:
+        """Returns logits [B, L - 1, C] of the levels below the first, padded to the largest C.
+
+        Args:
+            states: [B, L - 1, E] to compare with each level's codes.
+        """
+        widest = max(self.config.codebook_sizes)
+        rows = [
+            F.linear(states[:, level - 1], self.codes_of_level(level))
+            for level in range(1, len(self.config.codebook_sizes))
+        ]
+        padded = [F.pad(each, (0, widest - each.shape[1])) for each in rows]
+        return torch.stack(padded, 1) if padded else states.new_zeros(*states.shape[:2], widest)
 
     def cached(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """Returns a table that depends on the weights alone.
@@ -142,7 +164,8 @@ class DraftNetwork(nn.Module, ABC):
             table = self._tables[name] = compute()
         return table
 
-    def _rows(self, level: int) -> slice:
+    def rows(self, level: int) -> slice:
+        """Returns the rows of a level's codes in a table of all tokens."""
         start = self.config.level_offsets[level]
         return slice(start, start + self.config.codebook_sizes[level])
 

@@ -41,14 +41,11 @@ class MlpDraftHead(DraftNetwork):
 
         Level 0, which the head does not predict, is 0. last_hidden: [B, E].
         """
-        sizes = self.config.codebook_sizes
-        if len(sizes) == 1:
-            return last_hidden.new_zeros(last_hidden.shape[0], 1, 1)
-        start = self.config.level_offsets[1]
-        rows = torch.split(F.linear(last_hidden, self.head.weight[start:]), list(sizes[1:]), 1)
-        logits = [F.pad(each, (0, max(sizes) - each.shape[1])) for each in rows]
-        sums = self.roots(last_hidden).unflatten(1, (len(sizes) - 1, -1))
-        return F.pad(torch.cat([sums, torch.stack(logits, 1)], dim=2), (0, 0, 1, 0))
+        batch, size = last_hidden.shape
+        later = len(self.config.codebook_sizes) - 1
+        logits = self.root_logits(last_hidden[:, None].expand(-1, later, -1))
+        sums = self.roots(last_hidden).view(batch, later, size)
+        return F.pad(torch.cat([sums, logits], dim=2), (0, 0, 1, 0))
 
     def first_state(self, last_hidden: Tensor) -> Tensor:
         """Returns [B, (L - 1) * E] zeros: no code was added yet. last_hidden: [B, E]."""

@@ -20,6 +20,8 @@ from recserve.models.drafters.draft_network import (
     load_network,
     save_network,
 )
+from recserve.models.drafters.eagle_draft import EagleDraftHead
+from recserve.models.drafters.lattice_draft import LatticeDraftHead
 from recserve.models.drafters.level_draft import LevelDraftHead
 from recserve.models.drafters.mlp_draft import MlpDraftHead
 from recserve.models.drafters.nezha import SelfDraftHead
@@ -28,7 +30,7 @@ from recserve.models.recommender import Recommender
 LEVELS = "levels"
 # The kinds of heads that are trained, by name. The first is the default.
 NETWORKS: dict[str, type[DraftNetwork]] = {
-    kind.kind: kind for kind in (SelfDraftHead, MlpDraftHead)
+    kind.kind: kind for kind in (SelfDraftHead, MlpDraftHead, LatticeDraftHead, EagleDraftHead)
 }
 HEAD_KINDS = (*NETWORKS, LEVELS)
 

@@ -3,8 +3,8 @@
 The target reads the training histories with the next item's codes below each position, as in its
 own training. The head reads the position's hidden state and the same codes. For `nezha` it also
 reads the states of the placeholders behind the position. The head of `speculative` minimises the
-Kullback-Leibler divergence from the target's distribution. The head of `nezha` also learns the true
-next item.
+Kullback-Leibler divergence from the target's distribution. A head that predicts the target's hidden
+states (EAGLE) learns these too. The head of `nezha` also learns the true next item.
 
 Sources: AtSpeed, ICLR 2025, section 3. Learning rates of `nezha`: NEZHA, arXiv 2511.18793.
 """
@@ -126,6 +126,9 @@ class DrafterTrainee:
         parts = {"divergence": sums.divergence.detach() / count}
         if weight:
             parts["surprise"] = sums.surprise.detach() / count
+        if sums.regression is not None:
+            total = total + sums.regression / count
+            parts["features"] = sums.regression.detach() / count
         return StepLoss(total, parts, count)
 
     def validate(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie
@@ -111,10 +112,13 @@ class HeadLoss:
     Attributes:
         divergence: KL(target || head).
         surprise: The head's negative log-probability of the true next items.
+        regression: Smooth L1 distance between predicted and true hidden states of the target, as a
+            mean over E. None for a head that predicts none.
     """
 
     divergence: Tensor
     surprise: Tensor
+    regression: Tensor | None
 
 
 def head_loss(
@@ -125,7 +129,7 @@ def head_loss(
     batch: HistoryBatch,
     reading: TargetStates,
 ) -> HeadLoss:
-    """Computes both losses of a draft head under teacher forcing.
+    """Computes the losses of a draft head under teacher forcing.
 
     Distributions are normalised over the valid children, or over the codes of the level if the
     target is normalised over the vocabulary. Levels above `head.first_level` do not count.
@@ -139,7 +143,7 @@ def head_loss(
         reading: States of the target for this batch.
 
     Returns:
-        Both losses as sums.
+        The losses as sums.
     """
     config, hidden = target.config, reading.hidden
     roots = hidden[batch.trunk_nodes]
@@ -150,6 +154,7 @@ def head_loss(
     for level in range(config.num_levels - 1):
         states.append(head.step(level, states[-1], codes[:, level]))
     divergence = surprise = roots.new_zeros((), dtype=torch.float32)
+    regression: Tensor | None = None
     for level in range(head.first_level, config.num_levels):
         part = (batch.target_levels == level).nonzero().flatten()
         if not part.shape[0]:
@@ -165,7 +170,10 @@ def head_loss(
             wanted = wanted.gather(1, index).masked_fill(~valid, MASKED)
             given = given.gather(1, index).masked_fill(~valid, MASKED)
             truth = paths[rows, level + 1] - trie.first_child[paths[rows, level]].long()
+        if (feature := head.feature(states[level][item])) is not None:
+            apart = F.smooth_l1_loss(feature.float(), hidden[nodes].float(), reduction="none")
+            regression = (0.0 if regression is None else regression) + apart.mean(-1).sum()
         wanted, given = wanted.log_softmax(-1), given.log_softmax(-1)
         divergence = divergence + (wanted.exp() * (wanted - given)).sum()
         surprise = surprise - given.gather(1, truth[:, None]).sum()
-    return HeadLoss(divergence, surprise)
+    return HeadLoss(divergence, surprise, regression)

@@ -29,6 +29,8 @@ def test_training_lowers_the_divergence(kind, tmp_path):
     report = train_drafter(bundle, TrainOptions(device="cpu", head=kind), recipe, QUIET)
     losses = [record.losses["divergence"] for record in report.history]
     assert losses[-1] < 0.9 * losses[0]
+    features = [record.losses.get("features", 0.0) for record in report.history]
+    assert (kind == "eagle") == (0 < features[-1] < 0.9 * features[0])
     opened = Bundle.open(bundle.root)
     opened.verify()
     with pytest.raises(BundleError, match=f"is a {kind} head"):
