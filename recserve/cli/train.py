@@ -113,9 +113,10 @@ def drafter(
         Literal["speculative", "nezha"], typer.Option(help="The strategy that it is trained for.")
     ] = "speculative",
     head: Annotated[
-        Literal["recurrent", "levels"],
+        str,
         typer.Option(
-            help="A network of its own, or the recommender's level heads, which are only measured."
+            help="Kind of head: recurrent, mlp, lattice, eagle; or levels, the recommender's own "
+            "level heads, which are only measured."
         ),
     ] = "recurrent",
     start_from: FromFlag = None,

@@ -34,7 +34,7 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
     if (native := native_search_of(beams, head.search)) is not None:
         levels = beams.trie.num_levels
         return descend(beams, native, levels, widths, contexts=contexts).at(levels)
-    states = beams.last_hidden
+    states = head.first_state(beams.last_hidden)
     while not beams.finished:
         deeper = _expand(beams, states, contexts[:, beams.level], head, widths)
         if deeper.level < beams.trie.num_levels:
@@ -98,7 +98,7 @@ def item_log_probs(
         contexts: [B, L, E] as in `search`.
     """
     nodes = trie.nodes_of_items(rows)
-    parents, state = torch.zeros_like(rows), last_hidden[owners]
+    parents, state = torch.zeros_like(rows), head.first_state(last_hidden)[owners]
     total = torch.zeros(rows.shape, device=last_hidden.device)
     for level, width in enumerate(trie.widths):
         logits = head.level_logits(contexts[owners, level], state, level)
@@ -110,9 +110,9 @@ def item_log_probs(
 
 
 def _states_of_paths(beams: Beams, head: PrefixHead) -> Tensor:
-    """Returns [B * W, E] the head's state after the codes of each beam."""
+    """Returns [B * W, S] the head's state after the codes of each beam."""
     width = beams.nodes.shape[1]
-    state = beams.last_hidden[:, None].expand(-1, width, -1).flatten(0, 1)
+    state = head.first_state(beams.last_hidden)[:, None].expand(-1, width, -1).flatten(0, 1)
     for level in range(beams.level):
         state = head.step(level, state, _codes(beams.trie, beams.paths[..., level], level))
     return state

@@ -43,9 +43,13 @@ class LevelDraftHead:
         if dispatch.in_native(self.tables.codebooks):
             self.search = NativeSearch(list(map(LevelCodes.of, self._codes)))
 
-    def contexts(self, last_hidden: Tensor) -> Tensor:
+    def contexts(self, last_hidden: Tensor, placeholder_states: Tensor | None = None) -> Tensor:
         """Returns what each level reads of the root, [B, L, E]. last_hidden: [B, E]."""
         return self.tables.states(last_hidden)
+
+    def first_state(self, last_hidden: Tensor) -> Tensor:
+        """Returns [B, E], which level heads do not use."""
+        return last_hidden
 
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
         """Returns the state [n, E] unchanged, because level heads do not use earlier codes."""

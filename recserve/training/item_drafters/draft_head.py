@@ -1,10 +1,10 @@
-"""Training of self-draft heads on a frozen recommender, the target.
+"""Training of draft heads on a frozen recommender, the target.
 
 The target reads the training histories with the next item's codes below each position, as in its
 own training. The head reads the position's hidden state and the same codes. For `nezha` it also
 reads the states of the placeholders behind the position. The head of `speculative` minimises the
-Kullback-Leibler divergence from the target's distribution. The head of `nezha` also learns the true
-next item.
+Kullback-Leibler divergence from the target's distribution. A head that predicts the target's hidden
+states (EAGLE) learns these too. The head of `nezha` also learns the true next item.
 
 Sources: AtSpeed, ICLR 2025, section 3. Learning rates of `nezha`: NEZHA, arXiv 2511.18793.
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,16 @@ from rich.console import Console
 
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.kernels.trie.trie import Trie
+from recserve.models.drafters.draft_network import DraftNetwork, SelfDraftConfig
 from recserve.models.drafters.level_draft import LevelDraftHead
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
-from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head, save_prefix_head
+from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.drafters.prefix_head import (
+    LEVELS,
+    NETWORKS,
+    PrefixHead,
+    load_prefix_head,
+    save_prefix_head,
+)
 from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
@@ -81,19 +88,18 @@ RECIPES = {
 
 
 class DrafterTrainee:
-    """A self-draft head on its frozen target, for the training loop."""
+    """A draft head on its frozen target, for the training loop."""
 
     def __init__(
         self,
-        name: Literal["speculative", "nezha"],
         recipe: DrafterRecipe,
         frozen: FrozenRecommender,
-        seed: int,
+        options: TrainOptions,
     ) -> None:
-        torch.manual_seed(seed)
-        self.name = name
+        torch.manual_seed(options.seed)
+        self.name = name = options.name
         self.selection = "ndcg@10" if name == "nezha" else "one_round"
-        self.recipe, self.seed = recipe, seed
+        self.recipe, self.seed = recipe, options.seed
         self.target, self.trie, self.codes = frozen.model, frozen.trie, frozen.codes
         self.cases = frozen.cases.sample(recipe.validation_users)
         events, config = frozen.events, frozen.model.config
@@ -101,7 +107,7 @@ class DrafterTrainee:
             events.offsets, events.item_rows, frozen.codes, frozen.trie, config
         )
         self.paths = node_paths(self.trie)
-        self.model = SelfDraftHead(
+        self.model = NETWORKS[options.head](
             SelfDraftConfig(config.decoder.hidden_size, config.codebook_sizes, name == "nezha")
         ).to(self.trie.device)
         self.model.start_from(self.target)
@@ -120,6 +126,9 @@ class DrafterTrainee:
         parts = {"divergence": sums.divergence.detach() / count}
         if weight:
             parts["surprise"] = sums.surprise.detach() / count
+        if sums.regression is not None:
+            total = total + sums.regression / count
+            parts["features"] = sums.regression.detach() / count
         return StepLoss(total, parts, count)
 
     def validate(self) -> dict[str, float]:
@@ -131,6 +140,7 @@ class DrafterTrainee:
         width = self.recipe.validation_width
         if self.name == "speculative":
             return draft_metrics(self.model, self.target, self.trie, self.codes, self.cases, width)
+        assert isinstance(self.model, SelfDraftHead)  # `TrainOptions` refuses other kinds
         slates = Slates(self.target, self.trie, self.codes, Heads(nezha=self.model))
         options = SlateOptions(width, strategy="nezha")
         ranks = [
@@ -146,7 +156,7 @@ def train_drafter(
     recipe: DrafterRecipe | None = None,
     console: Console | None = None,
 ) -> TrainReport:
-    """Trains the self-draft head that `options.name` selects and records it in the bundle.
+    """Trains a draft head for the strategy `options.name` and records it in the bundle.
 
     The head is written to `drafters/` and its name. With `options.head` set to `levels` nothing is
     trained: the recommender's level heads become the draft head and are calibrated.
@@ -167,9 +177,9 @@ def train_drafter(
     frozen = FrozenRecommender.open(bundle, options.torch_device())
     if not frozen.model.config.autoregressive:
         raise BundleError(f"{bundle.root}: a model of level heads alone has no beams to draft for")
-    if options.head == "levels":
+    if options.head == LEVELS:
         return _level_heads(bundle, frozen, recipe)
-    trainee = DrafterTrainee(options.name, recipe, frozen, options.seed)
+    trainee = DrafterTrainee(recipe, frozen, options)
     start = None if options.start_from is None else _warm_start(trainee, options.start_from)
     directory = bundle.directory(section)
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
@@ -185,7 +195,7 @@ def train_drafter(
 def _warm_start(trainee: DrafterTrainee, old: Path) -> Start:
     """Starts from the head of an older bundle if its loss is lower.
 
-    The output codes and code embeddings belong to one recommender, the recurrent cells less so.
+    The output codes and code embeddings belong to one recommender, the layers between less so.
     Thus the old cells alone are one of the starts.
 
     Raises:
@@ -195,10 +205,13 @@ def _warm_start(trainee: DrafterTrainee, old: Path) -> Start:
     section = f"drafters/{trainee.name}"
     folder = old_section(Bundle.open(old), section).directory(section)
     head = load_prefix_head(folder, trainee.target)
-    if not isinstance(head, SelfDraftHead):
+    if not isinstance(head, DraftNetwork):
         raise BundleError(f"{old}: {section} is made of level heads, which have no weights")
+    if head.kind != trainee.model.kind:
+        raise BundleError(f"{old}: {section} is a {head.kind} head; train it with the same --head")
     weights = head.state_dict()
-    cells = {name: value for name, value in weights.items() if name.startswith("cells.")}
+    bound = ("tokens.", "head.", "placeholders")  # made for the old recommender
+    cells = {name: value for name, value in weights.items() if not name.startswith(bound)}
     return choose_start(trainee, {"old head": weights, "old cells": cells})
 
 

@@ -1,15 +1,16 @@
-"""Losses of a self-draft head: divergence from the frozen target, and the true next item."""
+"""Losses of a draft head: divergence from the frozen target, and the true next item."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.drafters.draft_network import DraftNetwork
 from recserve.models.recommender import Recommender
 from recserve.training.recommender.history_trees import HistoryBatch
 from recserve.training.recommender.objectives import MASKED
@@ -63,7 +64,7 @@ class TargetStates:
     contexts: Tensor | None
 
 
-def read(head: SelfDraftHead, target: Recommender, batch: HistoryBatch) -> TargetStates:
+def read(head: DraftNetwork, target: Recommender, batch: HistoryBatch) -> TargetStates:
     """Runs the frozen target over a batch of trees.
 
     For a head with placeholders, a chain of L placeholders follows every position that predicts an
@@ -111,25 +112,27 @@ class HeadLoss:
     Attributes:
         divergence: KL(target || head).
         surprise: The head's negative log-probability of the true next items.
+        regression: Smooth L1 distance between predicted and true hidden states of the target, as a
+            mean over E. None for a head that predicts none.
     """
 
     divergence: Tensor
     surprise: Tensor
+    regression: Tensor | None
 
 
 def head_loss(
-    head: SelfDraftHead,
+    head: DraftNetwork,
     target: Recommender,
     trie: Trie,
     paths: Tensor,
     batch: HistoryBatch,
     reading: TargetStates,
 ) -> HeadLoss:
-    """Computes both losses of a draft head under teacher forcing.
+    """Computes the losses of a draft head under teacher forcing.
 
     Distributions are normalised over the valid children, or over the codes of the level if the
-    target is normalised over the vocabulary. Level 0 counts only for a head with placeholders,
-    because only such a head predicts it.
+    target is normalised over the vocabulary. Levels above `head.first_level` do not count.
 
     Args:
         head: The draft head.
@@ -140,26 +143,26 @@ def head_loss(
         reading: States of the target for this batch.
 
     Returns:
-        Both losses as sums.
+        The losses as sums.
     """
     config, hidden = target.config, reading.hidden
     roots = hidden[batch.trunk_nodes]
     codes = target.item_tokens[batch.trunk_rows] - torch.tensor(
         config.level_offsets, device=roots.device
     )
-    states = [roots]
+    states, contexts = [head.first_state(roots)], head.contexts(roots, reading.contexts)
     for level in range(config.num_levels - 1):
         states.append(head.step(level, states[-1], codes[:, level]))
     divergence = surprise = roots.new_zeros((), dtype=torch.float32)
-    for level in range(0 if reading.contexts is not None else 1, config.num_levels):
+    regression: Tensor | None = None
+    for level in range(head.first_level, config.num_levels):
         part = (batch.target_levels == level).nonzero().flatten()
         if not part.shape[0]:
             continue
         nodes, rows = batch.target_nodes[part], batch.target_rows[part]
         item = torch.searchsorted(batch.trunk_nodes, nodes - level)
-        contexts = roots if reading.contexts is None else reading.contexts[:, level]
         wanted = target.level_logits(hidden[nodes], level).float()
-        given = head.level_logits(contexts[item], states[level][item], level).float()
+        given = head.level_logits(contexts[item, level], states[level][item], level).float()
         truth = codes[item, level]
         if config.normalization == "children":
             children = trie.children(paths[rows, level])
@@ -167,7 +170,10 @@ def head_loss(
             wanted = wanted.gather(1, index).masked_fill(~valid, MASKED)
             given = given.gather(1, index).masked_fill(~valid, MASKED)
             truth = paths[rows, level + 1] - trie.first_child[paths[rows, level]].long()
+        if (feature := head.feature(states[level][item])) is not None:
+            apart = F.smooth_l1_loss(feature.float(), hidden[nodes].float(), reduction="none")
+            regression = (0.0 if regression is None else regression) + apart.mean(-1).sum()
         wanted, given = wanted.log_softmax(-1), given.log_softmax(-1)
         divergence = divergence + (wanted.exp() * (wanted - given)).sum()
         surprise = surprise - given.gather(1, truth[:, None]).sum()
-    return HeadLoss(divergence, surprise)
+    return HeadLoss(divergence, surprise, regression)
