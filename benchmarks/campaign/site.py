@@ -15,17 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from recserve.models.config import DecoderConfig
-from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.models.saving import save_language_model
 from tests.support.bundle_shelf import shelf
 from tests.support.paths import ROOT
 from tests.support.redis_server import free_port
-from tests.support.scripted_text import END, VOCABULARY, byte_tokenizer
 from tests.support.tiny_bundle import tiny_bundle
+from tests.support.tiny_llm import tiny_llm
 
 READY_S = 120.0
 KEY, OTHER_KEY = "a-key-of-the-campaign", "another-key-of-the-campaign"
@@ -44,10 +40,13 @@ class ServerProcess:
         process: The process; it leads a process group of its own.
         url: Its address.
         settings: Its settings.
+        folder: Folder of its configuration and its log.
+        program: Arguments of Python.
         log: File with its output.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], program: Sequence[str]) -> None:
+        self.folder, self.program = folder, program
         self.settings = {"port": free_port(), "device": "cpu", "threads": 1, **settings}
         self.url = f"http://127.0.0.1:{self.settings['port']}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +64,10 @@ class ServerProcess:
                 stderr=output,
                 start_new_session=True,
             )
+
+    def again(self) -> ServerProcess:
+        """Starts a process with the same settings, store and port, after this one has ended."""
+        return ServerProcess(self.folder, self.settings, self.program)
 
     def until_ready(self) -> float:
         """Waits until `ready` is 200. Returns the seconds that it took."""
@@ -158,15 +161,7 @@ class Site:
     @functools.cached_property
     def llm(self) -> Path:
         """The folder of an untrained language model on bytes."""
-        folder = self.folder / LLM_NAME
-        folder.mkdir()
-        byte_tokenizer(folder)
-        torch.manual_seed(self.seed)
-        decoder = DecoderConfig(64, 2, 2, 1, 32, 128, max_positions=4096)
-        save_language_model(
-            LanguageModel(LanguageModelConfig(decoder, VOCABULARY, True, None, (END,))), folder
-        )
-        return folder
+        return tiny_llm(self.folder / LLM_NAME, self.seed)
 
     def scratch(self) -> Path:
         """Returns a new folder."""

@@ -1,22 +1,25 @@
-"""R21 and R22: keys on every route, and the number of metric series."""
+"""R21 to R23: keys on every route, metric series, and what times tell other clients."""
 
 from __future__ import annotations
 
 import re
+import time
 import uuid
 
 import httpx
 import numpy as np
 from fastapi.routing import APIRoute
+from scipy import stats
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
-from benchmarks.campaign.site import ADMIN_KEY, KEY, Site
+from benchmarks.campaign.site import ADMIN_KEY, KEY, LLM_NAME, OTHER_KEY, Site
 from benchmarks.campaign.traffic import history
 from recserve.config import ConfigError, ServerConfig
 from recserve.server.app import create_app
 from recserve.server.transport.gate import ADMIN as ADMIN_PATHS
 from recserve.server.transport.gate import OPEN_PATHS
 
+PROMPT = 1500  # tokens; the model's tokens are bytes
 WRONG = (
     None,
     "Bearer",
@@ -107,3 +110,61 @@ def series(site: Site, budget: Budget) -> Finding:
         (Figure("new series", len(grown), 0), Figure("5xx", broken, 0)),
         f"{len(before)} series" + "".join(f"; new: {name}" for name in sorted(grown)[:3]),
     )
+
+
+@check(
+    "R23",
+    "timing channel",
+    "cached or not, told from the time to the first token",
+    cases=10_000,
+    minimum_s=12,
+)
+def timing_channel(site: Site, budget: Budget) -> Finding:
+    """Probes prompts that another key has sent or not, and prompts that the same key has sent."""
+    random = np.random.default_rng(site.seed)
+    times: dict[str, list[float]] = {"other key": [], "own key": [], "new": []}
+    with (
+        site.server(llm=site.llm, api_keys=[KEY, OTHER_KEY], kv_bytes=2**26) as server,
+        server.client() as client,
+    ):
+
+        def ask(key: str, prompt: str) -> float:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"model": LLM_NAME, "prompt": prompt, "max_tokens": 1}
+            began = time.perf_counter()
+            answer: httpx.Response = client.post("/v1/completions", json=body, headers=headers)
+            seconds = time.perf_counter() - began
+            answer.raise_for_status()
+            return seconds
+
+        for number in budget.cases(10_000, 0.95):
+            prompt = "".join(chr(97 + n) for n in random.integers(0, 26, PROMPT))
+            kind = ("other key", "own key", "new")[number % 3]
+            other = "".join(reversed(prompt))
+            # Every probe follows one request of the other key or of the prober's own.
+            ask(OTHER_KEY if kind == "own key" else KEY, other if kind == "new" else prompt)
+            times[kind].append(ask(OTHER_KEY, prompt))
+    across = auc(times["other key"], times["new"])
+    within = auc(times["own key"], times["new"])
+    probes = sum(len(one) for one in times.values())
+    few = len(times["new"])
+    # With few probes an AUC of 1/2 strays by this much (99 %); it counts beside the bound.
+    noise = 2.6 * (1 / 6 / few) ** 0.5
+    return Finding(
+        probes,
+        (
+            Figure("AUC between keys, beyond chance", abs(across - 0.5) + 0.5 - noise, 0.55),
+            Figure("AUC within a key: the probe works", within, 0.8, at_least=True),
+        ),
+        f"AUC {across:.3f} between keys and {within:.3f} within one, chance ± {noise:.3f}; "
+        f"medians {1e3 * np.median(times['other key']):.1f}, "
+        f"{1e3 * np.median(times['own key']):.1f} and {1e3 * np.median(times['new']):.1f} ms",
+    )
+
+
+def auc(cached: list[float], new: list[float]) -> float:
+    """Returns the probability that a cached prompt is answered faster than a new one."""
+    if not cached or not new:
+        return float("nan")
+    rank = stats.mannwhitneyu(new, cached).statistic
+    return float(rank / (len(cached) * len(new)))
