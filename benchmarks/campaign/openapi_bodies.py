@@ -175,8 +175,10 @@ class RequestSource:
 
 def _places(value: Json) -> Iterator[tuple[Json, Any]]:
     """Yields every place inside a value."""
+    if not isinstance(value, dict | list):
+        return
     parts = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, inner in list(parts) if isinstance(value, dict | list) else ():
+    for name, inner in list(parts):
         yield value, name
         yield from _places(inner)
 
