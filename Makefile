@@ -6,6 +6,8 @@ VENV ?= .venv
 WORKERS ?= 2
 TIER ?= native
 PYTEST_ARGS ?=
+BUDGET ?= 10
+CAMPAIGN_ARGS ?=
 DEMO_ARGS ?=
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
@@ -31,7 +33,7 @@ $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
 PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow check format install docs package redis promtool chromium newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow campaign check format install docs package redis promtool chromium newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -44,6 +46,11 @@ test-slow: $(DEV) redis promtool chromium
 
 test-all: $(DEV) redis promtool chromium
 	$(PYTEST) $(PYTEST_ARGS)
+
+# Overload, faults and attacks against real servers, for BUDGET minutes; the figures go to build/campaign.*
+campaign: $(DEV) redis
+	@mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --minutes $(BUDGET) --json build/campaign.json --markdown build/campaign.md $(CAMPAIGN_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check

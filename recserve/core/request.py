@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from recserve.core.allowed import AllowedItems
+from recserve.core.cache_salt import current_salt
 from recserve.core.diversity import Cap
 from recserve.core.errors import DeadlineExceeded as DeadlineExceeded
 from recserve.core.errors import EngineStopped as EngineStopped
@@ -56,11 +57,14 @@ class Root:
             cache compares keys only.
         shared: Number of first rows that all rows attend to (MTGR's profile and long history). They
             are cached as one piece.
+        salt: Only roots with the same salt share cached pages. By default that of the request that
+            is being prepared.
     """
 
     inputs: NodeInputs
     keys: np.ndarray
     shared: int = 0
+    salt: bytes = field(default_factory=current_salt)
 
 
 @dataclass(frozen=True)
@@ -118,12 +122,14 @@ class RootKeys:
         kept: Number of first rows whose pages and cached roots stay.
         drafter: Drafter whose own keys and values the pages hold as well. Its roots are found only
             with the same name. Empty if there is none.
+        salt: As in `Root`. None: the roots of every salt.
     """
 
     keys: np.ndarray
     shared: int = 0
     kept: int = 0
     drafter: str = ""
+    salt: bytes | None = None
 
 
 @dataclass(frozen=True)

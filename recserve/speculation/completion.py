@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from recserve.core.cache_salt import current_salt
 from recserve.core.request import Timing
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 
@@ -59,6 +60,7 @@ class TextQuery:
             deadline.
         on_commit: Called on the engine's thread after every step. If it returns True, the text ends
             there, for example because a stop string was found.
+        salt: As in `Root`.
     """
 
     prompt: np.ndarray
@@ -67,6 +69,7 @@ class TextQuery:
     priority: int = 0
     deadline_s: float | None = None
     on_commit: Callable[[TextCommit], bool] | None = None
+    salt: bytes = field(default_factory=current_salt)
 
 
 @dataclass

@@ -19,7 +19,7 @@ def keys(*values: int) -> np.ndarray:
 def store(cache, allocator, row_keys, shared=0):
     """Compute a root and leave it to the cache alone."""
     pages = allocator.allocate(-(-len(row_keys) // SIZE))
-    cache.insert(row_keys, shared, pages, TAIL)
+    cache.insert(RootKeys(row_keys, shared), pages, TAIL)
     allocator.release(pages)
     return pages
 
@@ -111,6 +111,33 @@ def test_forget_drops_every_length_of_a_root():
     assert found(cache, allocator, np.arange(5)).length == 0
 
 
+@pytest.mark.parametrize("shared", [0, 2])
+def test_roots_of_another_salt_are_not_found(shared):
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, SIZE)
+    root = RootKeys(np.arange(6), shared, salt=b"one")
+    pages = allocator.allocate(2)
+    cache.insert(root, pages, TAIL)
+    allocator.release(pages)
+    for salt, length in ((b"", 0), (b"two", 0), (b"one", 6)):
+        match = cache.match(root.keys, shared, salt=salt)
+        assert match.length == length
+        allocator.release(match.pages + ([match.partial] if match.partial is not None else []))
+
+
+def test_forget_drops_a_root_under_every_salt():
+    allocator = PageAllocator(12)
+    cache = PrefixCache(allocator, SIZE)
+    for salt in (b"", b"one", b"two"):
+        pages = allocator.allocate(2)
+        cache.insert(RootKeys(np.arange(6), salt=salt), pages, TAIL)
+        allocator.release(pages)
+    cache.drop(cache.digests_of(RootKeys(np.arange(6), salt=b"one")))
+    assert allocator.num_free == 8, "the roots of the other salts stay"
+    cache.drop(cache.digests_of(RootKeys(np.arange(6))))
+    assert allocator.num_free == 12 and cache.num_pages == 0
+
+
 def test_there_are_no_more_roots_than_pages():
     """Six users' histories grow, are asked for, forgotten in part and evicted, 4,000 times."""
     rng, allocator = np.random.default_rng(0), PageAllocator(12)
@@ -129,7 +156,7 @@ def test_there_are_no_more_roots_than_pages():
         if match.length < len(root):
             cache.evict(pages - len(match.pages))
             own = allocator.allocate(pages - len(match.pages))
-            cache.insert(root, 0, match.pages + own, TAIL)
+            cache.insert(RootKeys(root), match.pages + own, TAIL)
             allocator.release(own)
         allocator.release(match.pages + ([match.partial] if match.partial is not None else []))
         tails = sum(entry.last_hidden is not None for entry in cache._entries.values())

@@ -90,7 +90,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         """
         root = request.root
         placed = self._pages.place(
-            RootKeys(root.keys, root.shared), strategy.tree_capacity(request), separate=True
+            RootKeys(root.keys, root.shared, salt=root.salt),
+            strategy.tree_capacity(request),
+            separate=True,
         )
         if placed is None:
             return False
@@ -248,7 +250,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             if isinstance(result, NotFinite):
                 log.error("the model's output for a request is not finite; its root is dropped")
                 root = sequence.request.root
-                keys = RootKeys(root.keys, root.shared)
+                keys = RootKeys(root.keys, root.shared, salt=root.salt)
                 self.cache.discard(keys, sequence.pages, self.runner.pool)
         self.release([sequence for sequence, _ in answers])
 
@@ -339,8 +341,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         pages = sequence.pages[: self._pages.pages_of(sequence.root_length)]
         assert sequence.last_hidden is not None
         self.cache.insert(
-            root.keys,
-            root.shared,
+            RootKeys(root.keys, root.shared, salt=root.salt),
             pages,
             sequence.last_hidden,
             sequence.placeholder_states,

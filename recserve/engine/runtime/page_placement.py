@@ -55,7 +55,7 @@ class PagePlacement:
                 filled last page of a fully cached prefix is shared. Otherwise it is copied, and the
                 copy is continued.
         """
-        found = self.cache.match(prefix.keys, prefix.shared, prefix.drafter)
+        found = self.cache.match(prefix.keys, prefix.shared, prefix.drafter, prefix.salt or b"")
         rows = prefix.keys.shape[0]
         held = found.pages + ([] if found.partial is None else [found.partial])
         cached = held if separate and found.length == rows else found.pages

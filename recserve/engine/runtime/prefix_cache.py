@@ -11,7 +11,8 @@ A drafter may have keys and values of its own in the same slots. The entry of a 
 the target's state one row before. If only a beginning of such a root is cached, its last row is
 computed again to get that state. A root that is cached as a whole has it stored.
 
-The first `shared` rows attend to each other, so their keys are part of every hash.
+The first `shared` rows attend to each other, so their keys are part of every hash. So is the salt
+of a root: it keeps apart the prefixes of clients who must not learn of each other's.
 
 States and metadata need memory in addition to the pages: a hidden state of E numbers per root, one
 more per computed placeholder, and the metadata. Item roots with such states never outnumber the
@@ -77,6 +78,7 @@ class PrefixCache:
         self._allocator = allocator
         self._page_size = page_size
         self._entries: OrderedDict[Digest, _Entry] = OrderedDict()
+        self._salts: tuple[bytes, ...] = (b"",)  # of all roots so far
         self.num_hit_tokens = 0
         self.num_missed_tokens = 0
 
@@ -85,7 +87,9 @@ class PrefixCache:
         """Number of entries that hold a page."""
         return sum(entry.page is not None for entry in list(self._entries.values()))
 
-    def match(self, keys: np.ndarray, shared: int = 0, drafter: str = "") -> Match:
+    def match(
+        self, keys: np.ndarray, shared: int = 0, drafter: str = "", salt: bytes = b""
+    ) -> Match:
         """Finds the longest cached beginning of a root and adds references to its pages.
 
         Args:
@@ -93,10 +97,11 @@ class PrefixCache:
             shared: Number of first rows that attend to each other. They are found together or not
                 at all.
             drafter: As in RootKeys.
+            salt: As in Root.
         """
         size, n = self._page_size, keys.shape[0]
         raw = _raw(keys)
-        digests = self._page_digests(raw, shared, drafter)
+        digests = self._page_digests(raw, shared, drafter, salt)
         touched: list[Digest] = []
         pages: list[int] = []
         for digest in digests[1:]:
@@ -155,30 +160,28 @@ class PrefixCache:
 
     def insert(
         self,
-        keys: np.ndarray,
-        shared: int,
+        root: RootKeys,
         pages: list[int],
         last_hidden: Tensor,
         placeholder_states: Tensor | None = None,
         metadata: PrefixMetadata | None = None,
-        drafter: str = "",
     ) -> None:
         """Stores a computed root.
 
         Args:
-            keys: [n] int64 keys of the rows.
-            shared: Number of first rows that attend to each other.
+            root: Its keys. With a drafter, `last_hidden` includes what that reads.
             pages: All pages of the root in order. The last one may be partly filled.
             last_hidden: [E] state of the last row.
             placeholder_states: [P, E] states of the placeholders. None if there are none.
             metadata: Other data to store with the root.
-            drafter: As in RootKeys. `last_hidden` then includes what it reads.
         """
         size = self._page_size
-        raw = _raw(keys)
-        digests = self._page_digests(raw, shared, drafter)
+        raw, salt = _raw(root.keys), root.salt or b""
+        if salt not in self._salts:
+            self._salts = (*self._salts, salt)
+        digests = self._page_digests(raw, root.shared, root.drafter, salt)
         full = len(digests) - 1
-        last = pages[full] if keys.shape[0] % size else None
+        last = pages[full] if root.keys.shape[0] % size else None
         whole = _Entry(last, last_hidden, placeholder_states, metadata or PrefixMetadata())
         self._put(self._end_digest(digests[full], raw[full * size * 8 :]), whole)
         # Deepest page first, so that a beginning is evicted after everything that continues it.
@@ -188,11 +191,15 @@ class PrefixCache:
     def digests_of(self, root: RootKeys) -> list[Digest]:
         """Returns the digests of all entries that a root, its pages and its beginnings can have.
 
-        Roots of at most `root.kept` rows and the full pages of these rows are excluded. The method
-        reads no state that changes, so any thread may call it.
+        Roots of at most `root.kept` rows and the full pages of these rows are excluded. Without a
+        salt, these are the digests under all salts so far. Any thread may call the method.
         """
+        salts = self._salts if root.salt is None else (root.salt,)
+        return [digest for salt in salts for digest in self._digests_with(salt, root)]
+
+    def _digests_with(self, salt: bytes, root: RootKeys) -> list[Digest]:
         size, raw, kept, n = self._page_size, _raw(root.keys), root.kept, root.keys.shape[0]
-        pages = self._page_digests(raw, root.shared, root.drafter)
+        pages = self._page_digests(raw, root.shared, root.drafter, salt)
         of_ends = [
             self._end_digest(pages[start // size], raw[start * 8 : end * 8])
             for start in range(kept - kept % size, n + 1, size)
@@ -257,11 +264,11 @@ class PrefixCache:
             )
         self._entries.move_to_end(digest)
 
-    def _page_digests(self, raw: bytes, shared: int, drafter: str = "") -> list[Digest]:
+    def _page_digests(self, raw: bytes, shared: int, drafter: str, salt: bytes) -> list[Digest]:
         """Returns a chain of hashes: one before the first page, then one after each full page."""
         size = self._page_size
         first = raw[: shared * 8] + shared.to_bytes(8, "little") + drafter.encode()
-        digest = blake2b(first, digest_size=16).digest()
+        digest = blake2b(first, digest_size=16, key=salt).digest()
         digests = [digest]
         for start in range(0, len(raw) - size * 8 + 1, size * 8):
             digest = blake2b(digest + raw[start : start + size * 8], digest_size=16).digest()

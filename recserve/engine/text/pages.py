@@ -52,7 +52,7 @@ class TextPages:
         none.
         """
         keys = np.array(sequence.context.tokens[:-1], dtype=np.int64)
-        root = RootKeys(keys, drafter=_drafter_of(sequence))
+        root = _root(sequence, keys)
         placed = self._placement.place(root, 1, separate=False)
         if placed is None:
             return False
@@ -95,7 +95,7 @@ class TextPages:
         if sequence.flawed:
             log.error("the model's output for a text is not finite; its prefix is dropped")
             keys = np.array(sequence.context.tokens, dtype=np.int64)
-            root = RootKeys(keys, drafter=_drafter_of(sequence))
+            root = _root(sequence, keys)
             self.cache.discard(root, sequence.pages, self.pool)
         self.allocator.release(sequence.pages)
         sequence.pages, sequence.capacity = [], 0
@@ -109,9 +109,11 @@ class TextPages:
             state = torch.cat([state, sequence.states[-1]])
         keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
         pages = sequence.pages[: self.pages_of(computed)]
-        self.cache.insert(keys, 0, pages, state.clone(), drafter=_drafter_of(sequence))
+        self.cache.insert(_root(sequence, keys), pages, state.clone())
 
 
-def _drafter_of(sequence: TextSequence) -> str:
-    """Returns the name of a drafter that has keys and values of its own, or an empty name."""
-    return sequence.request.speculation.drafter if sequence.drafter.reads_states else ""
+def _root(sequence: TextSequence, keys: np.ndarray) -> RootKeys:
+    """Returns the keys of a text's tokens. A drafter with keys and values of its own is named."""
+    request = sequence.request
+    drafter = request.speculation.drafter if sequence.drafter.reads_states else ""
+    return RootKeys(keys, drafter=drafter, salt=request.salt)

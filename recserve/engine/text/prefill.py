@@ -79,6 +79,7 @@ def computed_by_another(text: TextSequence, others: Iterable[TextSequence], page
     rows = text.context.tokens[:-1]
     return any(
         not other.ready
+        and other.request.salt == text.request.salt
         and shared_rows(rows, other.context.tokens[:-1], page_size)
         >= other.num_computed + page_size
         for other in others

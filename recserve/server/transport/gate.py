@@ -6,14 +6,17 @@ import base64
 import binascii
 import hmac
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from recserve.core.cache_salt import salted
 from recserve.metrics import Metrics
 from recserve.server.errors import (
     AdminDisabled,
@@ -51,6 +54,17 @@ class AccessKeys:
     admin: tuple[str, ...] = ()
     quotas: Quotas | None = None
 
+    def salts(self) -> dict[bytes, bytes]:
+        """Returns a salt of the prefix cache for each API key, new in each process.
+
+        A single key needs none: its clients share everything.
+        """
+        keys = {key.encode() for key in self.api}
+        secret = os.urandom(32)
+        return {
+            key: blake2b(key, digest_size=16, key=secret).digest() for key in keys if len(keys) > 1
+        }
+
 
 class Gate:
     """ASGI middleware in front of all routes; no other class reads API keys.
@@ -81,6 +95,7 @@ class Gate:
         self.keys = tuple(key.encode() for key in keys.api)
         self.admin_keys = tuple(key.encode() for key in keys.admin)
         self.quotas = keys.quotas
+        self._salts = keys.salts()
         self.recorders = recorders
         self.sites = sites
 
@@ -108,8 +123,9 @@ class Gate:
             try:
                 headers = Headers(scope=scope)
                 trace.rename(headers.get(HEADER))
-                self._check(scope, headers)
-                await self.app(routed, receive, answer)
+                key = self._check(scope, headers)
+                with salted(self._salts.get(key, b"")):
+                    await self.app(routed, receive, answer)
             except Exception as error:
                 row = row_of(error)
                 trace.failure = row.reason
@@ -126,8 +142,12 @@ class Gate:
             scope["route"] = routed.get("route")
             self._count(scope, trace)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises Unauthorized, AdminDisabled, QuotaExceeded or CrossSite."""
+    def _check(self, scope: Scope, headers: Headers) -> bytes:
+        """Returns the key that was sent, empty without one.
+
+        Raises:
+            Unauthorized, AdminDisabled, QuotaExceeded, CrossSite: If the request is refused.
+        """
         given = _key(headers.get("authorization", ""))
         if scope["path"].startswith(ADMIN):
             if not self.admin_keys:
@@ -142,6 +162,7 @@ class Gate:
             raise CrossSite("a page of another site may not send this request")
         if self.sites is not None and scope["path"] not in OPEN_PATHS:
             self.sites.check(headers)
+        return given
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")

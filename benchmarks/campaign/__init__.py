@@ -1,0 +1,1 @@
+"""The reliability campaign: faults, overload and attacks against a real server process."""

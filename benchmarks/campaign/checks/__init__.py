@@ -1,0 +1,1 @@
+"""The checks of the campaign, one file for each group."""

@@ -1,0 +1,192 @@
+"""R7 and R8: requests that break a forward pass, and engines that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+
+from benchmarks.campaign.check import Budget, Figure, Finding, check
+from benchmarks.campaign.faulty_server import LOST, POISON
+from benchmarks.campaign.site import FAULTY, ServerProcess, Site
+from benchmarks.campaign.traffic import Body, history, item, slate_bodies
+
+TOGETHER = 64
+HANG_S = 30.0
+Slate = list[tuple[str, float]]
+
+
+def poisons(random: np.random.Generator) -> list[Body]:
+    """Returns requests of many kinds that must not harm others; the first breaks its forward."""
+    few = history(random)
+    deep: dict[str, object] = {"eq": ["item_id", item(3)]}
+    for _ in range(40):
+        deep = {"not": deep}
+    return [
+        {"history": [item(int(n)) for n in random.integers(0, 500, POISON - 1)], "k": 5},
+        {"history": ["gone", "\x00", "item", "\ud800".encode("utf-8", "replace").decode()], "k": 5},
+        {"history": few, "k": 1000},
+        {"history": few, "k": 0},
+        {"history": few, "k": -(2**70)},
+        {"history": few, "k": 10, "beam_width": 10**9},
+        {"history": few, "k": 5, "strategy": "no-such"},
+        {"history": few, "k": 5, "filter": deep},
+        {"history": few, "k": 5, "filter": {"in": ["item_id", [item(n) for n in range(400)]]}},
+        {"history": few, "k": 5, "filter": {"eq": ["no-such", {"a": 1}]}},
+        {"history": few, "k": 5, "exclude": {"item_ids": [item(n) for n in range(499)]}},
+        {"history": few, "k": 5, "exclude": {"item_ids": [item(n) for n in range(500)]}},
+        {"history": few * 100, "k": 5},
+        {"history": [], "k": 5},
+        {"user": {"id": "x" * 480}, "k": 5},
+        {"user": {"id": "\x00\n\u202e"}, "k": 5},
+        {"user": {"id": ""}, "k": 5},
+        {"history": few, "k": 5, "timeout_ms": 1},
+        {"history": few, "k": 5, "strategy": "nezha"},
+        {"history": few, "k": 5, "strategy": "speculative", "beam_width": 500},
+        {"history": few, "k": 5, "explain": True},
+        {"history": few, "k": 5, "dense_weight": 1e308},
+        {"history": [None, 5, {}], "k": 5},
+        {"history": few, "k": float(2**60)},
+        {"history": few, "k": 500, "beam_width": 500},
+    ]
+
+
+def slate(answer: httpx.Response) -> Slate:
+    """Returns items and scores of an answer; an error is an empty slate."""
+    if answer.status_code != 200:
+        return []
+    return [(one["item_id"], one["score"]) for one in answer.json()["items"]]
+
+
+@check("R7", "poison", "25 kinds of harmful requests among 63 others", cases=10_000, minimum_s=15)
+def poison(site: Site, budget: Budget) -> Finding:
+    """Compares the slates of neighbours with those of a run without harmful requests."""
+    random = np.random.default_rng(site.seed)
+    neighbours = slate_bodies(random, TOGETHER - 1)
+    sent, different, broken = 0, 0, 0
+    with (
+        site.server(FAULTY, invariant=True) as server,
+        server.client() as client,
+        ThreadPoolExecutor(TOGETHER) as pool,
+    ):
+
+        def ask(body: Body) -> httpx.Response:
+            return client.post("/v1/recommend", json=body)
+
+        expected = [slate(one) for one in pool.map(ask, neighbours)]
+        assert all(expected), "a neighbour has no slate"
+        kinds = len(poisons(random))
+        for number in budget.cases(10_000, 0.9):
+            bad = poisons(random)[number % kinds]
+            place = int(random.integers(TOGETHER))
+            answers = list(pool.map(ask, [*neighbours[:place], bad, *neighbours[place:]]))
+            own = answers.pop(place)
+            sent += 1
+            different += sum(
+                slate(one) != right for one, right in zip(answers, expected, strict=True)
+            )
+            # The broken forward pass is an internal error of that request; nothing else is.
+            broken += own.status_code >= 500 and own.status_code != 504 and number % kinds != 0
+        ended = server.process.poll() is not None
+    return Finding(
+        sent,
+        (
+            Figure("neighbours with another slate", different, 0),
+            Figure("5xx of a harmful request", broken, 0),
+            Figure("server ended", ended, 0),
+        ),
+        f"{sent * (TOGETHER - 1)} neighbours, with `invariant`: items and scores equal to the bit",
+    )
+
+
+class OutageClient(threading.Thread):
+    """A client that goes on while servers end and start.
+
+    Attributes:
+        answers: Answers with status 200.
+        hung: Requests without an answer or a closed connection within HANG_S.
+    """
+
+    def __init__(self, url: str, bodies: list[Body]) -> None:
+        super().__init__(daemon=True)
+        self.url, self.bodies = url, bodies
+        self.answers = self.hung = 0
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        """Sends until it is stopped."""
+        number = 0
+        while not self.stopped.is_set():
+            number += 1
+            body = self.bodies[number % len(self.bodies)]
+            try:
+                answer = httpx.post(f"{self.url}/v1/recommend", json=body, timeout=HANG_S)
+                self.answers += answer.status_code == 200
+            except httpx.TimeoutException:
+                self.hung += 1
+            except httpx.TransportError:
+                time.sleep(0.05)
+
+
+def end(server: ServerProcess, number: int) -> int:
+    """Kills a server, or makes it lose its device. Returns its exit status."""
+    if number % 2:
+        (server.folder / LOST).touch()
+        status = server.process.wait(60)
+        (server.folder / LOST).unlink()
+        return status
+    os.kill(server.process.pid, signal.SIGKILL)
+    return server.process.wait(60)
+
+
+@check(
+    "R8", "engine death", "kill -9 and a lost device in turn, under load", cases=100, minimum_s=25
+)
+def engine_death(site: Site, budget: Budget) -> Finding:
+    """Starts the server again each time, as a supervisor does."""
+    bodies = slate_bodies(np.random.default_rng(site.seed), 100)
+    server = site.start(FAULTY)
+    kills, recovered, lost_events, wrong_status = 0, [], 0, 0
+    try:
+        load_s = server.until_ready()
+        clients = [OutageClient(server.url, bodies) for _ in range(4)]
+        for client in clients:
+            client.start()
+        for number in budget.cases(100, 0.9):
+            event = {"user_id": f"survivor{number}", "item_id": item(number), "event_id": "e"}
+            server.post("/v1/events", {"events": [event]}).raise_for_status()
+            time.sleep(0.2)
+            status = end(server, number)
+            wrong_status += number % 2 and status != 1
+            began = time.monotonic()
+            server = server.again()
+            server.until_ready()
+            recovered.append(time.monotonic() - began)
+            with server.client() as client:
+                stored = client.get(f"/v1/users/survivor{number}/history").json()["events"]
+            lost_events += [one["item_id"] for one in stored] != [item(number)]
+            kills += 1
+        for client in clients:
+            client.stopped.set()
+        for client in clients:
+            client.join(2 * HANG_S)
+        hung = sum(client.hung + client.is_alive() for client in clients)
+        answered = sum(client.answers for client in clients)
+    finally:
+        server.stop()
+    return Finding(
+        kills,
+        (
+            Figure("clients that hang", hung, 0),
+            Figure("slowest restart beyond the first start, in s", max(recovered) - load_s, 10),
+            Figure("acknowledged events lost", lost_events, 0),
+            Figure("lost devices without exit status 1", wrong_status, 0),
+        ),
+        "the engine is a thread of the server: a dead engine ends the process, and a supervisor "
+        f"starts it again; first start {load_s:.1f} s, {answered} answers",
+    )

@@ -1,0 +1,133 @@
+"""What the campaign does to servers: proxy faults, drawn requests, damage, tests of a law."""
+
+import random
+import shutil
+import socket
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+from benchmarks.campaign.checks.bundles import DAMAGES
+from benchmarks.campaign.checks.fuzzing import mutated
+from benchmarks.campaign.checks.sampling_law import SHAPES, first_tokens, p_value, pair
+from benchmarks.campaign.checks.security import auc
+from benchmarks.campaign.checks.soak import stable_slope
+from benchmarks.campaign.fault_proxy import FaultProxy
+from benchmarks.campaign.openapi_bodies import RequestSource
+from recserve.config import ServerConfig
+from recserve.server.app import create_app
+from recserve.service import Service
+from tests.support.tiny_bundle import shared_bundle
+
+
+@contextmanager
+def echo():
+    """A server that sends back what it receives, in upper case."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            while True:
+                try:
+                    wire, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=answer, args=(wire,), daemon=True).start()
+
+        def answer(wire):
+            with wire:
+                try:
+                    while data := wire.recv(100):
+                        wire.sendall(data.upper())
+                except OSError:
+                    pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def asked(port, timeout=0.3):
+    """What comes back for `hello`; the error's name if there is one."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 5) as wire:
+            wire.settimeout(timeout)
+            wire.sendall(b"hello")
+            return wire.recv(100)
+    except OSError as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize(
+    "fault, expected",
+    [
+        ("down", {"ConnectionRefusedError"}),
+        ("refuse", {"ConnectionResetError", "BrokenPipeError", b""}),
+        ("hang", {"TimeoutError"}),
+        ("latency", {"TimeoutError"}),
+        ("half", {b"HE"}),
+        ("reset", {b"HE", "ConnectionResetError", b""}),
+    ],
+)
+def test_faults_come_and_go(fault, expected):
+    with echo() as port, FaultProxy(port) as proxy:
+        assert asked(proxy.port, 30) == b"HELLO"
+        with proxy.fault(fault):
+            assert asked(proxy.port) in expected
+        assert asked(proxy.port, 30) == b"HELLO"
+
+
+def test_a_garbled_reply_has_the_length_of_the_true_one():
+    with echo() as port, FaultProxy(port) as proxy, proxy.fault("garbage"):
+        said = asked(proxy.port, 30)
+        assert len(said) == 5 and said != b"HELLO"
+
+
+@pytest.fixture(scope="module")
+def document():
+    return create_app(ServerConfig(bundle=shared_bundle())).openapi()
+
+
+def test_drawn_bodies_follow_their_schemas(document):
+    source = RequestSource(document, ("item000001",), 0)
+    with_body = [one for one in source.operations if one.body is not None]
+    assert len(with_body) > 10
+    for operation in with_body:
+        schema = {**operation.body, "components": document["components"]}
+        check = jsonschema.Draft202012Validator(schema)
+        for _ in range(20):
+            check.validate(source.value(operation.body))
+
+
+def test_drawn_requests_are_of_every_kind(document):
+    source = RequestSource(document, ("item000001",), 0)
+    drawn = [source.request(one) for _ in range(40) for one in source.operations]
+    assert {one.valid for one in drawn} == {True, False}
+    assert all("{" not in one.path for one in drawn)
+    again = RequestSource(document, ("item000001",), 0)
+    assert drawn == [again.request(one) for _ in range(40) for one in again.operations]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__)
+def test_each_damage_is_found(damage, tmp_path):
+    folder = Path(shutil.copytree(shared_bundle(), tmp_path / "bundle"))
+    damage(folder, np.random.default_rng(3))
+    with pytest.raises((ValueError, OSError)):
+        Service.open(folder, f"lmdb:{tmp_path / 'store'}", "cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_law_of_a_sound_rule_and_of_one_that_is_told_another_draft(shape):
+    p, q = pair(1, np.random.default_rng(7))
+    value, impossible = p_value(first_tokens(shape, p, q, q, 5), p)
+    assert value > 1e-6 and not impossible
+    assert p_value(first_tokens(shape, p, q, q.roll(3), 5), p)[0] < 1e-9
+
+
+def test_small_statistics():
+    assert auc([1.0, 2.0], [3.0, 4.0]) == 1.0 and auc([3.0, 1.0], [2.0, 2.0]) == 0.5
+    assert stable_slope([0, 10, 20, 30, 40], [100, 120, 140, 990, 180]) == 2.0
+    draw = random.Random(0)
+    assert len({mutated(b"abcdefgh", draw) for _ in range(50)}) > 40
