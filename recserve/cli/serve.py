@@ -79,9 +79,9 @@ def serve(
     settings = ServerConfig.load(flags, config)
     settings.check_files()
     if settings.store is not None:
-        from recserve.features.history.stores import store_class
+        from recserve.features.history.stores import split_ttl, store_class
 
-        store_class(settings.store)
+        store_class(split_ttl(settings.store)[0])
     from recserve.server.run import serve as run_server
 
     raise typer.Exit(run_server(settings))

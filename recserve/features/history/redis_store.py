@@ -23,10 +23,12 @@ from recserve.features.history.history import (
     DEFAULT_CAP,
     EVENT_DTYPE,
     HEADER,
+    POSITIONS_BELOW_US,
     Applied,
     Change,
     Correction,
     CorruptHistory,
+    Expiry,
     HistoryStore,
     Removal,
     StoredEvent,
@@ -45,11 +47,11 @@ SCANS, SCANNED = 20, 1000  # SCAN calls of one listing, and about how many keys 
 CURSOR = re.compile(r"(\d{1,20})(?:\.(\d{1,20})\.([0-9a-f]{32}))?")
 CORRUPT = "RECSERVE_CORRUPT"
 
-ADD, REPLACE, REPLACE_IN_PLACE, REMOVE = b"+", b"=", b"~", b"-"
+ADD, REPLACE, REPLACE_IN_PLACE, REMOVE, EXPIRE = b"+", b"=", b"~", b"-", b"<"
 
 # ARGV[1] is the cap. Each further argument is one run of changes: one of the letters above, then
 # either distinct new records in order of time, or the record of one correction. A removal uses only
-# the event_key of its record.
+# the event_key of its record, and an expiry only the time.
 # Returns "0" or "1" per record. If more was done than adding at the end, the script returns that
 # string together with the old value.
 # Record layout: item_key 1-8, event_key 9-16, time 17-24, value 25-28, type 29 (EVENT_DTYPE).
@@ -121,9 +123,17 @@ local function correct(kind, record)
   if string.sub(record, 17, 24) ~= time then index = place(time_at(record, 1), #body / SIZE) end
   body = string.sub(body, 1, index * SIZE) .. record .. string.sub(body, index * SIZE + 1)
 end
+local function expire(record)
+  local dated = place(1e12 - 1, #body / SIZE)
+  local kept = place(time_at(record, 1) - 1, #body / SIZE)
+  flags[#flags + 1] = kept > dated and '1' or '0'
+  if kept <= dated then return end
+  changed, revised = true, true
+  body = string.sub(body, 1, dated * SIZE) .. string.sub(body, kept * SIZE + 1)
+end
 for number = 2, #ARGV do
   local kind, run = string.sub(ARGV[number], 1, 1), string.sub(ARGV[number], 2)
-  if kind == '+' then add(run) else correct(kind, run) end
+  if kind == '+' then add(run) elseif kind == '<' then expire(run) else correct(kind, run) end
 end
 if changed and #body == 0 then
   redis.call('DEL', KEYS[1])
@@ -139,7 +149,8 @@ end
 if revised then return {table.concat(flags), stored} end
 return table.concat(flags)
 """
-assert HEADER.size == 16 and EVENT_DTYPE.itemsize == 29, "the script hard-codes these sizes"
+SIZES = (HEADER.size, EVENT_DTYPE.itemsize, POSITIONS_BELOW_US)
+assert SIZES == (16, 29, 10**12), "the script hard-codes these numbers"
 
 
 class RedisStore(HistoryStore):
@@ -325,6 +336,8 @@ def _call(user_id: str, changes: Sequence[Change]) -> _Call:
 
 def _correction(change: Correction) -> bytes:
     """Encodes a correction as a letter and a record."""
+    if isinstance(change, Expiry):
+        return EXPIRE + records([StoredEvent(0, change.before_us, 0)]).tobytes()
     if isinstance(change, Removal):
         return REMOVE + records([StoredEvent(0, 0, change.event_key)]).tobytes()
     kind = REPLACE_IN_PLACE if change.keeps_time else REPLACE
