@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct
+from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct, UnsupportedField
 from recserve.schemas.scoring import ModelName
 from recserve.schemas.text import ChatMessage, TextTimeoutMs, TokenId, TokenIds, Usage
 
@@ -37,7 +37,7 @@ class EmbeddingsRequest(StrictStruct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises InvalidRequest if an unsupported field is set."""
         if self.dimensions is not None:
-            raise InvalidRequest("dimensions", "not supported; a vector has the model's size")
+            raise UnsupportedField("dimensions", "not supported; a vector has the model's size")
 
 
 class Embedding(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from recserve.features.history.history import (
     user_key,
 )
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryEvent, HistoryResponse
-from recserve.schemas.items import InvalidRequest, Rejection, UserRef
+from recserve.schemas.items import InvalidRequest, MissingField, Rejection, UserRef
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.event_changes import EventChanges
 
@@ -130,7 +130,7 @@ class Histories:
         if inline is not None:
             return self._inline(inline, snapshot)
         if user is None:
-            raise InvalidRequest("user", "is required without a history")
+            raise MissingField("user", "is required without a history")
         _check_user("user.id", user.id)
         try:
             stored = self.store.get(user.id)
