@@ -31,7 +31,7 @@ $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
 PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow check format install docs package redis promtool chromium newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow sanitize check format install docs package redis promtool chromium newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -44,6 +44,10 @@ test-slow: $(DEV) redis promtool chromium
 
 test-all: $(DEV) redis promtool chromium
 	$(PYTEST) $(PYTEST_ARGS)
+
+# The tests of the C sources, compiled for AddressSanitizer and UBSan by gcc.
+sanitize: $(DEV)
+	$(BIN)/python -m tests.support.sanitizers $(PYTEST_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check

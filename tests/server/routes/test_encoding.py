@@ -290,6 +290,15 @@ def test_a_whole_float_is_an_integer(server):
         assert error["param"] == field, error
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/responses"), ("GET", "/docs"), ("GET", "/redoc")]
+)
+def test_what_is_not_served_is_said_so(server, method, path):
+    """The reasons are in docs/reference/http.md."""
+    said = server.request(method, path, json={"input": "a"})
+    assert said.status_code == 404 and "GET /openapi.json" in said.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
 def test_ping(server, method):
     assert server.request(method, "/ping").status_code == 200
