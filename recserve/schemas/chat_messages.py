@@ -48,6 +48,7 @@ class ChatMessage(StrictStruct, frozen=True, kw_only=True):
         content: The text; None only beside `tool_calls`, which gives the template an empty text.
         tool_calls: Functions that the assistant called. The template receives them.
         tool_call_id: The call whose result a turn of the role `tool` holds.
+        provider_specific_fields: Notes of litellm about an answer that is sent back; ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -60,6 +61,7 @@ class ChatMessage(StrictStruct, frozen=True, kw_only=True):
     audio: Any = None
     function_call: Any = None
     reasoning_content: Any = None
+    provider_specific_fields: Any = None
 
     def check(self, param: str) -> None:
         """Raises InvalidRequest if the turn is not one that a template can write.

@@ -92,6 +92,22 @@ class TokenizeResponse(Struct, frozen=True, kw_only=True):
     token_strs: list[str] | UnsetType = UNSET
 
 
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """Response of GET /tokenizer_info, in vLLM's format: what a client needs beside /tokenize.
+
+    Attributes:
+        model_max_length: Size of the model's context in tokens.
+        chat_template: Jinja source; None without a template.
+    """
+
+    model_max_length: int
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    pad_token: str | None = None
+    chat_template: str | None = None
+
+
 class DetokenizeRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /detokenize: the text of tokens."""
 

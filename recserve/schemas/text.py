@@ -161,6 +161,8 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
         """Raises InvalidRequest if a field of OpenAI's API is set that has no support here."""
         for name, (neutral, reason) in REFUSED.items():
             value = getattr(self, name, None)
+            if name == "best_of" and value == (self.n or 1):
+                continue
             if value not in (None, [], {}, "") and value not in neutral:
                 raise UnsupportedField(name, reason)
         if self.stream_options is not None and not self.stream:

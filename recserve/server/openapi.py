@@ -57,6 +57,7 @@ ANSWERS = {
     "embeddings": c.EmbeddingsResponse,
     "tokenize": c.TokenizeResponse,
     "detokenize": c.DetokenizeResponse,
+    "tokenizer_info": c.TokenizerInfo,
     "history": e.HistoryResponse,
     "item": m.ItemResponse,
     "put_items": m.ItemsResponse,

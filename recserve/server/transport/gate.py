@@ -41,7 +41,7 @@ ADMIN = "/admin/"
 # Requests on these paths wait in the engine's queue.
 QUEUED_PATHS = frozenset(
     {
-        *("/v1/recommend", "/v1/rank", "/v1/rank:batch", "/v1/rerank", "/v2/rerank"),
+        *("/v1/recommend", "/v1/rank", "/v1/rank:batch", "/v1/rerank", "/v2/rerank", "/rerank"),
         *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generative_scoring"),
     }
 )

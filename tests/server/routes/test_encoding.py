@@ -154,6 +154,17 @@ def test_tokens_and_back(server, text):
     assert server.post("/detokenize", json={"tokens": [10**6]}).status_code == 422
 
 
+def test_what_lm_eval_asks_before_it_tokenises_over_http(server, text):
+    """It takes the remote tokeniser only if `eos_token` is there, and encodes it alone."""
+    info = server.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
+    assert info["model_max_length"] == text.model.context
+    assert info["chat_template"].startswith("{% for m in messages %}")
+    body = {"prompt": info["eos_token"], "add_special_tokens": False}
+    tokens = server.post("/tokenize", json=body).json()["tokens"]
+    assert tokens == list(text.model.end_tokens)
+
+
 def test_an_alias_is_the_model(server):
     listed = [one["id"] for one in server.get("/v1/models").json()["data"]]
     assert listed == ["stories260k", "gpt-4o", "default"]
@@ -168,6 +179,7 @@ def test_an_alias_is_the_model(server):
 @pytest.mark.parametrize(
     "fields",
     [
+        {"n": 2, "best_of": 2},
         {"best_of": 1, "skip_special_tokens": True, "include_stop_str_in_output": False},
         {"return_token_ids": False, "length_penalty": 1.0, "use_beam_search": False},
         {"truncate_prompt_tokens": None, "suffix": "", "logit_bias": {}},
@@ -245,6 +257,22 @@ def test_an_answer_can_be_sent_back_as_it_is(server):
         for sent in (turn, turn.model_dump()):
             messages = [first, sent, {"role": "user", "content": "upon"}]
             client.chat.completions.create(model="default", messages=messages, max_tokens=1)
+
+
+def test_what_litellm_sends_back_is_taken(server):
+    """Its message of an answer has a field of its own."""
+    turn = {"role": "assistant", "content": "Once", "tool_calls": None, "function_call": None}
+    turn["provider_specific_fields"] = {"refusal": None}
+    messages = [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "and"}]
+    said = server.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert said.status_code == 200, said.text
+
+
+def test_rerank_has_the_third_name_of_vllm(server):
+    """litellm's provider `hosted_vllm` posts there."""
+    body = {"model": "default", "query": "a", "documents": ["b", "c"], "top_n": 2}
+    answers = [server.post(path, json=body).json()["results"] for path in ("/rerank", "/v1/rerank")]
+    assert len(answers[0]) == 2 and answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
