@@ -39,8 +39,12 @@ MOST_S = 120.0
 
 
 def probe(port: int, results: Connection) -> None:
-    """Asks for /health/live until something arrives on the pipe, then sends (time, seconds)."""
+    """Asks for /health/live until something arrives on the pipe, then sends (time, seconds).
+
+    It sends None before its first request, because a new process takes a while to start.
+    """
     taken: list[tuple[float, float]] = []
+    results.send(None)
     while not results.poll():
         began = time.monotonic()
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
@@ -151,6 +155,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     prober = multiprocessing.get_context("spawn").Process(target=probe, args=(port, theirs))
     try:
         prober.start()
+        assert results.recv() is None
         burst(port, 50, options.items)  # warms up
         found = burst(port, options.requests, options.items)
         results.send(None)

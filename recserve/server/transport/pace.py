@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-PER_TURN = 8
+PER_TURN = 4
 
 
 class Pace:
