@@ -33,7 +33,7 @@ $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
 PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow campaign check format install docs package redis promtool chromium newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow campaign sanitize check format install docs package redis promtool chromium newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -51,6 +51,10 @@ test-all: $(DEV) redis promtool chromium
 campaign: $(DEV) redis
 	@mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --minutes $(BUDGET) --json build/campaign.json --markdown build/campaign.md $(CAMPAIGN_ARGS)
+
+# The tests of the C sources, compiled for AddressSanitizer and UBSan by gcc.
+sanitize: $(DEV)
+	$(BIN)/python -m tests.support.sanitizers $(PYTEST_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check

@@ -47,7 +47,8 @@ class ServerConfig(BaseSettings):
         host: Address to listen on. An address other than loopback needs `api_keys` or `insecure`.
         port: Port to listen on; 0 takes a free one.
         store: History store, `lmdb:PATH` or `redis://...`. By default an LMDB folder next to the
-            bundle.
+            bundle. `?ttl_s=SECONDS` at its end sets `history_ttl_s`, also in other commands.
+        history_ttl_s: Age in seconds at which stored events are deleted. By default never.
         journal: Folder for changes of items. By default a folder next to the bundle.
         device: Where the models run.
         bundles_dir: Folder of the bundles that an operator may load while the server runs. With
@@ -116,6 +117,7 @@ class ServerConfig(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     store: str | None = None
+    history_ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bundles_dir: Path | None = None

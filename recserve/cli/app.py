@@ -90,7 +90,7 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "-v", "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
     debug: Annotated[

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from recserve.cli.flags import Device, StoreFlag, yaml_list
+
+if TYPE_CHECKING:
+    from recserve.config import ServerConfig
 
 
 def demo(
@@ -78,13 +83,39 @@ def serve(
     }
     settings = ServerConfig.load(flags, config)
     settings.check_files()
-    if settings.store is not None:
-        from recserve.features.history.stores import store_class
-
-        store_class(settings.store)
+    _check_names(settings)
     from recserve.server.run import serve as run_server
 
     raise typer.Exit(run_server(settings))
+
+
+def _check_names(settings: ServerConfig) -> None:
+    """Finds a wrong store, drafter or device before torch is imported. Raises ValueError."""
+    if settings.store is not None:
+        from recserve.features.history.stores import split_ttl, store_class
+
+        store_class(split_ttl(settings.store)[0])
+    if settings.drafters:
+        from recserve.speculation.drafters.names import check_names, drafter_names
+
+        for drafter in settings.drafters:
+            check_names(drafter.partition("=")[0], drafter_names())
+    if settings.device == "cuda":
+        if version("torch").endswith("+cpu"):
+            raise ValueError("device is cuda, but this torch is built for CPUs only")
+        if not _has_cuda():
+            raise ValueError("device is cuda, but the NVIDIA driver shows no GPU")
+
+
+def _has_cuda() -> bool:
+    """Whether the CUDA driver counts at least one device that this process may use."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return not failed and count.value > 0
 
 
 def scale(

@@ -104,9 +104,13 @@ class Engine:
             self._changed.notify()
         return entry.future
 
-    def check_queue(self) -> None:
-        """Raises QueueFull if the queue is full, before a caller prepares a request for it."""
-        self.queue.check()
+    def check_queue(self, others: int = 0) -> None:
+        """Raises QueueFull if the queue is full, before a caller prepares a request for it.
+
+        Args:
+            others: Requests that are on their way to the queue.
+        """
+        self.queue.check(others)
 
     def offer(self, name: str, strategy: Strategy) -> None:
         """Adds a strategy under a name, or replaces the strategy of that name."""

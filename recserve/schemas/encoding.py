@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct
+from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct, UnsupportedField
 from recserve.schemas.scoring import ModelName
 from recserve.schemas.text import ChatMessage, TextTimeoutMs, TokenId, TokenIds, Usage
 
@@ -37,7 +37,7 @@ class EmbeddingsRequest(StrictStruct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises InvalidRequest if an unsupported field is set."""
         if self.dimensions is not None:
-            raise InvalidRequest("dimensions", "not supported; a vector has the model's size")
+            raise UnsupportedField("dimensions", "not supported; a vector has the model's size")
 
 
 class Embedding(Struct, frozen=True, kw_only=True):
@@ -90,6 +90,22 @@ class TokenizeResponse(Struct, frozen=True, kw_only=True):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | UnsetType = UNSET
+
+
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """Response of GET /tokenizer_info, in vLLM's format: what a client needs beside /tokenize.
+
+    Attributes:
+        model_max_length: Size of the model's context in tokens.
+        chat_template: Jinja source; None without a template.
+    """
+
+    model_max_length: int
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    pad_token: str | None = None
+    chat_template: str | None = None
 
 
 class DetokenizeRequest(StrictStruct, frozen=True, kw_only=True):

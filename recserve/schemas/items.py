@@ -54,6 +54,18 @@ class InvalidRequest(ValueError):
         self.param = param
 
 
+class UnknownField(InvalidRequest):
+    """The request has a field that its route does not know."""
+
+
+class MissingField(InvalidRequest):
+    """The request lacks a required field."""
+
+
+class UnsupportedField(InvalidRequest):
+    """The request asks for a feature that this server does not have."""
+
+
 class StrictStruct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Part of a request body; an unknown field is an error."""
 

@@ -10,10 +10,17 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.items import MAX_CANDIDATES, InvalidRequest, RequestId, StrictStruct
+from recserve.schemas.items import (
+    MAX_CANDIDATES,
+    InvalidRequest,
+    RequestId,
+    StrictStruct,
+    UnsupportedField,
+)
 from recserve.schemas.text import TextTimeoutMs, TokenId, Usage
 
 MAX_LABELS = 64
+REFUSED = ("rank_fields", "max_chunks_per_doc")  # fields of Cohere
 
 ModelName = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
@@ -55,9 +62,9 @@ class RerankRequest(StrictStruct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidRequest if an unsupported field is set."""
-        for name in ("rank_fields", "max_chunks_per_doc"):
+        for name in REFUSED:
             if getattr(self, name) is not None:
-                raise InvalidRequest(name, "not supported; a document is one text")
+                raise UnsupportedField(name, "not supported; a document is one text")
 
 
 class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):

@@ -10,14 +10,24 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from recserve.schemas.chat_messages import ChatMessage as ChatMessage
+from recserve.schemas.chat_messages import TextPart as TextPart
 from recserve.schemas.experiments import ExperimentLabel
-from recserve.schemas.items import Id, InvalidRequest, Name, RequestId, StrictStruct
+from recserve.schemas.items import (
+    Id,
+    InvalidRequest,
+    Name,
+    RequestId,
+    StrictStruct,
+    UnsupportedField,
+)
 from recserve.schemas.logprobs import ChatLogprobs as ChatLogprobs
 from recserve.schemas.logprobs import CompletionLogprobs as CompletionLogprobs
 from recserve.schemas.logprobs import PromptLogprobs
 from recserve.schemas.logprobs import TokenLogprob as TokenLogprob
 from recserve.schemas.logprobs import TopLogprob as TopLogprob
-from recserve.schemas.token_source import TokenSource
+from recserve.schemas.speculation import SpeculationMetrics as SpeculationMetrics
+from recserve.schemas.speculation import TokenSource
 
 MAX_N = 16
 MAX_CHOICES = 128
@@ -32,6 +42,7 @@ Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 TextTimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TEXT_TIMEOUT_MS)]
 Bias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
 Whole = Annotated[int, Meta(ge=1, le=2**31)]
+WholeOrZero = Annotated[int, Meta(ge=0, le=2**31)]
 
 # Field -> (neutral values, reason to refuse any other value).
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -140,12 +151,20 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
     length_penalty: Any = None
     truncate_prompt_tokens: Any = None
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Most output tokens; None if the request does not say."""
+        most: int | None = getattr(self, "max_completion_tokens", None)
+        return self.max_tokens if most is None else most
+
     def check(self) -> None:
         """Raises InvalidRequest if a field of OpenAI's API is set that has no support here."""
         for name, (neutral, reason) in REFUSED.items():
             value = getattr(self, name, None)
+            if name == "best_of" and value == (self.n or 1):
+                continue
             if value not in (None, [], {}, "") and value not in neutral:
-                raise InvalidRequest(name, reason)
+                raise UnsupportedField(name, reason)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
 
@@ -159,8 +178,12 @@ class CompletionRequest(TextRequest, frozen=True, kw_only=True):
         logprobs: Number of likeliest tokens to report per output token.
         add_special_tokens: Add the tokeniser's special tokens to a prompt given as text.
         prompt_logprobs: Number of likeliest tokens to report per prompt token, as in vLLM.
+        max_tokens: Most output tokens; 0 writes nothing, so that only the prompt is scored.
+        max_completion_tokens: The same under the name of chats; overrides `max_tokens`.
     """
 
+    max_tokens: WholeOrZero | None = None
+    max_completion_tokens: WholeOrZero | None = None
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
@@ -168,21 +191,6 @@ class CompletionRequest(TextRequest, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
     best_of: Any = None
     suffix: Any = None
-
-
-class TextPart(StrictStruct, frozen=True, kw_only=True):
-    """A text part of a message; no other kind is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(StrictStruct, frozen=True, kw_only=True):
-    """One turn. The template receives the role `developer` as `system`."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
 
 
 TemplateSetting = bool | int | float | str | None
@@ -234,26 +242,6 @@ class Usage(Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | UnsetType = UNSET
-
-
-class SpeculationMetrics(Struct, frozen=True, kw_only=True):
-    """Draft statistics over all texts of the response.
-
-    Attributes:
-        mean_acceptance_length: Tokens per step with a draft, the bonus token included, as in vLLM.
-        draft_acceptance_rate: Accepted share of the draft tokens.
-        per_position: `per_position[d]` counts tokens accepted at position d of their draft.
-    """
-
-    drafter: str
-    verifier: str
-    exact: bool
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    per_position: list[int]
 
 
 class TextMetrics(Struct, frozen=True):

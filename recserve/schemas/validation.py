@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from recserve.schemas.items import InvalidRequest
+from recserve.schemas.items import InvalidRequest, MissingField, UnknownField
 
 T = TypeVar("T")
 Step = str | int
@@ -22,11 +22,13 @@ _PLACE = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field (.*)", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field (.*)")
+GOT_FLOAT = "got `float`"
+MAX_WHOLE = 2.0**53  # up to here, a float stands for one whole number only
 _ENTRY = "[...]"  # msgspec's path step for some entry of a mapping; it does not name the key
 
 
 def converted(given: Any, kind: type[T]) -> T:
-    """Converts plain Python values to a message type.
+    """Converts plain Python values to a message type. A float such as 5.0 counts as an integer.
 
     Raises:
         InvalidRequest: If the values do not fit the type.
@@ -34,7 +36,14 @@ def converted(given: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise validation_error(str(error), given, kind) from None
+        if GOT_FLOAT not in str(error):
+            raise validation_error(str(error), given, kind) from None
+    # JSON Schema counts 5.0 as an integer, msgspec does not.
+    whole = _whole(given)
+    try:
+        return msgspec.convert(whole, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise validation_error(str(error), whole, kind) from None
 
 
 def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
@@ -50,9 +59,9 @@ def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
     reason = (text[: place.start()] if place else text).replace("`", "")
     if unknown := _UNKNOWN.fullmatch(reason):
         name = unknown[1][:64]
-        return _refused(f"{param}.{name}", _unknown(name, _schemas(kind, param)))
+        return UnknownField(_path(f"{param}.{name}"), _unknown(name, _schemas(kind, param)))
     if missing := _MISSING.fullmatch(reason):
-        return _refused(f"{param}.{missing[1]}", "is required")
+        return MissingField(_path(f"{param}.{missing[1]}"), "is required")
     reason = _expected(reason, _schemas(kind, param))
     of_key = place is not None and place[1] is not None
     param, entry, inside = param.partition(_ENTRY)
@@ -65,11 +74,22 @@ def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
             param, found = f"{param}.{key[:64]}{inside}", _value(found[key], _steps(inside))
     if ", got " not in reason:
         reason += f", got {_summary(found)}"
-    return _refused(param, reason)
+    return InvalidRequest(_path(param), reason)
 
 
-def _refused(param: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(param.strip(".")[:200] or None, reason)
+def _path(param: str) -> str | None:
+    return param.strip(".")[:200] or None
+
+
+def _whole(given: Any) -> Any:
+    """Returns plain values with each float that is a whole number as an int."""
+    if isinstance(given, float) and given.is_integer() and abs(given) <= MAX_WHOLE:
+        return int(given)
+    if isinstance(given, list):
+        return [_whole(value) for value in given]
+    if isinstance(given, dict):
+        return {name: _whole(value) for name, value in given.items()}
+    return given
 
 
 def _unknown(name: str, there: Sequence[dict[str, Any]]) -> str:

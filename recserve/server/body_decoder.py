@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from recserve.schemas.items import InvalidRequest
-from recserve.schemas.validation import validation_error
+from recserve.schemas.validation import GOT_FLOAT, converted, validation_error
 
 T = TypeVar("T")
 
@@ -31,11 +31,22 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        raise validation_error(str(error), _plain(raw), decoder.type) from None
+        plain = _plain(raw)
+        if GOT_FLOAT in str(error):
+            return _converted(plain, decoder.type)
+        raise validation_error(str(error), plain, decoder.type) from None
     except RecursionError:
         raise InvalidRequest(None, "the body is nested too deep") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(error) from None
+
+
+def _converted(plain: Any, kind: type[T]) -> T:
+    """Converts a body that has a float in the place of an integer. Raises InvalidRequest."""
+    try:
+        return converted(plain, kind)
+    except RecursionError:
+        raise InvalidRequest(None, "the body is nested too deep") from None
 
 
 def _plain(raw: bytes) -> Any:

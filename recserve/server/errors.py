@@ -20,7 +20,14 @@ from recserve.features.history.history import (
     ListingUnsupported,
     StoreUnavailable,
 )
-from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
+from recserve.schemas.items import (
+    ErrorDetail,
+    ErrorResponse,
+    InvalidRequest,
+    MissingField,
+    UnknownField,
+    UnsupportedField,
+)
 from recserve.server.body_decoder import MalformedBody
 from recserve.server.transport.trace import Trace
 from recserve.service.errors import (
@@ -130,6 +137,9 @@ TABLE: dict[type[Exception], Row] = {
     SwapConflict: Row(409, "conflict_error", "bundle_conflict", "invalid"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
+    UnknownField: Row(422, "invalid_request_error", "unknown_field", "invalid"),
+    MissingField: Row(422, "invalid_request_error", "missing_field", "invalid"),
+    UnsupportedField: Row(422, "invalid_request_error", "unsupported", "invalid"),
     ContextExceeded: Row(422, "invalid_request_error", "context_length_exceeded", "invalid"),
     RequestTooLarge: Row(
         422,

@@ -16,7 +16,7 @@ from recserve.core.request import DeadlineExceeded
 from recserve.server.errors import ClientGone, error_answer, row_of
 from recserve.server.exchange import GRACE_S, disconnected
 from recserve.server.transport.trace import trace_of
-from recserve.service.text.completions import PendingTexts
+from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Piece
 
 DONE = b"data: [DONE]\n\n"

@@ -184,14 +184,13 @@ class Exchange:
             deadline_s: time.monotonic() value of the deadline.
 
         Raises:
-            QueueFull: If a large request would be prepared for a queue that is full.
-            DeadlineExceeded: If the deadline passes before a thread is free.
+            QueueFull: If the request would be prepared for a queue that is full.
+            DeadlineExceeded: If the deadline passes before it is its turn.
         """
         arguments = body, trace_of(request.scope).request_id, deadline_s
         call: Callable[[], A] = partial(function, *arguments)
         service = self.service
-        if is_large(body):
-            call = checked_first(service.engine, deadline_s, call)
+        call = checked_first(service.engine, deadline_s, call)
         if service.store_blocks and reads_store(body):
             return await on_thread(self.threads.store, call)
         if is_large(body):

@@ -84,6 +84,7 @@ class ServiceLoader:
             signing_key=None if secret is None else secret.get_secret_value().encode(),
             journal=journal,
             text=text,
+            history_ttl_s=config.history_ttl_s,
         )
 
     def _shadowed(self, service: Service) -> Service:

@@ -21,6 +21,7 @@ from recserve.schemas import inference as i
 from recserve.schemas import items as m
 from recserve.schemas import scoring as s
 from recserve.schemas import text as t
+from recserve.server.openapi_errors import error_statuses
 
 BODIES = {
     "recommend": m.RecommendRequest,
@@ -56,6 +57,7 @@ ANSWERS = {
     "embeddings": c.EmbeddingsResponse,
     "tokenize": c.TokenizeResponse,
     "detokenize": c.DetokenizeResponse,
+    "tokenizer_info": c.TokenizerInfo,
     "history": e.HistoryResponse,
     "item": m.ItemResponse,
     "put_items": m.ItemsResponse,
@@ -72,20 +74,23 @@ ANSWERS = {
     "rollback_bundle": a.BundleStatus,
     "bundle_status": a.BundleStatus,
 }
+# Each event of a stream is one of these; the last one is [DONE].
+STREAMS = {"complete": t.CompletionResponse, "chat": t.ChatChunk}
 STATUS = {"load_bundle": "202", "rollback_bundle": "202"}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
     """Returns the OpenAPI description of the application."""
     said = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = [*BODIES.values(), *ANSWERS.values(), m.ErrorResponse, m.ItemInput]
+    kinds = [*BODIES.values(), *ANSWERS.values(), *STREAMS.values(), m.ErrorResponse, m.ItemInput]
     kinds = list(dict.fromkeys(kinds))
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
     by_kind = dict(zip(kinds, schemas, strict=True))
     said["components"] = {"schemas": components}
-    for operations in said["paths"].values():
+    _explain(components)
+    for path, operations in said["paths"].items():
         for operation in operations.values():
             name = operation["operationId"]
             if "description" in operation:
@@ -95,16 +100,39 @@ def describe(app: FastAPI) -> dict[str, Any]:
                 operation["requestBody"] = {"required": True, "content": content}
             if name in QUERIES:
                 operation["parameters"] = _parameters(QUERIES[name])
-            error = {"application/json": {"schema": by_kind[m.ErrorResponse]}}
-            operation["responses"] = {"default": {"description": "Error.", "content": error}}
+            error = by_kind[m.ErrorResponse]
+            operation["responses"] = {
+                **error_statuses(name, path, name in BODIES or name in QUERIES, error),
+                "default": {
+                    "description": "Error.",
+                    "content": {"application/json": {"schema": error}},
+                },
+            }
             if name == "delete_user":
                 operation["responses"]["204"] = {"description": "Deleted."}
                 continue
             answered: dict[str, Any] = {"description": "Success."}
             if name in ANSWERS:
                 answered["content"] = {"application/json": {"schema": by_kind[ANSWERS[name]]}}
+            if name in STREAMS:
+                answered["content"] |= {"text/event-stream": {"schema": by_kind[STREAMS[name]]}}
             operation["responses"][STATUS.get(name, "200")] = answered
     return said
+
+
+def _explain(components: dict[str, Any]) -> None:
+    """Adds to the schemas of requests what the checks after decoding ask for."""
+    either = [{"required": ["user"]}, {"required": ["history"]}]
+    for name in ("RecommendRequest", "RankRequest"):
+        components[name]["anyOf"] = either
+    for name in ("CompletionRequest", "ChatRequest"):
+        for field, schema in components[name]["properties"].items():
+            if field in t.REFUSED:
+                neutral, reason = t.REFUSED[field]
+                values = [None, *neutral, *([] if [] in neutral else [[]]), {}]
+                schema |= {"description": f"{reason[:1].upper()}{reason[1:]}.", "enum": values}
+    for field in s.REFUSED:
+        components["RerankRequest"]["properties"][field] |= {"type": "null"}
 
 
 def _parameters(query: type[msgspec.Struct]) -> list[dict[str, Any]]:

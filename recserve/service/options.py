@@ -28,6 +28,8 @@ class ServiceOptions:
             not valid in another process.
         journal: Folder of item changes; None means a folder next to the bundle.
         text: A language model that the same engine serves; None for none.
+        history_ttl_s: Age in seconds at which stored events are deleted; None keeps them for ever.
+            `?ttl_s=SECONDS` at the end of the store's URL does the same.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -35,6 +37,7 @@ class ServiceOptions:
     signing_key: bytes | None = None
     journal: Path | None = None
     text: LoadedText | None = None
+    history_ttl_s: float | None = None
 
 
 def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOptions:

@@ -15,6 +15,7 @@ from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.history.circuit_breaker import CircuitBreaker
+from recserve.features.history.history import StoreOptions
 from recserve.features.history.stores import open_store
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
@@ -144,7 +145,7 @@ def open_parts(
         graph=load_item_graph(bundle, place),
         index=item_index(models.recommender, models.heads),
     )
-    histories = _histories(folder, store, predecessor)
+    histories = _histories(folder, store, options, predecessor)
     network, drafters = options.text.parts if options.text else (None, None)
     engine = build_engine(
         EngineModels(models.recommender, models.ranker, models.heads, network, drafters),
@@ -173,14 +174,17 @@ def open_parts(
     return parts
 
 
-def _histories(folder: Path, store: str | None, predecessor: ItemParts | None) -> Histories:
+def _histories(
+    folder: Path, store: str | None, options: ServiceOptions, predecessor: ItemParts | None
+) -> Histories:
     """Opens the history store, or shares that of the predecessor."""
     if predecessor is not None:
         shared = predecessor.runtime.histories
         histories = Histories(shared.store, blocks=shared.blocks)
         histories.owns_store = False
         return histories
-    opened = open_store(default_store(folder) if store is None else store)
+    kept = StoreOptions(ttl_s=options.history_ttl_s)
+    opened = open_store(default_store(folder) if store is None else store, kept)
     guarded = CircuitBreaker(opened) if opened.blocks else opened
     return Histories(guarded, blocks=opened.blocks)
 

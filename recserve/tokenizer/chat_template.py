@@ -40,6 +40,11 @@ class ChatTemplate:
         self._template = {"source": source, "special": dict(special)}
         self._ask({"messages": None})
 
+    @property
+    def source(self) -> str:
+        """Jinja source of the template."""
+        return str(self._template["source"])
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

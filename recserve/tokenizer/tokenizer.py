@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class TextTokenizer:
         template: Chat template, or None if the folder has none.
         max_bytes_per_token: Most UTF-8 bytes of text that one token covers, or None without a
             bound.
+        special: Special tokens of the model by name, such as `eos_token`.
     """
 
     tokenizer: Tokenizer
@@ -46,6 +47,7 @@ class TextTokenizer:
     end_token: int | None
     template: ChatTemplate | None
     max_bytes_per_token: int | None = None
+    special: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def open(folder: Path, chat_template: Path | None = None) -> TextTokenizer:
@@ -79,6 +81,7 @@ class TextTokenizer:
             vocabulary.get(names.get("eos_token", "")),
             _template(folder, config, names, chat_template),
             max_bytes_per_token(fields, vocabulary, every),
+            names,
         )
 
     def encode(self, text: str, special: bool = True) -> list[int]:

@@ -138,12 +138,16 @@ class _Run(Generic[Batch]):
             self.console.print(f"resumed after epoch {state.epoch} of {self.schedule.epochs}")
         elif self.options.resume:
             self.console.print(f"no {self.checkpoint.name} to resume; training starts anew")
+        is_new = not self.directory.exists()
         self.directory.mkdir(parents=True, exist_ok=True)  # fail now, not after an epoch
         self.began, self.earlier_s = time.monotonic(), state.seconds
         try:
             stopped = self._epochs()
-        except KeyboardInterrupt:
-            self.console.print(self._how_to_resume(), soft_wrap=True)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self.console.print(self._how_to_resume(), soft_wrap=True)
+            if is_new and not any(self.directory.iterdir()):
+                self.directory.rmdir()
             raise
         with torch.no_grad():
             for name, parameter in self.named.items():

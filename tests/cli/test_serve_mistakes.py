@@ -1,5 +1,6 @@
 """`serve` finds cheap mistakes before it imports torch or binds its port."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import sys
 import pytest
 
 from recserve.config import ConfigError, ServerConfig
+from recserve.speculation.drafters.names import drafter_names
+from recserve.speculation.drafters.registry import drafter_classes
 from tests.support.tiny_bundle import shared_bundle
 
 RUN = """
@@ -22,7 +25,11 @@ finally:
 
 def serve(*flags):
     return subprocess.run(
-        [sys.executable, "-c", RUN, *flags], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", RUN, *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
 
 
@@ -33,14 +40,25 @@ def serve(*flags):
         (["--bundle", "{tmp}"], "has no manifest.json"),
         (["--llm", "{tmp}"], "has no config.json"),
         (["--bundle", "{bundle}", "--store", "mysql://x"], "store scheme is 'mysql'"),
+        (["--bundle", "{bundle}", "--store", "lmdb:x?ttl_s=soon"], "ttl_s is 'soon'"),
+        (["--llm", "{llm}", "--drafter", "ngramm"], "drafter is 'ngramm'; choose one of"),
+        (["--llm", "{llm}", "--drafter", "ngram+egle"], "drafter is 'egle'"),
+        (["--bundle", "{bundle}", "--device", "cuda"], "device is cuda, but"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, flags, message):
-    given = [flag.format(tmp=tmp_path, bundle=shared_bundle()) for flag in flags]
-    done = serve(*given, "--port", "0")
+    llm = tmp_path / "llm"
+    llm.mkdir()
+    (llm / "config.json").write_text("{}")
+    places = {"tmp": tmp_path, "bundle": shared_bundle(), "llm": llm}
+    done = serve(*[flag.format(**places) for flag in flags], "--port", "0")
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and message in line
+
+
+def test_the_names_of_drafters_are_known_without_importing_them():
+    assert drafter_names() == set(drafter_classes())
 
 
 def test_a_port_that_is_taken(tmp_path):

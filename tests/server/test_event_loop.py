@@ -47,7 +47,7 @@ def test_a_filter_is_evaluated_on_a_thread(service, monkeypatch):
 def test_a_filter_is_not_evaluated_for_a_queue_that_is_full(service, monkeypatch):
     threads = recorded(monkeypatch, Snapshot, "allowed")
 
-    def full():
+    def full(*_):
         raise QueueFull("full", 3.2)
 
     monkeypatch.setattr(service.engine, "check_queue", full)

@@ -73,7 +73,7 @@ class ScriptedEngine:
         self.stalled_s = 0.0
         self.stopped_by: BaseException | None = None
 
-    def check_queue(self) -> None:
+    def check_queue(self, others: int = 0) -> None:
         if self.full:
             raise QueueFull("the queue is full", 2.5)
 

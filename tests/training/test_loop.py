@@ -226,3 +226,18 @@ def test_a_run_says_what_it_will_do_and_how_far_an_epoch_is(
     text = said(console)
     assert text.startswith("4 batches an epoch, 4 epochs at most\n")
     assert text.count("batches an epoch") == 1 and "epoch 1/4: 25%  error" in text
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_run_that_fails_leaves_no_empty_folder(tmp_path, fails):
+    """After an epoch there is a checkpoint, and the folder stays."""
+    folder = tmp_path / "model"
+    with pytest.raises(Interrupted):
+        fit(Line(fails=fails), SCHEDULE, OPTIONS, folder, Console(file=io.StringIO()))
+    assert folder.exists() == (fails > 0)
+    assert not folder.exists() or any(folder.iterdir())
+    given = tmp_path / "given"
+    given.mkdir()
+    with pytest.raises(Interrupted):
+        fit(Line(fails=0), SCHEDULE, OPTIONS, given, Console(file=io.StringIO()))
+    assert given.exists()

@@ -85,10 +85,10 @@ class RequestQueue:
     def __iter__(self) -> Iterator[QueuedItems | QueuedText]:
         return iter(list(self._entries))
 
-    def check(self) -> None:
-        """Raises QueueFull if the queue is full."""
-        if len(self._entries) >= self.capacity:
-            retry_after_s = self._departures.seconds_for(len(self._entries), time.monotonic())
+    def check(self, others: int = 0) -> None:
+        """Raises QueueFull if the queue is full, or would be with so many others."""
+        if (waiting := len(self._entries) + others) >= self.capacity:
+            retry_after_s = self._departures.seconds_for(waiting, time.monotonic())
             raise QueueFull(f"{self.capacity} requests are waiting already", retry_after_s)
 
     def enqueue(self, entry: QueuedItems | QueuedText) -> None:

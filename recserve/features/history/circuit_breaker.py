@@ -45,7 +45,7 @@ class CircuitBreaker(HistoryStore):
         probe_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store = store
+        self.store, self.ttl_s = store, store.ttl_s
         self.most_failures, self.probe_s = most_failures, probe_s
         self._clock = clock
         self._lock = threading.Lock()

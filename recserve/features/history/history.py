@@ -16,7 +16,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -37,6 +37,9 @@ EVENT_TYPES = (
 DEFAULT_CAP = 1024
 MAX_CAP = 65_536
 MAX_TIME_US = 2**53
+# Events without timestamps are stored with their position as time. Times below this bound, eleven
+# days after 1970, are positions: no history is that long and no real event is that old.
+POSITIONS_BELOW_US = 10**12
 MAX_USER_ID_BYTES = 480
 MAX_VALUE = float(np.finfo(np.float32).max)
 HEADER = struct.Struct("<2sBBI8s")
@@ -115,7 +118,14 @@ class Removal:
     event_key: int
 
 
-Correction = Replacement | Removal
+@dataclass(frozen=True)
+class Expiry:
+    """Removes the stored events with a timestamp before `before_us`."""
+
+    before_us: int
+
+
+Correction = Replacement | Removal | Expiry
 Change = StoredEvent | Correction
 
 
@@ -137,8 +147,8 @@ class Applied:
     """Result of changes to a history.
 
     Attributes:
-        taken: Whether each change was made. False means a duplicate event, or a correction of an
-            event that is not stored.
+        taken: Whether each change was made. False means a duplicate event, a correction of an
+            event that is not stored, or an expiry that found nothing.
         revised: None if events were only added at the end and nothing was trimmed.
     """
 
@@ -167,11 +177,14 @@ class StoreOptions:
         cap: Events per user. A history longer than twice the cap is trimmed to the cap.
         timeout_s: Time limit of a network call.
         map_size_bytes: Largest size of the store's file.
+        ttl_s: Age at which `open_store` deletes an event; None keeps events for ever. It applies to
+            every store.
     """
 
     cap: int = DEFAULT_CAP
     timeout_s: float = 0.25
     map_size_bytes: int = 8 << 30
+    ttl_s: float | None = None
 
 
 class HistoryStore(Protocol):
@@ -184,9 +197,11 @@ class HistoryStore(Protocol):
 
     Attributes:
         blocks: Whether a read may wait for a network.
+        ttl_s: Age at which events are deleted; None keeps them for ever.
     """
 
-    blocks: ClassVar[bool] = True
+    blocks: bool = True
+    ttl_s: float | None = None
 
     @classmethod
     def open(cls, url: str, options: StoreOptions) -> HistoryStore:

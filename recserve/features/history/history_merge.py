@@ -1,4 +1,4 @@
-"""Applies additions, replacements and removals of events to a history."""
+"""Applies additions, replacements, removals and expiry of events to a history."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from itertools import groupby
 import numpy as np
 
 from recserve.features.history.history import (
+    POSITIONS_BELOW_US,
     Applied,
     Change,
     Correction,
+    Expiry,
     Removal,
-    Replacement,
     Revised,
     StoredEvent,
     records,
@@ -83,8 +84,19 @@ def _added(history: np.ndarray, events: Sequence[StoredEvent]) -> Merged:
     return Merged(history, Applied(accepted))
 
 
-def _corrected(history: np.ndarray, change: Replacement | Removal) -> Merged:
-    """Replaces or removes one event."""
+def without_expired(history: np.ndarray, before_us: int) -> np.ndarray:
+    """Returns a history without the timestamps before `before_us`; positions have no age."""
+    dated, kept = np.searchsorted(history["time_us"], [POSITIONS_BELOW_US, before_us])
+    if kept <= dated:
+        return history
+    return np.concatenate([history[:dated], history[kept:]]) if dated else history[kept:]
+
+
+def _corrected(history: np.ndarray, change: Correction) -> Merged:
+    """Replaces or removes one event, or removes the events that have expired."""
+    if isinstance(change, Expiry):
+        rest = without_expired(history, change.before_us)
+        return Merged(rest, Applied([rest.size < history.size]))
     found = np.flatnonzero(history["event_key"] == np.uint64(change.event_key))
     if not found.size:
         return Merged(history, Applied([False]))

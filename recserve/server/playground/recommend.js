@@ -88,7 +88,7 @@ function slateCard(answer, other) {
         meter(item.score === null ? 0 : top === low ? 1 : 0.06 + (0.94 * (item.score - low)) / (top - low))));
   }));
   return element("div", { class: "card" }, element("h2", {}, "Slate ", element("span", { class: "count", text: ms(answer.timing_ms.total) }), element("span", { class: "spacer" }), facts),
-    timing(answer.timing_ms), answer.items.length ? list : empty("No item is left under this filter."), notes(answer.degraded));
+    timing(answer.timing_ms), answer.items.length ? list : empty("No item passes the filter and the exclusions."), notes(answer.degraded));
 }
 
 function verdict(one, other) {

@@ -20,7 +20,7 @@ from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.piece_clock import PieceClock
 from recserve.server.threads import checked_first, on_thread
 from recserve.server.transport.trace import trace_of
-from recserve.service.text.completions import PendingTexts
+from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Listener, Piece
 
 BODY = msgspec.json.Decoder(CompletionRequest)

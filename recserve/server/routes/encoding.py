@@ -39,6 +39,11 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         call = partial(exchange.service.texts.embeddings.tokenized, body)
         return json_response(await on_thread(exchange.threads.text, call))
 
+    @app.get("/tokenizer_info", operation_id="tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Return the special tokens and the chat template of the language model, as vLLM does."""
+        return json_response(exchange.service.texts.embeddings.tokenizer_info())
+
     @app.post("/detokenize", operation_id="detokenize")
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens, in vLLM's format."""

@@ -27,6 +27,9 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         """Sort documents by relevance to a query, in Jina's format."""
         return await _rerank(exchange, request, "1")
 
+    # vLLM's third name of the route, which litellm uses.
+    app.add_api_route("/rerank", rerank, methods=["POST"], include_in_schema=False)
+
     @app.post("/v2/rerank", operation_id="rerank_v2")
     async def rerank_v2(request: Request) -> Response:
         """Sort documents by relevance to a query, in Cohere's format."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hmac
 import logging
 import os
@@ -22,11 +23,13 @@ from recserve.server.errors import (
     AdminDisabled,
     ClientGone,
     CrossSite,
+    NotReady,
     Unauthorized,
     error_response,
     row_of,
 )
 from recserve.server.lifecycle import Lifecycle
+from recserve.server.transport.pace import Pace
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import SiteCheck
 from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace
@@ -38,6 +41,13 @@ OPEN_PATHS = frozenset(
 )
 UNCOUNTED_PATHS = OPEN_PATHS | {"/metrics"}
 ADMIN = "/admin/"
+# Requests on these paths wait in the engine's queue.
+QUEUED_PATHS = frozenset(
+    {
+        *("/v1/recommend", "/v1/rank", "/v1/rank:batch", "/v1/rerank", "/v2/rerank", "/rerank"),
+        *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generative_scoring"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class Gate:
         recorders: Take each ended request.
         sites: Checks `Host` and `Origin`; None checks neither.
         quotas: Counts the requests of each API key; None does not.
+        arrivals: Requests that have arrived and wait for their turn.
     """
 
     def __init__(
@@ -98,6 +109,7 @@ class Gate:
         self._salts = keys.salts()
         self.recorders = recorders
         self.sites = sites
+        self.arrivals = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request to the application, or answers it with an error."""
@@ -124,6 +136,9 @@ class Gate:
                 headers = Headers(scope=scope)
                 trace.rename(headers.get(HEADER))
                 key = self._check(scope, headers)
+                if scope["path"] not in OPEN_PATHS:
+                    self._check_queue(scope)
+                    await self.arrivals.turn()
                 with salted(self._salts.get(key, b"")):
                     await self.app(routed, receive, answer)
             except Exception as error:
@@ -163,6 +178,12 @@ class Gate:
         if self.sites is not None and scope["path"] not in OPEN_PATHS:
             self.sites.check(headers)
         return given
+
+    def _check_queue(self, scope: Scope) -> None:
+        """Raises QueueFull if the queue is full with the requests that wait for their turn."""
+        if self.arrivals and scope["path"] in QUEUED_PATHS:
+            with contextlib.suppress(NotReady):
+                self.lifecycle.service.engine.check_queue(len(self.arrivals))
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from recserve.features.history.lmdb_store import copy_store
+from recserve.features.history.stores import split_ttl
 from recserve.service.model_loader import default_journal, default_store
 
 HISTORY, ITEMS = "history", "items"
@@ -66,7 +67,8 @@ def restore(bundle: Path, store: str | None, journal: Path | None, source: Path)
 
 
 def _folder(bundle: Path, store: str | None) -> Path:
-    scheme, _, path = (default_store(bundle) if store is None else store).partition(":")
+    url, _ = split_ttl(default_store(bundle) if store is None else store)
+    scheme, _, path = url.partition(":")
     if scheme != "lmdb":
         raise ValueError(
             f"the store is {scheme}; back it up with its own tools (for Redis: BGSAVE, or a copy "

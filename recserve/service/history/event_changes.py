@@ -15,6 +15,7 @@ from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.features.catalog.catalog import item_key
 from recserve.features.history.history import (
     EVENT_TYPES,
+    POSITIONS_BELOW_US,
     Change,
     CorruptHistory,
     HistoryStore,
@@ -32,9 +33,6 @@ from recserve.service.catalog.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 DAY_US = 86_400_000_000
-# Events without timestamps are stored with their position as time. Times below this bound, eleven
-# days after 1970, are positions: no history is that long and no real event is that old.
-POSITIONS_BELOW_US = 10**12
 # A pseudo-user that records which imports are done. Its id is longer than any id that a route
 # accepts, so no client can use it.
 IMPORT_MARKER = "recserve:imported:".ljust(MAX_ID_LENGTH + 44, ".")
@@ -47,14 +45,17 @@ class EventChanges:
     Attributes:
         rows: Maps item ids to rows.
         default_value: Value of an event that does not have one.
+        ttl_s: Age at which the store deletes events; None for never.
         now_us: Time of the request in microseconds since 1970.
         users: Position in the request and change of each valid event, by user id.
         rejected: Invalid events, with the reason.
     """
 
-    def __init__(self, snapshot: Snapshot, default_value: float) -> None:
+    def __init__(
+        self, snapshot: Snapshot, default_value: float, ttl_s: float | None = None
+    ) -> None:
         self.rows = snapshot.rows
-        self.default_value = default_value
+        self.default_value, self.ttl_s = default_value, ttl_s
         self.now_us = time.time_ns() // 1000
         self.users: dict[str, list[tuple[int, Change]]] = {}
         self.rejected: list[Rejection] = []
@@ -115,6 +116,11 @@ class EventChanges:
             raise ValueError(f"timestamp: before 1970-01-13: {text[:60]!r}")
         if time_us > self.now_us + DAY_US:
             raise ValueError(f"timestamp: more than a day in the future: {text[:60]!r}")
+        if self.ttl_s is not None and time_us < self.now_us - self.ttl_s * 1e6:
+            raise ValueError(
+                f"timestamp: older than {self.ttl_s:g} s, the age at which this server deletes "
+                f"events: {text[:60]!r}"
+            )
         return time_us
 
 
@@ -134,7 +140,8 @@ def _key(event: EventInput) -> int:
 def import_events(store: HistoryStore, bundle: Bundle, only_new_users: bool = False) -> None:
     """Copies the events of a bundle into a store, once per store and events file.
 
-    The store records the import, so that a deleted user stays deleted.
+    The store records the import, so that a deleted user stays deleted. Events that the store would
+    delete for their age are left out.
 
     Args:
         store: The store.
@@ -155,7 +162,8 @@ def import_events(store: HistoryStore, bundle: Bundle, only_new_users: bool = Fa
     keys = catalog.keys[events.item_rows].tolist()
     types = np.array(kinds)[events.types].tolist()
     times, values = events.times.tolist(), events.values.tolist()
-    started = time.monotonic()
+    oldest_us = 0 if store.ttl_s is None else time.time_ns() // 1000 - int(store.ttl_s * 1e6)
+    started, num_imported = time.monotonic(), 0
     for first in range(0, events.num_users, USERS_PER_WRITE):
         part: Sequence[int] = range(first, min(first + USERS_PER_WRITE, events.num_users))
         gathered = {}
@@ -168,11 +176,14 @@ def import_events(store: HistoryStore, bundle: Bundle, only_new_users: bool = Fa
             gathered[events.user_ids[user]] = [
                 StoredEvent(keys[i], times[i], (base + i - start) % 2**64, types[i], values[i])
                 for i in range(start, stop)
+                if times[i] >= oldest_us or times[i] < POSITIONS_BELOW_US
             ]
+            num_imported += len(gathered[events.user_ids[user]])
         store.append_many(gathered)
     store.append(IMPORT_MARKER, [StoredEvent(mark, 0, mark)])
     log.info(
-        "imported %d events of %d users from the bundle in %.1f s",
+        "imported %d of %d events of %d users from the bundle in %.1f s",
+        num_imported,
         events.num_events,
         events.num_users,
         time.monotonic() - started,

@@ -12,6 +12,7 @@ import numpy as np
 
 from recserve.features.history.history import (
     EVENT_TYPES,
+    POSITIONS_BELOW_US,
     Applied,
     Change,
     CorruptHistory,
@@ -21,9 +22,9 @@ from recserve.features.history.history import (
     user_key,
 )
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryEvent, HistoryResponse
-from recserve.schemas.items import InvalidRequest, Rejection, UserRef
+from recserve.schemas.items import InvalidRequest, MissingField, Rejection, UserRef
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.event_changes import POSITIONS_BELOW_US, EventChanges
+from recserve.service.history.event_changes import EventChanges
 
 log = logging.getLogger(__name__)
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -129,7 +130,7 @@ class Histories:
         if inline is not None:
             return self._inline(inline, snapshot)
         if user is None:
-            raise InvalidRequest("user", "is required without a history")
+            raise MissingField("user", "is required without a history")
         _check_user("user.id", user.id)
         try:
             stored = self.store.get(user.id)
@@ -147,7 +148,7 @@ class Histories:
         Raises:
             StoreUnavailable: If the store does not answer.
         """
-        incoming = EventChanges(snapshot, self.default_value)
+        incoming = EventChanges(snapshot, self.default_value, self.store.ttl_s)
         for index, event in enumerate(body.events):
             incoming.take(index, event)
         taken = _Taken(rejected=list(incoming.rejected))

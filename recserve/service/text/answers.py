@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from msgspec import UNSET, structs
 
+from recserve.schemas.speculation import TokenSource
 from recserve.schemas.text import (
     AssistantMessage,
     ChatChoice,
@@ -22,7 +23,6 @@ from recserve.schemas.text import (
     TokenLogprob,
     TopLogprob,
 )
-from recserve.schemas.token_source import TokenSource
 from recserve.service.text.stream import Piece, TextStream, WrittenToken
 from recserve.speculation.completion import FinishReason
 from recserve.tokenizer.token_bytes import shown, spelled

@@ -22,6 +22,7 @@ from recserve.schemas.encoding import (
     EmbeddingsResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.text import Usage
@@ -128,6 +129,18 @@ class Embeddings:
         self.model.check_name(body.model)
         check_tokens("tokens", body.tokens, self.model)
         return DetokenizeResponse(prompt=self.model.tokenizer.decode(body.tokens))
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """Returns the special tokens and the chat template of the model."""
+        tokenizer = self.model.tokenizer
+        known = TokenizerInfo.__struct_fields__
+        names = {name: token for name, token in tokenizer.special.items() if name in known}
+        template = tokenizer.template
+        return TokenizerInfo(
+            model_max_length=self.model.context,
+            chat_template=None if template is None else template.source,
+            **names,
+        )
 
     def _tokens(self, number: int, given: str | list[int]) -> list[int]:
         param = f"input[{number}]"

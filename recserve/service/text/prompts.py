@@ -6,8 +6,12 @@ import hashlib
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from recserve.schemas.items import InvalidRequest
+import msgspec
+
+from recserve.schemas.chat_messages import ToolCall
+from recserve.schemas.items import InvalidRequest, UnsupportedField
 from recserve.schemas.text import (
     MAX_CHOICES,
     ChatMessage,
@@ -89,12 +93,14 @@ def chat_text(
     """
     template = model.tokenizer.template
     if template is None:
-        raise InvalidRequest(
+        raise UnsupportedField(
             "messages",
             "this model has no chat template; use /v1/completions, or start the server with one",
         )
     try:
-        return template.render([_turn(m) for m in messages], settings, answer_follows)
+        return template.render(
+            [_turn(n, m) for n, m in enumerate(messages)], settings, answer_follows
+        )
     except TemplateError as error:
         raise InvalidRequest("messages", str(error)) from None
 
@@ -112,7 +118,8 @@ def sampling(
         body: The request.
         model: The served model.
         prompt: The prompt.
-        max_tokens: Most output tokens; None means up to the end of the context.
+        max_tokens: Most output tokens; None means up to the end of the context. With 0 no text is
+            begun, and the parameters are only checked.
         logprobs: Number of likeliest tokens to report; None reports nothing.
 
     Raises:
@@ -120,14 +127,14 @@ def sampling(
         InvalidRequest: If another field is out of range.
     """
     room = model.context - len(prompt.tokens)
-    if room < 1 or (max_tokens or 1) > room:
+    if room < (1 if max_tokens is None else max_tokens):
         limit = "" if max_tokens is None else f", max_tokens is {max_tokens}"
         raise ContextExceeded(
             "max_tokens" if room >= 1 else "prompt",
             f"this model's context has {model.context} tokens; the prompt has "
             f"{len(prompt.tokens)}{limit}",
         )
-    most = max_tokens or room
+    most = room if max_tokens is None else max_tokens
     if body.min_tokens > most:
         raise InvalidRequest("min_tokens", f"expected int <= {most}, got {body.min_tokens}")
     bias, stops = body.logit_bias or {}, body.stop_token_ids or []
@@ -145,7 +152,7 @@ def sampling(
         logit_bias=bias,
         bad_words=_bad_words(body.bad_words or [], model),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
-        max_tokens=most,
+        max_tokens=max(most, 1),
         min_tokens=body.min_tokens,
         stop_token_ids=tuple(dict.fromkeys([*ends, *stops])),
         logprobs=logprobs,
@@ -235,13 +242,31 @@ def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:
     return prompt
 
 
-def _turn(message: ChatMessage) -> dict[str, str]:
-    content = message.content
+def _turn(number: int, message: ChatMessage) -> dict[str, Any]:
+    """Returns a turn as templates know it. Raises InvalidRequest."""
+    message.check(f"messages[{number}]")
+    content = message.content or ""
     turn = {
         "role": "system" if message.role == "developer" else message.role,
         "content": content if isinstance(content, str) else "".join(p.text for p in content),
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "tool_calls": None if not message.tool_calls else [_call(c) for c in message.tool_calls],
     }
-    return turn if message.name is None else {**turn, "name": message.name}
+    return {name: value for name, value in turn.items() if value is not None}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Returns a call with its arguments as an object, where their text is one."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            arguments = call.function.arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    named = {} if call.id is None else {"id": call.id}
+    return {**named, "type": call.type, "function": function}
 
 
 def _bad_words(words: Sequence[str], model: TextModel) -> tuple[tuple[int, ...], ...]:

@@ -19,6 +19,7 @@ from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, M
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.mtp import MtpDrafter
+from recserve.speculation.drafters.names import ENTRY_POINTS, JOIN, check_names
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.drafters.specformer import SpecformerDrafter
@@ -26,8 +27,6 @@ from recserve.speculation.drafters.specinfer import SpecinferDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import Speculation
 
-ENTRY_POINTS = "recserve.drafters"
-JOIN = "+"
 # Servers list drafters in this order.
 BUILT_IN: tuple[type[Drafter], ...] = (
     NoDrafter,
@@ -76,11 +75,7 @@ def build_drafter(name: str, target: LanguageModel, folders: Seq[Path] = ()) -> 
             (UnsupportedModel for files). The message names the expected and the given value.
     """
     classes, names = drafter_classes(), name.split(JOIN)
-    if unknown := [part for part in names if part not in classes]:
-        raise ValueError(
-            f"drafter is {unknown[0]!r}; choose one of {sorted(classes)}, or several joined by "
-            f"{JOIN!r}"
-        )
+    check_names(name, set(classes))
     if len(names) > 1 and (len(set(names)) < len(names) or any(classes[n].idle for n in names)):
         raise ValueError(f"drafter is {name!r}; joined drafters must differ and exclude 'none'")
     rest, own = list(folders), dict[str, list[Path]]()

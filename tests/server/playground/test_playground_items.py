@@ -5,6 +5,7 @@ from urllib.parse import quote
 
 import pytest
 
+from recserve.features.history.history import EVENT_TYPES
 from recserve.service import Service, ServiceOptions
 from tests.support.experiment_answers import experiments
 from tests.support.live_server import live
@@ -155,6 +156,24 @@ def test_filters_exclusions_and_their_errors(page, users):
     page.type("#filter", '{"in": ["category", ["no such category"]]}')
     page.click("#recommend-go")
     page.until("document.querySelector('#slates .empty')")
+    # In one line, and not one word a line in the column of the ranks.
+    lines = "document.querySelector('#slates .empty').getClientRects()[0].height"
+    assert page.run(lines) < 70
+    assert page.run("document.querySelector('#slates .empty').offsetWidth") > 300
+
+
+def test_the_page_writes_no_events(page, users):
+    """Trying the page must not change what is learnt from; an event needs a type of the bundle."""
+    posted = "performance.getEntriesByType('resource').filter((r) => r.name.endsWith('/v1/events'))"
+    page.open(f"{page.home}#recommend?user={users[4]}")
+    page.until(TABS["recommend"])
+    assert page.run(f"{posted}.length") == 0
+    page.open(f"{page.home}#browse?user={users[4]}")
+    page.until("document.querySelector('#browse-detail .found .under')")
+    types = page.run(
+        "[...document.querySelectorAll('#browse-detail .found .under')].map((t) => t.textContent)"
+    )
+    assert set(types) <= set(EVENT_TYPES)
 
 
 def test_a_cold_user_gets_a_note(page):

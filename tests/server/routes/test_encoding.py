@@ -19,7 +19,11 @@ TEXT = "Once upon a time, there was a little girl"
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}:{{ c.function.arguments.a }}:{% endfor %}{{ m.tool_call_id }}"
+        "{% endfor %}"
+    )
     folder = reference("stories260k")
     settings = TextSettings(folder, chat_template=template, aliases=("gpt-4o", "default"))
     return load_text(settings, torch.device("cpu"))
@@ -150,6 +154,17 @@ def test_tokens_and_back(server, text):
     assert server.post("/detokenize", json={"tokens": [10**6]}).status_code == 422
 
 
+def test_what_lm_eval_asks_before_it_tokenises_over_http(server, text):
+    """It takes the remote tokeniser only if `eos_token` is there, and encodes it alone."""
+    info = server.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
+    assert info["model_max_length"] == text.model.context
+    assert info["chat_template"].startswith("{% for m in messages %}")
+    body = {"prompt": info["eos_token"], "add_special_tokens": False}
+    tokens = server.post("/tokenize", json=body).json()["tokens"]
+    assert tokens == list(text.model.end_tokens)
+
+
 def test_an_alias_is_the_model(server):
     listed = [one["id"] for one in server.get("/v1/models").json()["data"]]
     assert listed == ["stories260k", "gpt-4o", "default"]
@@ -164,6 +179,7 @@ def test_an_alias_is_the_model(server):
 @pytest.mark.parametrize(
     "fields",
     [
+        {"n": 2, "best_of": 2},
         {"best_of": 1, "skip_special_tokens": True, "include_stop_str_in_output": False},
         {"return_token_ids": False, "length_penalty": 1.0, "use_beam_search": False},
         {"truncate_prompt_tokens": None, "suffix": "", "logit_bias": {}},
@@ -183,6 +199,132 @@ def test_fields_that_ask_for_nothing_are_taken(server, fields):
 def test_fields_that_ask_for_something_are_refused_by_name(server, fields):
     said = server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **fields})
     assert said.json()["error"]["param"] == next(iter(fields))
+
+
+def test_no_tokens_may_be_asked_for(server, text):
+    """With `max_tokens: 0`, the prompt is scored and nothing is written."""
+    tokens = text.model.tokenizer.encode(TEXT)
+    body = {"prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": 1, "n": 2}
+    said = server.post("/v1/completions", json=body).json()
+    assert said["usage"]["completion_tokens"] == 0
+    for choice in said["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
+        assert len(choice["logprobs"]["tokens"]) == len(tokens)
+        _, log_probs = plain(text, tokens)
+        wanted = log_probs[range(len(tokens) - 1), tokens[1:]].tolist()
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-4)
+    full = [5] * text.model.context
+    said = server.post("/v1/completions", json={"prompt": full, "max_tokens": 0})
+    assert said.status_code == 200 and said.json()["choices"][0]["text"] == ""
+    over = server.post("/v1/completions", json={"prompt": [*full, 5], "max_tokens": 0})
+    assert over.json()["error"]["code"] == "context_length_exceeded"
+    with server.stream(
+        "POST", "/v1/completions", json={"prompt": "a", "max_tokens": 0, "stream": True}
+    ) as said:
+        events = said.read().decode().strip().split("\n\n")
+    assert '"finish_reason":"length"' in events[0] and events[-1] == "data: [DONE]"
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}
+    assert server.post("/v1/chat/completions", json=chat).json()["error"]["param"] == "max_tokens"
+
+
+def test_completions_take_the_limit_under_the_name_of_chats(server):
+    body = {"prompt": "a", "max_tokens": 9, "max_completion_tokens": 2, "ignore_eos": True}
+    said = server.post("/v1/completions", json=body).json()
+    assert said["usage"]["completion_tokens"] == 2
+
+
+def test_the_turns_of_an_agent_reach_the_template(server):
+    """As LangChain and OpenAI's client send a conversation with a tool back."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "seven"}]},
+    ]
+    said = server.post("/tokenize", json={"messages": messages, "return_token_strs": True})
+    assert said.status_code == 200, said.text
+    back = server.post("/detokenize", json={"tokens": said.json()["tokens"]}).json()["prompt"]
+    assert back.replace(" ", "") == "Hif:1:sevenc1"
+    answer = server.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
+def test_an_answer_can_be_sent_back_as_it_is(server):
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="-", max_retries=0) as client:
+        first = {"role": "user", "content": "Once"}
+        said = client.chat.completions.create(model="default", messages=[first], max_tokens=2)
+        turn = said.choices[0].message
+        for sent in (turn, turn.model_dump()):
+            messages = [first, sent, {"role": "user", "content": "upon"}]
+            client.chat.completions.create(model="default", messages=messages, max_tokens=1)
+
+
+def test_what_litellm_sends_back_is_taken(server):
+    """Its message of an answer has a field of its own."""
+    turn = {"role": "assistant", "content": "Once", "tool_calls": None, "function_call": None}
+    turn["provider_specific_fields"] = {"refusal": None}
+    messages = [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "and"}]
+    said = server.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert said.status_code == 200, said.text
+
+
+def test_rerank_has_the_third_name_of_vllm(server):
+    """litellm's provider `hosted_vllm` posts there."""
+    body = {"model": "default", "query": "a", "documents": ["b", "c"], "top_n": 2}
+    answers = [server.post(path, json=body).json()["results"] for path in ("/rerank", "/v1/rerank")]
+    assert len(answers[0]) == 2 and answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("turn", "code", "param"),
+    [
+        ({"role": "user"}, "missing_field", "messages[0].content"),
+        ({"role": "user", "content": None}, "missing_field", "messages[0].content"),
+        (
+            {"role": "assistant", "content": None, "tool_calls": []},
+            "missing_field",
+            "messages[0].content",
+        ),
+        (
+            {"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]},
+            "out_of_range",
+            "messages[0].tool_calls",
+        ),
+        (
+            {"role": "assistant", "content": "a", "refusal": "no"},
+            "unsupported",
+            "messages[0].refusal",
+        ),
+        (
+            {"role": "assistant", "content": "a", "colour": "no"},
+            "unknown_field",
+            "messages[0].colour",
+        ),
+        ({"role": "function", "content": "a"}, "out_of_range", "messages[0].role"),
+    ],
+)
+def test_a_turn_that_no_template_can_write_is_refused(server, turn, code, param):
+    said = server.post("/v1/chat/completions", json={"messages": [turn]}).json()["error"]
+    assert (said["code"], said["param"]) == (code, param)
+
+
+def test_a_whole_float_is_an_integer(server):
+    """JSON Schema says so, and clients in languages without integers send them."""
+    body = {"prompt": "a", "max_tokens": 2.0, "n": 1.0, "seed": 7.0, "temperature": 1}
+    said = server.post("/v1/completions", json=body)
+    assert said.status_code == 200 and said.json()["usage"]["completion_tokens"] <= 2
+    for field, value in (("max_tokens", 2.5), ("n", 17.0), ("seed", 1e300)):
+        error = server.post("/v1/completions", json={**body, field: value}).json()["error"]
+        assert error["param"] == field, error
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/responses"), ("GET", "/docs"), ("GET", "/redoc")]
+)
+def test_what_is_not_served_is_said_so(server, method, path):
+    """The reasons are in docs/reference/http.md."""
+    said = server.request(method, path, json={"input": "a"})
+    assert said.status_code == 404 and "GET /openapi.json" in said.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])

@@ -335,8 +335,8 @@ def test_models(client):
         ({"n": 17}, openai.UnprocessableEntityError, "out_of_range", "n"),
         ({"temperature": 3}, openai.UnprocessableEntityError, "out_of_range", "temperature"),
         ({"logit_bias": {"999": 1}}, openai.UnprocessableEntityError, "out_of_range", "logit_bias"),
-        ({"best_of": 2}, openai.UnprocessableEntityError, "out_of_range", "best_of"),
-        ({"suffix": "z"}, openai.UnprocessableEntityError, "out_of_range", "suffix"),
+        ({"best_of": 2}, openai.UnprocessableEntityError, "unsupported", "best_of"),
+        ({"suffix": "z"}, openai.UnprocessableEntityError, "unsupported", "suffix"),
         ({"stop": [""]}, openai.UnprocessableEntityError, "out_of_range", "stop[0]"),
         (
             {"extra_body": {"min_tokens": 151}},
@@ -347,7 +347,7 @@ def test_models(client):
         (
             {"extra_body": {"tempature": 1}},
             openai.UnprocessableEntityError,
-            "out_of_range",
+            "unknown_field",
             "tempature",
         ),
         (
@@ -388,7 +388,7 @@ def test_refusals_name_the_field(client, engine, changed, kind, code, param, str
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0]"),
     ],
 )
 def test_refusals_of_a_chat(client, changed, param):

@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.catalog.item_journal import JournalError
+from recserve.server.errors import TABLE
 from recserve.service import Service, ServiceOptions
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
@@ -136,8 +138,8 @@ def test_events_histories_items_models_version(client, samples):
         ("POST", "/v1/recommend", b"{", 400, "malformed_body", None),
         ("POST", "/v1/recommend", b"", 400, "malformed_body", None),
         ("POST", "/v1/recommend", b'{"k": 5000}', 422, "out_of_range", "k"),
-        ("POST", "/v1/recommend", b'{"kk": 5}', 422, "out_of_range", "kk"),
-        ("POST", "/v1/recommend", b'{"k": 5}', 422, "out_of_range", "user"),
+        ("POST", "/v1/recommend", b'{"kk": 5}', 422, "unknown_field", "kk"),
+        ("POST", "/v1/recommend", b'{"k": 5}', 422, "missing_field", "user"),
         ("POST", "/v1/rank", b'{"candidates": []}', 422, "out_of_range", "candidates"),
         ("POST", "/v1/rank:batch", b'{"requests": []}', 422, "out_of_range", "requests"),
         ("POST", "/v1/events", b'{"events": []}', 422, "out_of_range", "events"),
@@ -145,7 +147,7 @@ def test_events_histories_items_models_version(client, samples):
         ("GET", "/v1/items/gone", None, 404, "unknown_item", None),
         ("GET", "/v1/nothing", None, 404, "unknown_route", None),
         ("GET", "/v1/recommend", None, 405, "method_not_allowed", None),
-        ("PUT", "/v1/items", b"{}", 422, "out_of_range", "items"),
+        ("PUT", "/v1/items", b"{}", 422, "missing_field", "items"),
         ("DELETE", "/v1/items/none", None, 404, "unknown_item", None),
         ("POST", "/v1/items", b"{}", 405, "method_not_allowed", None),
         ("GET", "/v1/users/" + "u" * 300 + "/history", None, 422, "out_of_range", "user_id"),
@@ -181,6 +183,31 @@ def test_openapi_describes_every_body(client):
     name = body["schema"]["$ref"].rsplit("/", 1)[1]
     assert said["components"]["schemas"][name]["properties"]["k"]["maximum"] == 1000
     assert "/metrics" in said["paths"]
+
+
+def test_openapi_says_which_errors_each_route_has(client):
+    said = client.get("/openapi.json").json()
+    documented = {}
+    for path, operations in said["paths"].items():
+        for operation in operations.values():
+            codes = {
+                status: re.findall(r"[a-z_]+", entry["description"].removeprefix("`code` is"))
+                for status, entry in operation["responses"].items()
+                if status.isdigit() and int(status) >= 400
+            }
+            documented[operation["operationId"]] = codes
+            assert {"500", "503"} <= codes.keys(), path
+    assert "queue_full" in documented["recommend"]["429"]
+    assert {"unknown_field", "missing_field", "out_of_range"} <= set(documented["chat"]["422"])
+    assert "401" not in documented["health"] and "429" not in documented["item"]
+    every = {code for codes in documented.values() for found in codes.values() for code in found}
+    missing = {row.code for row in TABLE.values()} - every
+    assert missing == {"client_gone"}  # nobody is there to read it
+    schemas = said["components"]["schemas"]
+    assert {"required": ["user"]} in schemas["RecommendRequest"]["anyOf"]
+    assert None in schemas["ChatRequest"]["properties"]["tools"]["enum"]
+    stream = said["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert stream["text/event-stream"]["schema"]["$ref"].endswith("ChatChunk")
 
 
 def drawn_value(rng, depth=0):
