@@ -23,7 +23,7 @@ from recserve.kernels.fp8 import Stored
 log = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-LANES, PANEL = 16, 64  # the same constants as in the C sources
+LANES, PANEL = 16, 64  # the widest vector and the panel of the C sources
 
 P, N, FLOAT, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
