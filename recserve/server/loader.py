@@ -36,7 +36,12 @@ class ServiceLoader:
         config = self.config
         if config.llm is not None:
             settings = TextSettings(
-                config.llm, config.llm_name, config.llm_dtype, config.chat_template, config.drafters
+                folder=config.llm,
+                name=config.llm_name,
+                dtype=config.llm_dtype,
+                chat_template=config.chat_template,
+                drafters=config.drafters,
+                weights=config.weights,
             )
             self._text = load_text(settings, resolve_device(config.device))
         options = self._options(self._text)
@@ -79,6 +84,7 @@ class ServiceLoader:
             signing_key=None if secret is None else secret.get_secret_value().encode(),
             journal=journal,
             text=text,
+            weights=config.weights,
         )
 
     def _shadowed(self, service: Service) -> Service:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recserve.engine.engine_config import EngineConfig
+from recserve.kernels.int8 import WeightFormat
 from recserve.service.model_loader import DTypeName
 from recserve.service.text.loader import LoadedText
 
@@ -28,6 +29,7 @@ class ServiceOptions:
             not valid in another process.
         journal: Folder of item changes; None means a folder next to the bundle.
         text: A language model that the same engine serves; None for none.
+        weights: Format of the recommender's decoder weights; None means the element type.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -35,6 +37,7 @@ class ServiceOptions:
     signing_key: bytes | None = None
     journal: Path | None = None
     text: LoadedText | None = None
+    weights: WeightFormat | None = None
 
 
 def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOptions:

@@ -135,7 +135,7 @@ def open_parts(
     bundle = Bundle.open(folder)
     place = resolve_device(device)
     snapshot = Snapshot.of(bundle.catalog(), place)
-    models = load_models(bundle, snapshot, place, options.dtype)
+    models = load_models(bundle, snapshot, place, options.dtype, options.weights)
     snapshot = replace(
         snapshot,
         graph=load_item_graph(bundle, place),

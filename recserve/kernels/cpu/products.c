@@ -1,24 +1,19 @@
 /* x W^T + b for weights in panels, for any number of rows.
  *
- * A panel is PANEL rows of W in the order in which they are read. Each step along the sum has four
- * elements (one of float32, two of bfloat16) of every row of the panel. A tile of up to
- * six rows of x keeps its sums in registers while a panel streams by. Bytes moved: W once for up to
- * six rows, and once more from the nearest caches for every further six. Operations: 2 n m per row.
- * The order of a sum does not depend on the number of rows.
+ * A panel is PANEL rows of W in the order in which they are read. Each step along the sum has one
+ * element (float32) or two (bfloat16) of every row of the panel. A tile of up to six rows of x
+ * keeps its sums in registers while a panel streams by. Bytes moved: W once for up to six rows, and
+ * once more from the nearest caches for every further six. Operations: 2 n m per row. The order of
+ * a sum does not depend on the number of rows.
  */
-#include "functions.h"
+#include "panels.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
-#define PANEL 64
-#define VECTORS (PANEL / LANES)
-#define ROWS 6
-#define SUMS (REGISTERS / 4 * 3) /* vectors that a tile sums; the rest hold x and weights */
 #define AHEAD 8 /* steps from a prefetch to its use */
 #define SPAN 256 /* steps that are summed before they are added to the total */
-#define MANY (1 << 18) /* threads share products with at least so many multiply-adds */
 
 /* Adds the products of a step to a sum. x is one float, or two bfloat16, for all lanes. */
 INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
@@ -34,10 +29,11 @@ INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
 #endif
 }
 
-/* Adds the products of `count` rows of x with `width` vectors of a panel, over `span` steps. `ahead`:
- * whether to prefetch all of the panel, because other strips read the rest of its lines next. */
+/* Adds the products of `count` rows of x with `width` vectors of a panel, over `span` steps. ahead:
+ * whether to prefetch all of the panel, because other strips read the rest of its lines next. totals:
+ * rows of VECTORS vectors. */
 INLINE void strip(int type, int count, int width, int ahead, const char *x, const char *panel,
-                  floats totals[ROWS][VECTORS], int64_t steps, int64_t span) {
+                  floats *totals, int64_t steps, int64_t span) {
     floats sums[ROWS][VECTORS] = {};
     for (int64_t k = 0; k < span; k++, panel += 4 * PANEL) {
         for (int line = 0; ahead && line < 4 * PANEL; line += 64)
@@ -52,28 +48,26 @@ INLINE void strip(int type, int count, int width, int ahead, const char *x, cons
         }
     }
     for (int r = 0; r < count; r++)
-        for (int v = 0; v < width; v++) totals[r][v] += sums[r][v];
+        for (int v = 0; v < width; v++) totals[r * VECTORS + v] += sums[r][v];
 }
 
-/* Multiplies `count` rows of x by one panel and stores `left` of its columns. The sums of a strip
- * of the panel fit the registers. */
+/* Multiplies `count` rows of x by one panel and stores `left` of its columns. */
 INLINE void tile(int type, int count, const char *x, const char *panel, const float *bias,
                  char *out, int64_t steps, int64_t size, int64_t left) {
-    int width = VECTORS;
-    while (width * count > SUMS) width /= 2;
-    floats totals[ROWS][VECTORS];
+    int width = strip_width(count);
+    floats totals[ROWS * VECTORS];
     for (int r = 0; r < count; r++)
-        for (int v = 0; v < VECTORS; v++) totals[r][v] = load(FLOAT32, bias, v * LANES);
+        for (int v = 0; v < VECTORS; v++) totals[r * VECTORS + v] = load(FLOAT32, bias, v * LANES);
     for (int64_t k = 0; k < steps; k += SPAN, panel += SPAN * 4 * PANEL) {
         int64_t span = k + SPAN < steps ? SPAN : steps - k;
         strip(type, count, width, width < VECTORS, x + 4 * k, panel, totals, steps, span);
         for (int v = width; v < VECTORS; v += width)
-            strip(type, count, width, 0, x + 4 * k, panel + v * 4 * LANES,
-                  (floats(*)[VECTORS])(totals[0] + v), steps, span);
+            strip(type, count, width, 0, x + 4 * k, panel + v * 4 * LANES, totals + v,
+                  steps, span);
     }
     for (int r = 0; r < count; r++)
         for (int v = 0; v < VECTORS && v * LANES < left; v++)
-            store_some(type, out, r * size + v * LANES, totals[r][v], left - v * LANES);
+            store_some(type, out, r * size + v * LANES, totals[r * VECTORS + v], left - v * LANES);
 }
 
 INLINE void rows_by_panel(int type, const char *x, const char *panel, const float *bias, char *out,
@@ -106,4 +100,14 @@ void linear(int type, const char *x, const char *panels, const float *bias, char
             rows_by_panel(BFLOAT16, x, panel, bias + first, out + 2 * first, rows, steps, size,
                           size - first);
     }
+}
+
+/* x: [rows, m]. out: [rows, weights->size]. */
+void apply_product(int type, const Product *weights, const char *x, char *out, int64_t rows) {
+    const Product *w = weights;
+    if (w->scales)
+        linear_int8(type, x, (const int8_t *)w->panels, w->scales, w->bias, out, rows, w->steps,
+                    w->size);
+    else
+        linear(type, x, w->panels, w->bias, out, rows, w->steps, w->size);
 }
