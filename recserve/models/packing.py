@@ -30,7 +30,14 @@ from recserve.models.language_model import LanguageModel
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear for inference: x W^T + b, with W in the layout of the fastest product."""
+    """nn.Linear for inference: x W^T + b, with W in the layout of the fastest product.
+
+    Attributes:
+        never_alone: Whether torch computes a single row as two equal rows.
+        shape: (n, m) of the weight.
+        dtype: Type of the weight before packing, which is that of the activations.
+        stored: Format of the packed weight. None means the weight's own type.
+    """
 
     def __init__(
         self,
@@ -49,6 +56,8 @@ class PackedLinear(nn.Module):
         """
         super().__init__()
         self.never_alone = False
+        self.shape = weight.shape[0], weight.shape[1]
+        self.dtype, self.stored = weight.dtype, stored
         if in_c is None:
             in_c = dispatch.packs([weight]) if stored is None else dispatch.packs_int8([weight])
         weight, bias = weight.detach(), None if bias is None else bias.detach()
@@ -61,10 +70,7 @@ class PackedLinear(nn.Module):
         return product if isinstance(product, Panels | Int8Panels) else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiplies x [..., m] and returns [..., n].
-
-        With `never_alone`, torch computes a single row as two equal rows.
-        """
+        """Multiplies x [..., m] and returns [..., n]."""
         alone = self.never_alone and x.numel() == x.shape[-1]
         if alone and self.panels is None:
             return self._product(x.reshape(1, -1).repeat(2, 1))[:1].view(*x.shape[:-1], -1)
