@@ -1,6 +1,7 @@
 """Models whose weights are stored in 8 bits: the network of the rounded weights, in every path."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,3 +98,20 @@ def test_a_recommender_keeps_its_codes_and_packs_its_decoder(kernels):
         wanted = expected(model.embed(tokens), positions, DenseAttention())
         got = model(tokens, positions, DenseAttention())
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_layers_in_one_call_give_the_bits_of_one_by_one(dtype, monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "c")
+    torch.manual_seed(0)
+    decoder = DecoderConfig(64, 2, 4, 2, 32, 96, max_positions=64)
+    model = LanguageModel(LanguageModelConfig(decoder, 40)).requires_grad_(False).eval().to(dtype)
+    model.tokens.weight.mul_(30)
+    pack_weights(model, "int8")
+    together = model.decoder.together
+    assert together is not None
+    size = replace(SIZES, invariant=False)
+    found = report(build_engine(EngineModels(text=model), size), text_queries())
+    model.decoder.together = None
+    assert report(build_engine(EngineModels(text=model), size), text_queries()) == found
