@@ -83,6 +83,8 @@ class ServerConfig(BaseSettings):
         threads: Threads of torch. By default torch's own choice.
         dtype: Type of the recommender's weights and KV cache. `auto` takes the fastest on this
             machine.
+        weights: `int8` stores the matrices of the recommender's decoder and of the language model
+            in 8 bits. By default the model's own type.
         load_aware: True drafts text only as far as drafting pays under the current load.
         graphs: True captures CUDA graphs at start. By default true on CUDA.
         invariant: True makes every response bitwise independent of other requests, drafts and
@@ -140,6 +142,7 @@ class ServerConfig(BaseSettings):
     stall_timeout_s: float = Field(30.0, gt=0, le=3600)
     threads: int | None = Field(None, ge=1, le=1024)
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    weights: Literal["int8"] | None = None
     load_aware: bool = False
     graphs: bool | None = None
     invariant: bool = False

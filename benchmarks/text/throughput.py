@@ -7,6 +7,7 @@ Decoding is greedy, and every run has its own prompt, so that prefix caches do n
 is a random Llama of 1024 x 16 with 32,000 tokens, in which no two matrices are equal. The methods
 take turns. The "oracle" drafts 5 tokens that match the text 100 % or 70 % of the time, and
 transformers' assisted generation gets the same drafts. llama.cpp, if installed, decodes plainly.
+With --int8, this engine also decodes plainly with the same weights in 8 bits.
 The prompt contains half of the text, so that prompt lookup can find it.
 
 Prints a table per dtype with tokens/s and ratios. Prefill is the time to the first commit; decode
@@ -17,6 +18,7 @@ this engine in any dtype.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from dataclasses import asdict
@@ -37,6 +39,7 @@ from benchmarks.text.throughput_methods import (
     AGREEMENTS,
     BESIDE,
     DRAFTED,
+    INT8,
     LLAMA_CPP,
     OURS,
     THEIRS,
@@ -80,6 +83,11 @@ class Bench:
         if options.only != "ours" and not missing():
             positions = options.prompt + options.tokens
             self.others[LLAMA_CPP] = PlainCpp(model, positions, options.threads, options.clock)
+        self.int8: Ours | None = None
+        if options.int8:
+            rounded = copy.deepcopy(model)
+            pack_weights(rounded, "int8")
+            self.int8 = Ours(rounded, {}, options.clock, options.invariant)
         pack_weights(model)
         self.ours = Ours(model, self.oracles, options.clock, options.invariant)
         self.same = True
@@ -106,6 +114,9 @@ class Bench:
             done[name] = self.ours.write(alone, name, tokens)
         done["together"] = self.ours.write(prompts, "none", tokens)
         self.same &= all(written.texts[0] == truth for written in done.values())
+        if self.int8 is not None:
+            done["int8"] = self.int8.write(alone, "none", tokens)
+            done["int8 together"] = self.int8.write(prompts, "none", tokens)
         for name, other in self.others.items():
             done[name] = other.write(alone, name, tokens)
             if done[name].texts[0] != truth:
@@ -120,7 +131,7 @@ def print_figures(console: Console, title: str, found: dict[str, dict[str, float
     columns = ("tokens/s", "decode tokens/s", "prefill ms", "tokens per step")
     for column in ("method", *columns, "outside the network", "beside", "ratio", "decode ratio"):
         table.add_column(column, justify="left" if column in ("method", "beside") else "right")
-    for name in (*OURS, *THEIRS, LLAMA_CPP):
+    for name in (*OURS, *INT8, *THEIRS, LLAMA_CPP):
         if name not in found:
             continue
         f = found[name]
@@ -153,6 +164,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs per method")
     parser.add_argument("--only", choices=["ours"], help="leave out transformers and llama.cpp")
     parser.add_argument("--invariant", action="store_true", help="the engine's invariant mode")
+    parser.add_argument("--int8", action="store_true", help="add this engine with 8-bit weights")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     parser.add_argument("--json", type=Path, help="write the results to this file")

@@ -26,6 +26,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 DRAFTED = 5
 AGREEMENTS = {"oracle-100": 1.0, "oracle-70": 0.7}
 OURS = ("plain", *AGREEMENTS, "ngram", "together")
+INT8 = ("int8", "int8 together")
 THEIRS = ("transformers", "assisted-100", "assisted-70", "lookup")
 LLAMA_CPP = "llama.cpp"
 BESIDE = {
@@ -34,6 +35,8 @@ BESIDE = {
     "oracle-70": "assisted-70",
     "ngram": "lookup",
     "together": "plain",
+    "int8": "plain",
+    "int8 together": "together",
     LLAMA_CPP: "plain",
 }
 

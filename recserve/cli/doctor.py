@@ -77,6 +77,8 @@ def examine(
         checks["store"] = lambda: check_store(store)
     if llm is not None:
         checks["graphs"] = lambda: check_graphs(llm, drafters)
+    if bundle is not None or llm is not None:
+        checks["served kernels"] = lambda: check_served_kernels(bundle, llm)
     return [_guarded(name, check) for name, check in checks.items()]
 
 
@@ -134,29 +136,33 @@ def check_device() -> Finding:
 
 def check_kernels() -> Finding:
     """Measures for a small model whether C or torch is faster on this CPU."""
-    import torch
+    from recserve.service.kernel_report import measured_kernels
 
-    from recserve.kernels import dispatch
-    from recserve.kernels.cpu import cpu_attention, native, products
-    from recserve.kernels.cpu.cpu_plan import Form
+    return Finding("kernels", "ok", measured_kernels())
 
-    if dispatch.KERNELS != "auto":
-        return Finding("kernels", "ok", f"not measured: RECSERVE_KERNELS is {dispatch.KERNELS}")
-    if native.library() is None:
-        return Finding("kernels", "ok", "torch, as there is no C compiler")
-    parts = []
-    for dtype in (torch.float32, torch.bfloat16):
-        form = Form(4, 1, 64, dtype, True)
-        choices = {
-            "products": products.total(((768, 256), (256, 256), (1408, 256), (256, 704)), dtype),
-            "attention": cpu_attention.choose(form),
-        }
-        said = [
-            f"{name} {'C' if c.in_c else 'torch'} ({max(c.ratio, 1 / c.ratio):.1f}x)"
-            for name, c in choices.items()
-        ]
-        parts.append(f"{str(dtype)[6:]}: {', '.join(said)}")
-    return Finding("kernels", "ok", "; ".join(parts))
+
+def check_served_kernels(bundle: Path | None, llm: Path | None) -> Finding:
+    """Lists the kernel of every product and of the attention of these models, with its times."""
+    from recserve.bundle.bundle import Bundle
+    from recserve.engine.build import EngineModels, build_engine
+    from recserve.service.catalog.snapshot import Snapshot
+    from recserve.service.kernel_report import kernels_in_use
+    from recserve.service.model_loader import load_models, resolve_device
+    from recserve.service.text.loader import TextSettings, load_text
+
+    device, models = resolve_device("auto"), EngineModels()
+    if bundle is not None:
+        opened = Bundle.open(bundle)
+        loaded = load_models(opened, Snapshot.of(opened.catalog(), device), device)
+        models = EngineModels(loaded.recommender, loaded.ranker, heads=loaded.heads)
+    if llm is not None:
+        models = replace(models, text=load_text(TextSettings(llm), device).network)
+    lines = [
+        f"{model}: {work}: {kernel}"
+        for model, found in kernels_in_use(build_engine(models)).items()
+        for work, kernel in found.items()
+    ]
+    return Finding("served kernels", "ok", "\n".join(lines) or "no models")
 
 
 def check_open_files() -> Finding:

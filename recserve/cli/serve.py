@@ -48,6 +48,9 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port; default: 8080.")] = None,
     store: StoreFlag = None,
     device: Annotated[Device | None, typer.Option(help="Device of the models.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="`int8` stores the models' matrices in 8 bits.")
+    ] = None,
     invariant: Annotated[
         bool,
         typer.Option("--invariant", help="Answers are bit-identical in every batch; CPU only."),
@@ -76,7 +79,7 @@ def serve(
     flags = {
         **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
         **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
-        **{"drafters": drafter or None, "invariant": invariant or None},
+        **{"drafters": drafter or None, "invariant": invariant or None, "weights": weights},
         **{"experiments": None if experiments is None else yaml_list(experiments, "experiments")},
         **{"log_format": log_format, "metrics_compat": metrics_compat},
         **{"otlp_endpoint": otlp_endpoint, "slate_log": slate_log},

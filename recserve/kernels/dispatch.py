@@ -25,6 +25,7 @@ from recserve.kernels import accept_reference, reference
 from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
 from recserve.kernels.cpu import native, products
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
+from recserve.kernels.cpu.int8_panels import multiplies_int8
 from recserve.kernels.fp8 import Stored
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import RootTable, TreeBatch
@@ -76,6 +77,21 @@ def packs(weights: Sequence[Tensor]) -> bool:
     if KERNELS == "c":
         return True
     choice = products.choose(weights)
+    log.info("measured %s", choice)
+    return choice.in_c
+
+
+def packs_int8(weights: Sequence[Tensor]) -> bool:
+    """Returns whether products with these weights of a model, stored in 8 bits, run in C.
+
+    Args:
+        weights: Weights [n, m] before rounding, of the activations' type.
+    """
+    if not uses_c() or not weights or not all(map(multiplies_int8, weights)):
+        return False
+    if KERNELS == "c":
+        return True
+    choice = products.choose(weights, "int8")
     log.info("measured %s", choice)
     return choice.in_c
 

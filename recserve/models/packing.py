@@ -3,6 +3,9 @@
 The products are those of `kernels/cpu/native.py`, whose rows do not depend on the number of rows,
 or oneDNN's, whichever is faster on this machine. oneDNN uses different arithmetic for a single row
 over long sums. `keep_rows_alike` turns this off.
+
+Weights can also be stored in 8 bits, on any device (kernels/int8.py). C then multiplies them as
+they are, and other machines compute the weight from its 8 bits in every product.
 """
 
 from __future__ import annotations
@@ -16,19 +19,32 @@ from torch import Tensor, nn
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.choice import MARGIN
+from recserve.kernels.cpu.int8_panels import Int8Panels, multiplies_int8
 from recserve.kernels.cpu.native import LANES, Panels
 from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
 from recserve.kernels.cpu.products import OneDnnWeight, onednn_packs
+from recserve.kernels.int8 import Int8Weight, TorchInt8Product, WeightFormat
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear for inference: x W^T + b, with W in the layout of the fastest product."""
+    """nn.Linear for inference: x W^T + b, with W in the layout of the fastest product.
+
+    Attributes:
+        never_alone: Whether torch computes a single row as two equal rows.
+        shape: (n, m) of the weight.
+        dtype: Type of the weight before packing, which is that of the activations.
+        stored: Format of the packed weight. None means the weight's own type.
+    """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, in_c: bool | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        in_c: bool | None = None,
+        stored: WeightFormat | None = None,
     ) -> None:
         """Packs a weight [n, m] and a bias [n] for which `packable` is true.
 
@@ -36,29 +52,42 @@ class PackedLinear(nn.Module):
             weight: [n, m].
             bias: [n], or None.
             in_c: Whether the product runs in C. None measures it for this weight alone.
+            stored: Format of the packed weight. None means the weight's own type.
         """
         super().__init__()
         self.never_alone = False
-        bias = None if bias is None else bias.detach()
+        self.shape = weight.shape[0], weight.shape[1]
+        self.dtype, self.stored = weight.dtype, stored
         if in_c is None:
-            in_c = dispatch.packs([weight])
-        kind = Panels.of if in_c and native.multiplies(weight) else OneDnnWeight
-        self._product: Panels | OneDnnWeight = kind(weight.detach(), bias)
+            in_c = dispatch.packs([weight]) if stored is None else dispatch.packs_int8([weight])
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        self._product = _int8(weight, bias, in_c) if stored else _packed(weight, bias, in_c)
 
     @property
-    def panels(self) -> Panels | None:
+    def panels(self) -> Panels | Int8Panels | None:
         """The packed weight if the product runs in C, else None."""
-        return self._product if isinstance(self._product, Panels) else None
+        product = self._product
+        return product if isinstance(product, Panels | Int8Panels) else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiplies x [..., m] and returns [..., n].
-
-        With `never_alone`, oneDNN computes a single row as two equal rows.
-        """
+        """Multiplies x [..., m] and returns [..., n]."""
         alone = self.never_alone and x.numel() == x.shape[-1]
-        if alone and isinstance(self._product, OneDnnWeight):
+        if alone and self.panels is None:
             return self._product(x.reshape(1, -1).repeat(2, 1))[:1].view(*x.shape[:-1], -1)
         return self._product(x)
+
+
+def _packed(weight: Tensor, bias: Tensor | None, in_c: bool) -> Panels | OneDnnWeight:
+    if in_c and native.multiplies(weight):
+        return Panels.of(weight, bias)
+    return OneDnnWeight(weight, bias)
+
+
+def _int8(weight: Tensor, bias: Tensor | None, in_c: bool) -> Int8Panels | TorchInt8Product:
+    rounded = Int8Weight.of(weight)
+    if in_c and multiplies_int8(weight):
+        return Int8Panels.of(rounded, bias)
+    return TorchInt8Product(rounded, bias)
 
 
 def packable(weight: Tensor, in_c: bool | None = None) -> bool:
@@ -71,24 +100,32 @@ def packable(weight: Tensor, in_c: bool | None = None) -> bool:
 
 
 @torch.no_grad()
-def pack_weights(model: nn.Module) -> None:
+def pack_weights(model: nn.Module, stored: WeightFormat | None = None) -> None:
     """Replaces every linear layer by its packed form, in place.
 
     The head of a language model is packed too if it is the embedding. Weights that this machine
     cannot pack do not change. All products of a model run in C or none does, because a decoder
     whose products all run in C runs in one call. A packed model serves. It cannot be trained, saved
     or moved to another device.
+
+    Args:
+        model: The model.
+        stored: Format of the packed weights. None means their own type. `int8` packs weights on any
+            device. Embeddings and norms keep their type.
     """
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     tied = model.tokens if isinstance(model, LanguageModel) and model.head is None else None
     weights = [linear.weight for linear in linears] + ([] if tied is None else [tied.weight])
-    in_c = dispatch.packs([weight for weight in weights if native.multiplies(weight)])
+    if stored is None:
+        in_c = dispatch.packs([weight for weight in weights if native.multiplies(weight)])
+    else:
+        in_c = dispatch.packs_int8(weights)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and packable(child.weight, in_c):
-                setattr(module, name, PackedLinear(child.weight, child.bias, in_c))
-    if tied is not None and packable(tied.weight, in_c):
-        model.head = PackedLinear(tied.weight, None, in_c)
+            if isinstance(child, nn.Linear) and (stored or packable(child.weight, in_c)):
+                setattr(module, name, PackedLinear(child.weight, child.bias, in_c, stored))
+    if tied is not None and (stored or packable(tied.weight, in_c)):
+        model.head = PackedLinear(tied.weight, None, in_c, stored)
     for module in model.modules():
         if isinstance(module, Decoder):
             module.together = _together(module)
@@ -129,7 +166,8 @@ def _together(decoder: Decoder) -> NativeLayers | None:
         panels = [x.panels for x in linears if isinstance(x, PackedLinear) and x.panels is not None]
         norms = [layer.attention_norm.weight, layer.mlp_norm.weight]
         heads = [layer.q_norm.weight, layer.k_norm.weight] if c.qk_norm else [None, None]
-        types = {p.weight.dtype for p in panels} | {n.dtype for n in (*norms, decoder.norm.weight)}
+        types = {p.weight.dtype for p in panels if isinstance(p, Panels)}
+        types |= {norm.dtype for norm in (*norms, decoder.norm.weight)}
         if len(panels) < len(linears) or len(types) > 1:
             return None
         qkv, output, gate_up, down = panels

@@ -42,6 +42,7 @@ class ServiceLoader:
                 chat_template=config.chat_template,
                 drafters=config.drafters,
                 aliases=config.llm_aliases,
+                weights=config.weights,
             )
             self._text = load_text(settings, resolve_device(config.device))
         options = self._options(self._text)
@@ -85,6 +86,7 @@ class ServiceLoader:
             journal=journal,
             text=text,
             history_ttl_s=config.history_ttl_s,
+            weights=config.weights,
         )
 
     def _shadowed(self, service: Service) -> Service:

@@ -13,13 +13,14 @@ from recserve.bundle.bundle import ITEM_GRAPH, Bundle
 from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.item_graph import ItemLinks
 from recserve.features.vectors.vector_index import FaissIndex
+from recserve.kernels.int8 import WeightFormat
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head
 from recserve.models.loading import DTYPES
-from recserve.models.packing import fastest_dtype
+from recserve.models.packing import fastest_dtype, pack_weights
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.recommend_strategy import Heads
@@ -78,6 +79,7 @@ def load_models(
     snapshot: Snapshot,
     device: torch.device,
     dtype: DTypeName = "float32",
+    weights: WeightFormat | None = None,
 ) -> Models:
     """Loads all models that the bundle contains.
 
@@ -86,6 +88,7 @@ def load_models(
         snapshot: The bundle's catalogue, whose rows the models bind to.
         device: Device of the models.
         dtype: Element type of the recommender and its heads; "auto" picks the fastest one here.
+        weights: Format of the recommender's decoder weights; None means the element type.
 
     Raises:
         ValueError: If a model is damaged or does not fit the catalogue.
@@ -98,6 +101,8 @@ def load_models(
         codes = torch.from_numpy(catalog.index.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
         recommender.to(resolve_dtype(dtype, recommender.config.decoder, device))
+        if weights is not None:
+            pack_weights(recommender.decoder, weights)  # `pack` packs the rest
         recommender.pack()
         heads = load_heads(bundle, recommender)
         if recommender.config.dense_head:

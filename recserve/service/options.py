@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recserve.engine.engine_config import EngineConfig
+from recserve.kernels.int8 import WeightFormat
 from recserve.service.model_loader import DTypeName
 from recserve.service.text.loader import LoadedText
 
@@ -30,6 +31,7 @@ class ServiceOptions:
         text: A language model that the same engine serves; None for none.
         history_ttl_s: Age in seconds at which stored events are deleted; None keeps them for ever.
             `?ttl_s=SECONDS` at the end of the store's URL does the same.
+        weights: Format of the recommender's decoder weights; None means the element type.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -38,6 +40,7 @@ class ServiceOptions:
     journal: Path | None = None
     text: LoadedText | None = None
     history_ttl_s: float | None = None
+    weights: WeightFormat | None = None
 
 
 def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOptions:

@@ -139,7 +139,7 @@ def open_parts(
         bundle.verify()
     place = resolve_device(device)
     snapshot = Snapshot.of(bundle.catalog(), place)
-    models = load_models(bundle, snapshot, place, options.dtype)
+    models = load_models(bundle, snapshot, place, options.dtype, options.weights)
     snapshot = replace(
         snapshot,
         graph=load_item_graph(bundle, place),

@@ -44,6 +44,7 @@ def test_flag_over_environment_over_file(tmp_path, monkeypatch):
         ("bundle: b\ndrain_delay_s: -1\n", ("drain_delay_s", "0", "-1")),
         ("bundle: b\ndevice: tpu\n", ("device", "cuda", "tpu")),
         ("bundle: b\nkv_dtype: int8\n", ("kv_dtype", "fp8", "int8")),
+        ("bundle: b\nweights: int4\n", ("weights", "int8", "int4")),
         ("port: 9\n", ("bundle", "llm", "required")),
         ("bundle: b\ndrafters: [ngram]\n", ("drafters", "llm")),
         ("bundle: b\nllm_name: x\n", ("llm_name", "llm")),

@@ -27,11 +27,11 @@ def test_the_choice_between_c_and_torch_is_shown(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "auto")
     for ratio, name in ((0.5, "C"), (2.0, "torch")):
         choice = KernelChoice("a test", (ratio,), (1.0,))
-        monkeypatch.setattr(products, "total", lambda shapes, dtype, it=choice: it)
+        monkeypatch.setattr(products, "total", lambda *_, it=choice: it)
         monkeypatch.setattr(cpu_attention, "choose", lambda form, it=choice: it)
         monkeypatch.setattr(native, "library", lambda: object())
         finding = doctor.check_kernels()
-        parts = f"products {name} (2.0x), attention {name} (2.0x)"
+        parts = f"products {name} (2.0x), int8 weights {name} (2.0x), attention {name} (2.0x)"
         assert finding.detail == f"float32: {parts}; bfloat16: {parts}"
     monkeypatch.setattr(native, "library", lambda: None)
     assert doctor.check_kernels().detail == "torch, as there is no C compiler"

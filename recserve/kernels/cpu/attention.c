@@ -1,14 +1,14 @@
 /* Softmax tree attention over root and tree as one list of keys, block by block.
  *
  * Per tree and KV head: R rows (nodes times query heads of the group), m keys, D dimensions. A
- * block of keys is read once for all rows. It is transposed, so that a vector holds sixteen keys of
+ * block of keys is read once for all rows. It is transposed, so that a vector holds the keys of
  * one dimension, and four rows at a time multiply it from the nearest cache. Cost: 2 R m D
  * multiply-adds and 2 m D elements read. The softmax is computed as in FlashAttention (arXiv
  * 2205.14135).
  */
 #include "functions.h"
 
-#define BLOCK 32 /* keys whose scores are computed at a time */
+#define BLOCK (2 * LANES) /* keys whose scores are computed at a time */
 #define MOST_ROWS 128
 
 /* A block of a tree's keys. Node i sees key j if index[j] <= i < end[j]. With TILE rows or more,
@@ -102,7 +102,7 @@ typedef struct {
     int64_t node;
 } Row;
 
-enum { TILE = 4, PAIR = 2, PARTS = BLOCK / LANES, WIDE = 4 };
+enum { TILE = 4, PAIR = 2, PARTS = BLOCK / LANES, WIDE = REGISTERS / 8 };
 
 /* Computes the scores of `count` rows over a block, reading key by key from the pool. */
 INLINE void scores_by_key(int type, int count, const Row *row, const Block *block, int64_t dim,
@@ -125,15 +125,17 @@ INLINE void scores_by_key(int type, int count, const Row *row, const Block *bloc
 }
 
 /* Computes the same scores from the block's columns, where there are enough rows to build them. The
- * order of additions is the same: sixteen sums over every sixteenth dimension, then their sums by
+ * order of additions is the same: a sum per lane over every LANES-th dimension, then their sums by
  * halves. So a row's bits do not depend on the number of rows. */
 INLINE void scores_by_column(int count, const Row *row, const Block *block, int64_t dim,
                              floats scores[TILE][PARTS]) {
-    floats open[4][TILE][PARTS]; /* sums of 2, 4, 8 and 16 lanes that wait for their other half */
+    floats open[4][TILE][PARTS]; /* sums of 2, 4, .. LANES lanes that wait for their other half */
     int top = 0;
 #pragma GCC unroll 8
     for (int i = 0; i < LANES / 2; i++, top++) {
-        int lane = (i & 1) << 2 | (i & 2) | (i & 4) >> 2;
+        int lane = 0;
+#pragma GCC unroll 4
+        for (int bit = 1, back = LANES / 4; back; bit <<= 1, back >>= 1) lane |= i & bit ? back : 0;
         floats sums[2][TILE][PARTS] = {};
         for (int64_t d = lane; d < dim; d += LANES)
 #pragma GCC unroll 2

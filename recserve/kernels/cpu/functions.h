@@ -13,11 +13,11 @@ typedef struct {
     int64_t row, count;     /* its first row among all computed nodes, and the number of rows */
 } Tree;
 
-/* x W^T + b. panels: [ceil(size / PANEL), steps, PANEL (x 2)]. bias: [ceil(size / PANEL) * PANEL]
- * float32. */
+/* x W^T + b. panels: [ceil(size / PANEL), steps, PANEL (x 2)]. bias, scales: [ceil(size / PANEL) *
+ * PANEL] float32. scales: NULL, or the scales of 8-bit panels. */
 typedef struct {
     const char *panels;
-    const float *bias;
+    const float *bias, *scales;
     int64_t steps, size;
 } Product;
 
@@ -40,6 +40,9 @@ void rope_write(int type, const char *qkv, const float *cos, const float *sin, c
                 int64_t kv_heads, int64_t dim);
 void linear(int type, const char *x, const char *panels, const float *bias, char *out, int64_t rows,
             int64_t steps, int64_t size);
+void linear_int8(int type, const char *x, const int8_t *panels, const float *scales,
+                 const float *bias, char *out, int64_t rows, int64_t steps, int64_t size);
+void apply_product(int type, const Product *weights, const char *x, char *out, int64_t rows);
 void tree_attention(int type, const char *query, const char *keys, const char *values, char *out,
                     const Tree *trees, int64_t num_trees, int64_t heads, int64_t kv_heads,
                     int64_t dim, float scale, int together);

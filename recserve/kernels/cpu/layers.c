@@ -9,10 +9,6 @@ INLINE void add(int type, char *x, const char *other, int64_t size) {
     }
 }
 
-static void product(int type, const Product *weights, const char *x, char *out, int64_t rows) {
-    linear(type, x, weights->panels, weights->bias, out, rows, weights->steps, weights->size);
-}
-
 /* Normalises queries or keys of every row of qkv, head by head. */
 static void norm_heads(int type, char *x, const char *weight, int64_t rows, int64_t stride,
                        int64_t heads, int64_t dim, float eps) {
@@ -37,7 +33,7 @@ void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *s
     for (int64_t i = 0; i < count; i++, keys += pool * bytes, values += pool * bytes) {
         const Layer *layer = layers + i;
         rms_norm(type, x, layer->attention_norm, normed, rows, shape->size, eps);
-        product(type, &layer->qkv, normed, qkv, rows);
+        apply_product(type, &layer->qkv, normed, qkv, rows);
         if (layer->query_norm) {
             norm_heads(type, qkv, layer->query_norm, rows, wide, shape->heads, dim, eps);
             norm_heads(type, qkv + all * bytes, layer->key_norm, rows, wide, shape->kv_heads, dim,
@@ -47,12 +43,12 @@ void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *s
                    shape->kv_heads, dim);
         tree_attention(type, query, keys, values, mixed, trees, num_trees, shape->heads,
                        shape->kv_heads, dim, scale, together);
-        product(type, &layer->output, mixed, normed, rows);
+        apply_product(type, &layer->output, mixed, normed, rows);
         add(type, x, normed, rows * shape->size);
         rms_norm(type, x, layer->mlp_norm, normed, rows, shape->size, eps);
-        product(type, &layer->gate_up, normed, gate_up, rows);
+        apply_product(type, &layer->gate_up, normed, gate_up, rows);
         silu_mul(type, gate_up, gated, rows, shape->inner);
-        product(type, &layer->down, gated, normed, rows);
+        apply_product(type, &layer->down, gated, normed, rows);
         add(type, x, normed, rows * shape->size);
     }
     if (norm) rms_norm(type, x, norm, x, rows, shape->size, eps);

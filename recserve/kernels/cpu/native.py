@@ -23,7 +23,7 @@ from recserve.kernels.fp8 import Stored
 log = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-LANES, PANEL = 16, 64  # the same constants as in the C sources
+LANES, PANEL = 16, 64  # the widest vector and the panel of the C sources
 
 P, N, FLOAT, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
@@ -31,6 +31,7 @@ SIGNATURES = {
     "silu_mul": (INT, P, P, N, N),
     "rope_write": (INT, P, P, P, P, P, P, P, N, N, N, N),
     "linear": (INT, P, P, P, P, N, N, N),
+    "linear_int8": (INT, P, P, P, P, P, N, N, N),
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
     "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P, P),
     "trie_search": (P,),
@@ -92,7 +93,7 @@ def multiplies(weight: Tensor) -> bool:
 class Product(ctypes.Structure):
     """`Product` of functions.h."""
 
-    _fields_ = [("panels", P), ("bias", P), ("steps", N), ("size", N)]
+    _fields_ = [("panels", P), ("bias", P), ("scales", P), ("steps", N), ("size", N)]
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Panels:
     def product(self) -> Product:
         """Struct for a C function. It holds addresses, so these panels must outlive it."""
         weight = self.weight
-        return Product(weight.data_ptr(), self.bias.data_ptr(), weight.shape[1], self.size)
+        return Product(weight.data_ptr(), self.bias.data_ptr(), None, weight.shape[1], self.size)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x W^T + b.

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native import FLOAT, TYPES, N, P, Panels, Product, compiled
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one layer; all have one type.
+    """Weights of one layer; norms and panels have one type, or the panels are in 8 bits.
 
     Attributes:
         attention_norm: [E].
@@ -36,10 +37,10 @@ class LayerWeights:
     query_norm: Tensor | None
     key_norm: Tensor | None
     mlp_norm: Tensor
-    qkv: Panels
-    output: Panels
-    gate_up: Panels
-    down: Panels
+    qkv: Panels | Int8Panels
+    output: Panels | Int8Panels
+    gate_up: Panels | Int8Panels
+    down: Panels | Int8Panels
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,19 @@
 /* x W^T + b for weights in panels, for any number of rows.
  *
- * A panel is PANEL rows of W in the order in which they are read. Each step along the sum has four
- * vectors with one element (float32) or two (bfloat16) of every row of the panel. A tile of up to
- * six rows of x keeps its sums in registers while a panel streams by. Bytes moved: W once for up to
- * six rows, and once more from the nearest caches for every further six. Operations: 2 n m per row.
- * The order of a sum does not depend on the number of rows.
+ * A panel is PANEL rows of W in the order in which they are read. Each step along the sum has one
+ * element (float32) or two (bfloat16) of every row of the panel. A tile of up to six rows of x
+ * keeps its sums in registers while a panel streams by. Bytes moved: W once for up to six rows, and
+ * once more from the nearest caches for every further six. Operations: 2 n m per row. The order of
+ * a sum does not depend on the number of rows.
  */
-#include "functions.h"
+#include "panels.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
-#define VECTORS 4
-#define PANEL (VECTORS * LANES)
-#define ROWS 6
+#define AHEAD 8 /* steps from a prefetch to its use */
 #define SPAN 256 /* steps that are summed before they are added to the total */
-#define MANY (1 << 18) /* threads share products with at least so many multiply-adds */
 
 /* Adds the products of a step to a sum. x is one float, or two bfloat16, for all lanes. */
 INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
@@ -32,30 +29,45 @@ INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
 #endif
 }
 
+/* Adds the products of `count` rows of x with `width` vectors of a panel, over `span` steps. ahead:
+ * whether to prefetch all of the panel, because other strips read the rest of its lines next. totals:
+ * rows of VECTORS vectors. */
+INLINE void strip(int type, int count, int width, int ahead, const char *x, const char *panel,
+                  floats *totals, int64_t steps, int64_t span) {
+    floats sums[ROWS][VECTORS] = {};
+    for (int64_t k = 0; k < span; k++, panel += 4 * PANEL) {
+        for (int line = 0; ahead && line < 4 * PANEL; line += 64)
+            __builtin_prefetch(panel + AHEAD * 4 * PANEL + line);
+#pragma GCC unroll 6
+        for (int r = 0; r < count; r++) {
+            uint32_t element;
+            memcpy(&element, x + (r * steps + k) * 4, sizeof element);
+#pragma GCC unroll 16
+            for (int v = 0; v < width; v++)
+                sums[r][v] = step(type, sums[r][v], element, panel + v * 4 * LANES);
+        }
+    }
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < width; v++) totals[r * VECTORS + v] += sums[r][v];
+}
+
 /* Multiplies `count` rows of x by one panel and stores `left` of its columns. */
 INLINE void tile(int type, int count, const char *x, const char *panel, const float *bias,
                  char *out, int64_t steps, int64_t size, int64_t left) {
-    floats totals[ROWS][VECTORS];
+    int width = strip_width(count);
+    floats totals[ROWS * VECTORS];
     for (int r = 0; r < count; r++)
-        for (int v = 0; v < VECTORS; v++) totals[r][v] = load(FLOAT32, bias, v * LANES);
-    for (int64_t start = 0; start < steps; start += SPAN) {
-        int64_t stop = start + SPAN < steps ? start + SPAN : steps;
-        floats sums[ROWS][VECTORS] = {};
-        for (int64_t k = start; k < stop; k++, panel += 4 * PANEL)
-#pragma GCC unroll 6
-            for (int r = 0; r < count; r++) {
-                uint32_t element;
-                memcpy(&element, x + (r * steps + k) * 4, sizeof element);
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++)
-                    sums[r][v] = step(type, sums[r][v], element, panel + v * 4 * LANES);
-            }
-        for (int r = 0; r < count; r++)
-            for (int v = 0; v < VECTORS; v++) totals[r][v] += sums[r][v];
+        for (int v = 0; v < VECTORS; v++) totals[r * VECTORS + v] = load(FLOAT32, bias, v * LANES);
+    for (int64_t k = 0; k < steps; k += SPAN, panel += SPAN * 4 * PANEL) {
+        int64_t span = k + SPAN < steps ? SPAN : steps - k;
+        strip(type, count, width, width < VECTORS, x + 4 * k, panel, totals, steps, span);
+        for (int v = width; v < VECTORS; v += width)
+            strip(type, count, width, 0, x + 4 * k, panel + v * 4 * LANES, totals + v,
+                  steps, span);
     }
     for (int r = 0; r < count; r++)
         for (int v = 0; v < VECTORS && v * LANES < left; v++)
-            store_some(type, out, r * size + v * LANES, totals[r][v], left - v * LANES);
+            store_some(type, out, r * size + v * LANES, totals[r * VECTORS + v], left - v * LANES);
 }
 
 INLINE void rows_by_panel(int type, const char *x, const char *panel, const float *bias, char *out,
@@ -88,4 +100,14 @@ void linear(int type, const char *x, const char *panels, const float *bias, char
             rows_by_panel(BFLOAT16, x, panel, bias + first, out + 2 * first, rows, steps, size,
                           size - first);
     }
+}
+
+/* x: [rows, m]. out: [rows, weights->size]. */
+void apply_product(int type, const Product *weights, const char *x, char *out, int64_t rows) {
+    const Product *w = weights;
+    if (w->scales)
+        linear_int8(type, x, (const int8_t *)w->panels, w->scales, w->bias, out, rows, w->steps,
+                    w->size);
+    else
+        linear(type, x, w->panels, w->bias, out, rows, w->steps, w->size);
 }

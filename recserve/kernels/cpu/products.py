@@ -7,7 +7,7 @@ limits its speed. With packed weights, a row costs only the time to read the wei
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from recserve.kernels.cpu import choice, native
 from recserve.kernels.cpu.choice import KernelChoice
+from recserve.kernels.cpu.int8_panels import Int8Panels, multiplies_int8
 from recserve.kernels.cpu.native import TYPES, Panels
+from recserve.kernels.int8 import Int8Weight, TorchInt8Product, WeightFormat
 
 ROWS = 64  # The layout for 64 rows is as fast for one row, and the arithmetic is the same for all.
 MEASURED_ROWS = (1, 128)  # a decoding step, and a prompt
@@ -43,39 +45,68 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
 
 
-def choose(weights: Sequence[Tensor]) -> KernelChoice:
-    """Measures products with weights [n, m] of one type in C and torch, with today's threads."""
-    return total([(w.shape[0], w.shape[1]) for w in weights], weights[0].dtype)
+def choose(weights: Sequence[Tensor], stored: WeightFormat | None = None) -> KernelChoice:
+    """Measures products with weights [n, m] of one type in C and torch, with today's threads.
+
+    Args:
+        weights: The weights.
+        stored: Format in which they are stored. None means their own type.
+    """
+    return total([(w.shape[0], w.shape[1]) for w in weights], weights[0].dtype, stored)
 
 
-def total(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> KernelChoice:
-    """Measures products with weights of these shapes (n, m) and adds up their times."""
+def total(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, stored: WeightFormat | None = None
+) -> KernelChoice:
+    """Measures products with weights of these shapes (n, m) and adds up their times.
+
+    Args:
+        shapes: Shapes of the weights.
+        dtype: Type of the activations.
+        stored: Format of the weights. None means the activations' type.
+    """
     threads = torch.get_num_threads()
     c, plain = [0.0] * len(MEASURED_ROWS), [0.0] * len(MEASURED_ROWS)
     for size, inner in shapes:
         measured = min(size, max(MEASURED_WEIGHTS // inner, 1))
-        found = _measured(measured, inner, dtype, threads)
+        found = _measured(measured, inner, dtype, threads, stored)
         for i in range(len(MEASURED_ROWS)):
             c[i] += found.c_ms[i] * size / measured
             plain[i] += found.torch_ms[i] * size / measured
     rows = " and ".join(map(str, MEASURED_ROWS))
-    work = f"{len(shapes)} products of {str(dtype)[6:]}, {rows} rows, {threads} threads"
+    name = type_name(dtype, stored)
+    work = f"{len(shapes)} products of {name}, {rows} rows, {threads} threads"
     return KernelChoice(work, tuple(c), tuple(plain))
 
 
 @functools.cache
-def _measured(size: int, inner: int, dtype: torch.dtype, threads: int) -> KernelChoice:
+def _measured(
+    size: int, inner: int, dtype: torch.dtype, threads: int, stored: WeightFormat | None = None
+) -> KernelChoice:
     with torch.inference_mode():
         weight = torch.ones(size, inner).to(dtype)
         xs = [torch.ones(rows, inner, dtype=dtype) for rows in MEASURED_ROWS]
-        theirs = OneDnnWeight(weight, None) if onednn_packs(dtype) else None
-        other = theirs or functools.partial(F.linear, weight=weight)
-        ours = Panels.of(weight, None) if native.multiplies(weight) else other
+        other: Callable[[Tensor], Tensor]
+        ours: Callable[[Tensor], Tensor]
+        if stored == "int8":
+            rounded = Int8Weight.of(weight)
+            other = TorchInt8Product(rounded, None)
+            ours = Int8Panels.of(rounded, None) if multiplies_int8(weight) else other
+        else:
+            theirs = OneDnnWeight(weight, None) if onednn_packs(dtype) else None
+            other = theirs or functools.partial(F.linear, weight=weight)
+            ours = Panels.of(weight, None) if native.multiplies(weight) else other
         return choice.measure(
-            f"products with [{size}, {inner}] {str(dtype)[6:]}, {threads} threads",
+            f"products with [{size}, {inner}] {type_name(dtype, stored)}, {threads} threads",
             [functools.partial(ours, x) for x in xs],
             [functools.partial(other, x) for x in xs],
         )
+
+
+def type_name(dtype: torch.dtype, stored: WeightFormat | None = None) -> str:
+    """Returns the name of a product's types for the log, e.g. "float32" or "int8 x float32"."""
+    name = str(dtype).removeprefix("torch.")
+    return name if stored is None else f"{stored} x {name}"
 
 
 def _onednn() -> Any:

@@ -280,7 +280,7 @@ static void activate(int type, const char *turned, const char *input, char *out,
 }
 
 INLINE void product(const Search *s, const Product *by, const char *x, char *out, int64_t rows) {
-    linear(s->type, x, by->panels, by->bias, out, rows, by->steps, by->size);
+    apply_product(s->type, by, x, out, rows);
 }
 
 INLINE int64_t place_of(const Search *s, int64_t level, int64_t b) {

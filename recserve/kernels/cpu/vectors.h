@@ -1,6 +1,7 @@
-/* Vectors of sixteen floats, loaded from and stored to either number type.
+/* Vectors of floats that fill one register, loaded from and stored to either number type.
  *
- * They use GCC's vector extensions, so the sources name no instruction set.
+ * They use GCC's vector extensions, so the sources name no instruction set. The compiler keeps a
+ * vector in memory if it is wider than a register, so the width is the instruction set's.
  */
 #pragma once
 #include <math.h>
@@ -8,7 +9,18 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#if defined __AVX512F__
 #define LANES 16
+#elif defined __AVX__
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#if defined __AVX512F__ || defined __aarch64__
+#define REGISTERS 32
+#else
+#define REGISTERS 16
+#endif
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
@@ -72,11 +84,16 @@ INLINE floats choose(ints mask, floats x, floats other) {
 }
 
 /* A vector of a macro's value for each lane, a compile-time constant if `half` is one. */
+#define FOUR(what, from, half)                                                                     \
+    what(from, half), what(from + 1, half), what(from + 2, half), what(from + 3, half)
+#if LANES == 16
 #define OF_LANES(what, half)                                                                       \
-    ((ints){what(0, half), what(1, half), what(2, half), what(3, half), what(4, half),            \
-            what(5, half), what(6, half), what(7, half), what(8, half), what(9, half),            \
-            what(10, half), what(11, half), what(12, half), what(13, half), what(14, half),       \
-            what(15, half)})
+    ((ints){FOUR(what, 0, half), FOUR(what, 4, half), FOUR(what, 8, half), FOUR(what, 12, half)})
+#elif LANES == 8
+#define OF_LANES(what, half) ((ints){FOUR(what, 0, half), FOUR(what, 4, half)})
+#else
+#define OF_LANES(what, half) ((ints){FOUR(what, 0, half)})
+#endif
 #define OTHER(lane, half) ((lane) ^ (half))
 
 INLINE floats turned(floats x, int half) { return __builtin_shuffle(x, OF_LANES(OTHER, half)); }
@@ -98,7 +115,7 @@ INLINE float largest(floats x) {
 #define LOW(lane, half) ((lane) & (half) ? LANES + (lane) - (half) : (lane))
 #define HIGH(lane, half) ((lane) & (half) ? LANES + (lane) : (lane) + (half))
 
-/* Returns the sum of each of sixteen vectors, added by halves as in `sum`. */
+/* Returns the sum of each of LANES vectors, added by halves as in `sum`. */
 INLINE floats sums(floats *x) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2)
@@ -109,7 +126,7 @@ INLINE floats sums(floats *x) {
     return x[0];
 }
 
-/* Transposes a matrix of sixteen vectors. */
+/* Transposes a matrix of LANES vectors. */
 INLINE void transpose(floats *x) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native import FLOAT, TYPES, N, P, Panels, Product, compiled
 from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.native_trie import NativeTrie, Prefixes
@@ -26,10 +27,10 @@ class LevelCodes:
     """Codes of a level [C, E], in the layouts for products with few codes and with all codes."""
 
     rows: Tensor
-    panels: Panels
+    panels: Panels | Int8Panels
 
     @staticmethod
-    def of(codes: Tensor, panels: Panels | None = None) -> LevelCodes:
+    def of(codes: Tensor, panels: Panels | Int8Panels | None = None) -> LevelCodes:
         """Lays out codes [C, E], which must not change. panels: the packed codes if they exist."""
         return LevelCodes(codes.detach().contiguous(), panels or Panels.of(codes, None))
 

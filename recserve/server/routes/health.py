@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
 from recserve.server.routes.paths import add_get
+from recserve.service.kernel_report import kernels_in_use
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
@@ -25,9 +26,11 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         return json_response({"status": "ready"})
 
     @app.get("/version", operation_id="version")
-    async def version() -> Response:
-        """Return the versions of the program, the models and the catalogue."""
-        return json_response({"version": installed("recserve"), **exchange.service.versions()})
+    def version() -> Response:  # not async: the first call may measure kernels
+        """Return the versions of the program, the models and the catalogue, and the kernels."""
+        service = exchange.service
+        versions = {"version": installed("recserve"), **service.versions()}
+        return json_response({**versions, "kernels": kernels_in_use(service.engine)})
 
     def metrics() -> Response:  # not async: its ten milliseconds run on a thread
         """Return the metrics in the text format of Prometheus."""

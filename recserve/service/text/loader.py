@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from recserve.kernels.int8 import WeightFormat
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import DTYPES, load_language_model, read_folder
 from recserve.models.packing import fastest_dtype, pack_weights
@@ -36,6 +37,7 @@ class TextSettings:
         chat_template: File of a chat template; None means the folder's own.
         drafters: `NAME` or `NAME=DIR`; the first is the default of requests.
         aliases: Further names in requests.
+        weights: Format of the model's matrices; None means its type. Drafters keep their type.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class TextSettings:
     chat_template: Path | None = None
     drafters: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    weights: WeightFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         example_prompt=_example_prompt(folder),
         aliases=settings.aliases,
     )
-    pack_weights(network)
+    pack_weights(network, settings.weights)
     return LoadedText(network, drafters, model)
 
 

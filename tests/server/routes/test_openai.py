@@ -546,7 +546,7 @@ def test_a_server_without_a_bundle_says_so(server):
         answer = server.request(method, path, json=body)
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_model"
         assert "--bundle" in answer.json()["error"]["message"]
-    assert server.get("/version").json().keys() == {"version"}
+    assert server.get("/version").json().keys() == {"version", "kernels"}
     assert server.get("/playground/samples").json() == {"users": [], "items": []}
     assert "recserve_kv_pages" in server.get("/metrics").text
 

@@ -127,7 +127,7 @@ def test_events_histories_items_models_version(client, samples):
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list" and [m["object"] for m in listed["data"]] == ["model"] * 2
     version = client.get("/version").json()
-    assert set(version) == {"version", "model_version", "catalog_version"}
+    assert set(version) == {"version", "model_version", "catalog_version", "kernels"}
     for path in ("/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"):
         assert client.get(path).status_code == 200
 

@@ -1,0 +1,89 @@
+"""Products with 8-bit weights in C (int8.c)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recserve.kernels.cpu.native import PANEL, TYPES, Product, compiled, library
+from recserve.kernels.int8 import Int8Weight
+
+
+def multiplies_int8(weight: Tensor) -> bool:
+    """Returns whether C multiplies activations of this weight's device and type with 8 bits."""
+    return weight.is_cpu and weight.dtype in TYPES and weight.ndim == 2 and library() is not None
+
+
+@dataclass(frozen=True)
+class Int8Panels:
+    """An 8-bit weight [size, m] and its bias in the layout that the C products read.
+
+    Attributes:
+        weight: [ceil(size / PANEL), m, PANEL] int8. Zero rows pad the last panel.
+        scales: [ceil(size / PANEL) * PANEL] float32.
+        bias: [ceil(size / PANEL) * PANEL] float32.
+        size: n, the number of outputs.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor
+    size: int
+
+    @staticmethod
+    def of(weight: Int8Weight, bias: Tensor | None) -> Int8Panels:
+        """Packs a weight [n, m] and a bias [n]."""
+        size, inner = weight.values.shape
+        rows = F.pad(weight.values, (0, 0, 0, -size % PANEL))
+        packed = rows.view(-1, PANEL, inner).transpose(1, 2).contiguous()
+        scales, padded = torch.zeros(rows.shape[0]), torch.zeros(rows.shape[0])
+        scales[:size] = weight.scales
+        if bias is not None:
+            padded[:size] = bias
+        return Int8Panels(packed, scales, padded, size)
+
+    @property
+    def product(self) -> Product:
+        """Struct for a C function. It holds addresses, so these panels must outlive it."""
+        return Product(
+            self.weight.data_ptr(),
+            self.bias.data_ptr(),
+            self.scales.data_ptr(),
+            self.weight.shape[1],
+            self.size,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns x W^T + b, summed in float32.
+
+        Args:
+            x: [..., m] float32 or bfloat16.
+
+        Returns:
+            [..., size] of x's type.
+
+        Raises:
+            ValueError: If x has another type or width.
+        """
+        x = x.contiguous()
+        inner = self.weight.shape[1]
+        if x.dtype not in TYPES or x.shape[-1] != inner:
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)}; expected float32 or bfloat16 [..., {inner}]"
+            )
+        out = x.new_empty(*x.shape[:-1], self.size)
+        compiled().linear_int8(
+            TYPES[x.dtype],
+            x.data_ptr(),
+            self.weight.data_ptr(),
+            self.scales.data_ptr(),
+            self.bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // inner,
+            inner,
+            self.size,
+        )
+        return out
