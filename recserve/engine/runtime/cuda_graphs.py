@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -34,13 +34,15 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._capturing: torch.cuda.CUDAGraph | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
         self.bytes = 0
 
     def __call__(self, step: Callable[[], T]) -> Callable[[], T]:
         """Captures a function and returns its replay.
 
         The outputs of a replay stay in the memory that the capture gave them. If the capture fails,
-        the caller's stream becomes current again.
+        the caller's stream becomes current again, and later captures use another memory pool.
         """
         current = torch.cuda.current_stream()
         try:
@@ -48,11 +50,29 @@ class CudaRecorder:
         except BaseException:
             # If torch cannot end the capture, it leaves its own stream current.
             torch.cuda.set_stream(current)
+            self._end_allocations()
             torch.cuda.synchronize()
             raise
 
+    def _end_allocations(self) -> None:
+        """Ends the allocations of a capture that torch could not end.
+
+        Up to torch 2.11, a capture that fails leaves the allocator in its capturing state, with a
+        pointer to the graph. Then memory is no longer given back, and `empty_cache` fails.
+        """
+        if self._capturing is None:
+            return
+        self._failed.append(self._capturing)  # must outlive the allocator's pointer
+        self._capturing = None
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if end is not None:
+            with suppress(RuntimeError):  # torch has ended them, as from 2.12 on
+                end(torch.cuda.current_device(), self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+
     def _capture(self, step: Callable[[], T]) -> Callable[[], T]:
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # the allocator is capturing elsewhere; only memory is lost
+            torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
@@ -62,8 +82,10 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may use the device during the capture.
+        self._capturing = graph
         with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             outputs = step()
+        self._capturing = None
         self.bytes += max(torch.cuda.memory_reserved() - before, 0)
 
         def replay() -> T:
