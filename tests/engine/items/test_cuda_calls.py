@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recserve.engine.runtime.cuda_graphs import WARM_UP, CudaRecorder
+from recserve.engine.runtime import cuda_graphs
+from recserve.engine.runtime.cuda_graphs import (
+    WARM_UP,
+    CaptureLimits,
+    CudaRecorder,
+    GraphCapture,
+)
 from recserve.kernels.triton import attention_launch, fp8_kernel
 from tests.support import triton_interpreter  # noqa: F401
 
@@ -35,7 +41,7 @@ def calls(monkeypatch):
     def graph(made, pool, stream, capture_error_mode):
         return inside(f"record {made.number} in {pool} on {stream.name}, {capture_error_mode}")
 
-    pools = iter(("the pool", "a second pool"))
+    pools = iter(("the pool", "a second pool", "a third pool"))
 
     def made():
         number = sum(call.startswith("graph") for call in found)
@@ -163,6 +169,30 @@ def test_after_a_failed_capture_the_allocator_captures_no_more(ended, calls, mon
     replay = recorder(lambda: calls.append("step"))
     assert not capturing and recorder._pool == "a second pool"
     replay()
+
+
+def test_compilation_does_not_count_as_capture(calls, monkeypatch):
+    """Each first warm-up takes 30 s of compiling, everything else a second a run."""
+    now, seen = [0.0], set()
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(cuda_graphs, "time", clock)
+
+    def build(bucket):
+        def step():
+            now[0] += 1 if bucket in seen else 31
+            seen.add(bucket)
+
+        return step
+
+    buckets = [SimpleNamespace(name=str(n)) for n in range(30)]
+    for counted, captured in ((False, 20), (True, 2)):
+        recorder, now[0] = CudaRecorder(), 0.0
+        seen.clear()
+        told = {} if counted else {"compile_s": lambda r=recorder: r.compile_s}
+        limits = CaptureLimits(seconds=59.5)
+        made = GraphCapture(lambda b: build(b.name), recorder, lambda: 0, limits, **told)(buckets)
+        assert len(made) == captured
+        assert recorder.compile_s == 30 * captured
 
 
 def test_a_device_is_asked_what_it_has(monkeypatch):
