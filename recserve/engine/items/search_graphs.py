@@ -125,7 +125,6 @@ class SearchGraphs:
         limits: SearchLimits,
         record: Callable[[Callable[[], SearchLeaves]], Callable[[], SearchLeaves]],
         taken: Callable[[], int] = lambda: 0,
-        compile_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Captures nothing yet.
 
@@ -136,13 +135,12 @@ class SearchGraphs:
             limits: What is captured, and how much time and memory that may take.
             record: Captures a search and returns its replay.
             taken: Returns the bytes that captures have taken so far.
-            compile_s: Returns the seconds in which captures have compiled kernels so far.
         """
         self.runner, self.model, self.head, self.limits = runner, model, head, limits
         self.counts: dict[SearchResult, int] = dict.fromkeys(SEARCH_RESULTS, 0)
         self.captured: list[CapturedSearch] = []
         self.missing: list[str] = []
-        self._record, self._taken, self._compile_s = record, taken, compile_s
+        self._record, self._taken = record, taken
         self._trie: FixedTrie | None = None
         self._recording = threading.Lock()
 
@@ -167,11 +165,7 @@ class SearchGraphs:
                 trie = FixedTrie(base, self.limits.capacity)
                 filters = _filters(trie, buckets)
             capture = GraphCapture[SearchBucket, GraphSearch, SearchLeaves](
-                partial(self._built, trie, filters),
-                self._record,
-                self._taken,
-                self.limits,
-                compile_s=self._compile_s,
+                partial(self._built, trie, filters), self._record, self._taken, self.limits
             )
             made = capture(buckets, CapturePace(stepping, go_on, pause=bool(self.captured)))
             if made is None:
@@ -266,5 +260,4 @@ def cuda_searches(
     if not on_cuda or wanted is False or not model.config.autoregressive:
         return None
     recorder = CudaRecorder()
-    taken, compile_s = (lambda: recorder.bytes), (lambda: recorder.compile_s)
-    return SearchGraphs(runner, model, head, limits, recorder, taken, compile_s)
+    return SearchGraphs(runner, model, head, limits, recorder, lambda: recorder.bytes)

@@ -176,7 +176,6 @@ class GraphCapture(Generic[BucketT, FunctionT, T]):
         taken: Callable[[], int],
         limits: CaptureLimits,
         min_bytes: Callable[[BucketT], int] = lambda bucket: 0,
-        compile_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Describes the captures.
 
@@ -186,10 +185,9 @@ class GraphCapture(Generic[BucketT, FunctionT, T]):
             taken: Returns the bytes that captures have taken so far.
             limits: Time and memory.
             min_bytes: Returns a lower bound of the memory that a bucket's function needs.
-            compile_s: Returns the seconds in which captures have compiled kernels so far.
         """
         self._build, self._record, self._taken = build, record, taken
-        self._limits, self._min_bytes, self._compile_s = limits, min_bytes, compile_s
+        self._limits, self._min_bytes = limits, min_bytes
 
     def __call__(
         self, buckets: Seq[BucketT], pace: CapturePace = AT_ONCE
@@ -228,7 +226,9 @@ class GraphCapture(Generic[BucketT, FunctionT, T]):
 
     def _clock(self) -> float:
         """Returns the time without that of compilations, in seconds."""
-        return time.monotonic() - self._compile_s()
+        recorder = self._record
+        compile_s = recorder.compile_s if isinstance(recorder, CudaRecorder) else 0.0
+        return time.monotonic() - compile_s
 
     def one(self, bucket: BucketT) -> CapturedGraph[BucketT, FunctionT, T]:
         """Returns the graph of one bucket."""

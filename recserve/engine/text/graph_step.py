@@ -212,7 +212,7 @@ class GraphStep:
         # Node n of a tree lies in slot (root length + n) of its text.
         place = roots.lengths[owners] + index - columns.offsets[owners]
         slots = self.rows.slots[columns.rows[owners], place]
-        batch = TreeBatch(tree, None, slots, roots)
+        batch = TreeBatch(tree, None, slots, roots, fillers=1)
         taps = taps_for(self.readers)
         hidden = self.runner.hidden(batch, NodeInputs(tree.tokens), None, taps)
         logits = self.model.logits(hidden)

@@ -144,7 +144,6 @@ class StepGraphs:
         record: Callable[[StepFunction], StepFunction],
         taken: Callable[[], int] = lambda: 0,
         drafters: Mapping[str, Drafter] | None = None,
-        compile_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Captures all graphs that the limits allow.
 
@@ -158,7 +157,6 @@ class StepGraphs:
             drafters: Drafters by name. Steps for drafters with ranked heads are captured once more,
                 with the heads. If a drafter draws, steps are captured once more, verified by
                 rejection.
-            compile_s: Returns the seconds in which captures have compiled kernels so far.
         """
         self.runner, self.model, self.capacity = runner, model, limits.capacity
         size = runner.pool.page_size
@@ -180,7 +178,7 @@ class StepGraphs:
         self._draft_values: Tensor | None = None
         wanted = self._buckets(limits.shapes)
         capture = GraphCapture[StepBucket, GraphStep, StepOutputs](
-            self._built, record, taken, limits, lambda b: b.bytes(vocabulary), compile_s
+            self._built, record, taken, limits, lambda bucket: bucket.bytes(vocabulary)
         )
         made = capture(wanted) or []
         self.missing = missing_names(wanted, made)
@@ -340,8 +338,9 @@ def cuda_graphs(
     device = runner.pool.keys.device
     if is_cuda(device) and wanted is not False:
         recorder = CudaRecorder()
-        taken, compile_s = (lambda: recorder.bytes), (lambda: recorder.compile_s)
-        return StepGraphs(runner, model, max_texts, limits, recorder, taken, drafters, compile_s)
+        return StepGraphs(
+            runner, model, max_texts, limits, recorder, lambda: recorder.bytes, drafters
+        )
     if wanted:
         raise ValueError(f"graphs is true, which needs a CUDA device; the model is on {device}")
     return None
