@@ -67,7 +67,8 @@ class ServerConfig(BaseSettings):
             that tokens of an earlier process are invalid.
         max_body_bytes: Largest accepted request body.
         default_timeout_ms: Default deadline of a recommendation or ranking.
-        kv_bytes: Size of the KV cache of each model.
+        kv_bytes: Size of the KV cache of each model. `auto` takes 256 MiB on a CPU and with
+            `bundles_dir`, and most of the free memory on CUDA.
         kv_dtype: `fp8` stores keys and values in 8 bits. By default the model's own type.
         max_queue: Most requests that may wait for the engine. Another request gets 429.
         max_connections: Most clients connected at the same time. Another client gets 503.
@@ -82,7 +83,7 @@ class ServerConfig(BaseSettings):
             answered with 503.
         threads: Threads of torch. By default torch's own choice.
         dtype: Type of the recommender's weights and KV cache. `auto` takes the fastest on this
-            machine.
+            machine. By default float32 on a CPU, and `auto` on CUDA.
         weights: `int8` stores the matrices of the recommender's decoder and of the language model
             in 8 bits. By default the model's own type.
         load_aware: True drafts text only as far as drafting pays under the current load.
@@ -131,7 +132,7 @@ class ServerConfig(BaseSettings):
     signing_key: SecretStr | None = None
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
     default_timeout_ms: int = Field(10_000, ge=1, le=60_000)
-    kv_bytes: int = Field(256 * 2**20, ge=2**20)
+    kv_bytes: Annotated[int, Field(ge=2**20)] | Literal["auto"] = "auto"
     kv_dtype: Literal["fp8"] | None = None
     max_queue: int = Field(1024, ge=1, le=1_000_000)
     max_connections: int = Field(4096, ge=1, le=1_000_000)
@@ -141,7 +142,7 @@ class ServerConfig(BaseSettings):
     drain_timeout_s: float = Field(30.0, ge=0, le=3600)
     stall_timeout_s: float = Field(30.0, gt=0, le=3600)
     threads: int | None = Field(None, ge=1, le=1024)
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None
     weights: Literal["int8"] | None = None
     load_aware: bool = False
     graphs: bool | None = None

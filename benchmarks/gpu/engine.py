@@ -60,7 +60,8 @@ def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
         head = SelfDraftHead(form)
         head.start_from(model)
         heads.append(head.to(weight.device, weight.dtype).eval())
-    return build_engine(EngineModels(model, heads=Heads(*heads)), EngineConfig(kv_bytes=kv_bytes))
+    config = EngineConfig(kv_bytes=kv_bytes, graphs=False)  # `recorded` captures what is wanted
+    return build_engine(EngineModels(model, heads=Heads(*heads)), config)
 
 
 @torch.inference_mode()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.engine_parts import EngineParts
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import cuda_searches
+from recserve.engine.runtime.cache_size import cache_bytes, warn_if_slow
 from recserve.engine.runtime.invariance import invariant_runner
 from recserve.engine.runtime.runner import DecoderTrunk, RankerTrunk, Runner
 from recserve.engine.text.limits import TextLimits
@@ -63,7 +66,7 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
         NotInvariant: If `invariant` is set and this machine cannot compute a model that way.
         ValueError: If `graphs` is set and the language model is not on a CUDA device.
     """
-    config = config or EngineConfig()
+    config = _sized(config or EngineConfig(), models)
     return Engine(_assemble(models, config), config)
 
 
@@ -85,8 +88,31 @@ class ModelEngine(Engine):
             stacklevel=2,
         )
         models = EngineModels(recommender, ranker, heads, text, drafters)
-        config = config or EngineConfig()
+        config = _sized(config or EngineConfig(), models)
         super().__init__(_assemble(models, config), config)
+
+
+def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:
+    """Returns the configuration with the size of the key-value caches as a number."""
+    if config.kv_bytes != "auto":
+        return config
+    generative = [one for one in (models.recommender, models.text) if one is not None]
+    trunks: list[DecoderTrunk | RankerTrunk] = [DecoderTrunk(one) for one in generative]
+    if models.ranker is not None:
+        trunks.append(RankerTrunk(models.ranker))
+    graph_bytes = 0
+    if config.graphs is not False:
+        graph_bytes += config.search_limits.bytes * (models.recommender is not None)
+        graph_bytes += config.graph_limits.bytes * (models.text is not None)
+    device = trunks[0].device if trunks else torch.device("cpu")
+    return replace(config, kv_bytes=cache_bytes(device, len(trunks), graph_bytes))
+
+
+def _warn(name: str, runner: Runner, model: Recommender | LanguageModel) -> None:
+    """Logs what makes a model slow on CUDA."""
+    if runner.pool.keys.is_cuda:
+        slots = runner.pool.num_pages * runner.pool.page_size
+        warn_if_slow(name, model.tokens.weight.dtype, slots, model.config.decoder.max_positions)
 
 
 def _assemble(models: EngineModels, config: EngineConfig) -> EngineParts:
@@ -108,6 +134,7 @@ def _add_recommender(
     parts: EngineParts, model: Recommender, heads: Heads, config: EngineConfig
 ) -> None:
     runner = _runner(DecoderTrunk(model.eval()), config)
+    _warn("recommender", runner, model)
     scheduler = ItemScheduler(runner)
     parts.schedulers["recommender"] = scheduler
     parts.background["recommender"] = ItemScheduler(runner, sharing=scheduler)
@@ -125,6 +152,7 @@ def _add_recommender(
 def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) -> None:
     masks_of(parts.drafters.values())  # drafters that cannot share an engine fail here
     runner = _runner(DecoderTrunk(model.eval()), config, parts.drafters.values())
+    _warn("language model", runner, model)
     graphs = cuda_graphs(
         runner, model, config.max_running, config.graphs, config.graph_limits, parts.drafters
     )
@@ -143,6 +171,7 @@ def _runner(
     own = [(drafter, drafter.kv_shape) for drafter in drafters]
     slot_bytes = trunk.kv_shape.slot_bytes(dtype)
     slot_bytes += sum(shape.slot_bytes(trunk.dtype) for _, shape in own if shape is not None)
+    assert config.kv_bytes != "auto"
     num_pages = max(config.kv_bytes // (slot_bytes * size), 1)
     if config.invariant:
         runner = invariant_runner(trunk, num_pages, size, dtype)

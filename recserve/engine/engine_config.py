@@ -16,7 +16,8 @@ class EngineConfig:
     Attributes:
         page_size: Tokens per page.
         kv_bytes: Bytes of each model's key-value cache. The hidden states that the prefix cache
-            stores with its roots need memory in addition.
+            stores with its roots need memory in addition. "auto" takes 256 MiB on a CPU, and on
+            CUDA what weights, graphs and a tenth of the memory leave free, in equal parts.
         kv_dtype: Element type of the key-value caches. None selects each model's own type.
         max_queue: Most requests that wait for admission.
         max_running: Most requests that share a model's forward pass.
@@ -31,7 +32,7 @@ class EngineConfig:
     """
 
     page_size: int = 16
-    kv_bytes: int = 256 * 2**20
+    kv_bytes: int | Literal["auto"] = "auto"
     kv_dtype: Literal["fp8"] | None = None
     max_queue: int = 1024
     max_running: int = 64

@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def on_device(
-    values: Sequence[int] | Sequence[float] | np.ndarray | Tensor,
+    values: Sequence[float] | Sequence[Sequence[float]] | np.ndarray | Tensor,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Copies values to a device without waiting for it.
 
     Args:
-        values: Numbers, an array or a tensor.
+        values: Numbers, rows of numbers, an array or a tensor.
         device: Target device.
         dtype: Type of the result. None means the type of the values.
     """

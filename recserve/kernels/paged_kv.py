@@ -132,6 +132,8 @@ class TreeBatch:
             the others.
         root_slots: Slots of each tree's root, in order, or a table of all roots.
         counts: [B] computed nodes of each tree. None means that the host does not know them.
+        fillers: Number of last trees that only fill the batch up to a fixed size. They have no
+            root, and no result of theirs is read.
     """
 
     tree: TokenTree
@@ -139,6 +141,7 @@ class TreeBatch:
     slots: Tensor
     root_slots: tuple[Tensor, ...] | RootTable
     counts: list[int] | None = None
+    fillers: int = 0
 
     @property
     def num_queries(self) -> int:

@@ -168,9 +168,9 @@ def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:
     return TokenTree(
         tokens,
         parents,
-        torch.tensor(depths, dtype=torch.int64, device=device),
-        torch.tensor(ends, dtype=torch.int64, device=device),
-        torch.tensor([0, n], device=device),
+        on_device(depths, device, torch.int64),
+        on_device(ends, device, torch.int64),
+        on_device([0, n], device),
     )
 
 

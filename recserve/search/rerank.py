@@ -54,9 +54,9 @@ def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
     width = min(max(r.width for r in requests), dense.shape[1])
     best = open_scores.topk(width, dim=1)
     rank = torch.arange(width, device=dense.device)
-    widths = torch.tensor([r.width for r in requests], device=dense.device)
+    widths = on_device([r.width for r in requests], dense.device)
     valid = (best.values > DEAD) & (rank < widths[:, None])
-    weights = torch.tensor([r.dense_weight for r in requests], device=dense.device)
+    weights = on_device([r.dense_weight for r in requests], dense.device)
     return replace(
         beams, dense_candidates=DenseCandidates(best.indices, valid, dense, weights[:, None])
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from recserve.bundle.bundle import Bundle
 from recserve.config import ServerConfig
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.runtime.cache_size import DEFAULT_BYTES
 from recserve.service import Service, ServiceOptions
 from recserve.service.model_loader import resolve_device
 from recserve.service.succession import check_successor, open_successor
@@ -79,8 +80,12 @@ class ServiceLoader:
         secret, journal = config.signing_key, config.journal
         if journal is None and config.bundles_dir is not None:
             journal = config.bundles_dir.resolve() / ITEMS
+        engine = EngineConfig(**{name: getattr(config, name) for name in ENGINE_SETTINGS})
+        if engine.kv_bytes == "auto" and config.bundles_dir is not None:
+            # The next bundle is loaded beside this one and needs memory too.
+            engine = replace(engine, kv_bytes=DEFAULT_BYTES)
         return ServiceOptions(
-            engine=EngineConfig(**{name: getattr(config, name) for name in ENGINE_SETTINGS}),
+            engine=engine,
             dtype=config.dtype,
             signing_key=None if secret is None else secret.get_secret_value().encode(),
             journal=journal,

@@ -10,6 +10,7 @@ import torch
 
 from recserve.bundle.bundle import Bundle
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.runtime.cache_size import DEFAULT_BYTES
 
 MEMORY_INFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -26,7 +27,8 @@ def needed_bytes(bundle: Bundle, config: EngineConfig) -> int:
         config: Sizes of the engine.
     """
     files = sum(entry.size for entry in bundle.manifest.files.values())
-    return COPIES * files + config.kv_bytes * sum(bundle.has(name) for name in SERVED)
+    cache = DEFAULT_BYTES if config.kv_bytes == "auto" else config.kv_bytes
+    return COPIES * files + cache * sum(bundle.has(name) for name in SERVED)
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -78,7 +78,7 @@ def load_models(
     bundle: Bundle,
     snapshot: Snapshot,
     device: torch.device,
-    dtype: DTypeName = "float32",
+    dtype: DTypeName | None = None,
     weights: WeightFormat | None = None,
 ) -> Models:
     """Loads all models that the bundle contains.
@@ -88,6 +88,7 @@ def load_models(
         snapshot: The bundle's catalogue, whose rows the models bind to.
         device: Device of the models.
         dtype: Element type of the recommender and its heads; "auto" picks the fastest one here.
+            None is float32 on a CPU and "auto" on CUDA.
         weights: Format of the recommender's decoder weights; None means the element type.
 
     Raises:
@@ -202,20 +203,25 @@ def resolve_device(name: Device) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def resolve_dtype(name: DTypeName, decoder: DecoderConfig, device: torch.device) -> torch.dtype:
+def resolve_dtype(
+    name: DTypeName | None, decoder: DecoderConfig, device: torch.device
+) -> torch.dtype:
     """Returns the torch dtype for a name; "auto" is the dtype with the fastest matrix products.
 
     bfloat16 rounds every weight to 8 significant bits, so scores differ in the third digit.
 
     Args:
-        name: Name of a dtype, or "auto".
+        name: Name of a dtype, or "auto". None is float32 on a CPU and "auto" on CUDA.
         decoder: Shapes of the products that "auto" measures on a CPU.
         device: Device of the model.
     """
-    if name != "auto":
+    if name is None and device.type != "cuda":
+        name = "float32"
+    if name is not None and name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float32
     found = fastest_dtype(decoder, (torch.float32, torch.bfloat16))
     log.info("dtype auto: %s is the fastest on this processor", str(found)[6:])
     return found

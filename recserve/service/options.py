@@ -24,7 +24,8 @@ class ServiceOptions:
 
     Attributes:
         engine: Sizes and modes of the engine.
-        dtype: Element type of the recommender; "auto" is the fastest on this machine.
+        dtype: Element type of the recommender; "auto" is the fastest on this machine. None means
+            float32 on a CPU and "auto" on CUDA.
         signing_key: Key of attribution tokens; None draws a random key. Tokens of a random key are
             not valid in another process.
         journal: Folder of item changes; None means a folder next to the bundle.
@@ -35,7 +36,7 @@ class ServiceOptions:
     """
 
     engine: EngineConfig = EngineConfig()
-    dtype: DTypeName = "float32"
+    dtype: DTypeName | None = None
     signing_key: bytes | None = None
     journal: Path | None = None
     text: LoadedText | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.speculation import sampling
 from recserve.speculation.drafter import TextContext
@@ -29,7 +30,7 @@ class TokenCounts:
     """
 
     def __init__(self, prompt: Seq[int], vocab_size: int, device: torch.device | str) -> None:
-        tokens = torch.tensor(prompt, dtype=torch.int64, device=device)
+        tokens = on_device(prompt, device, torch.int64)
         self.seen = torch.bincount(tokens, minlength=vocab_size).to(torch.int32)
         self.written = torch.zeros_like(self.seen)
 
@@ -39,7 +40,7 @@ class TokenCounts:
 
     def add(self, tokens: Seq[int]) -> None:
         """Counts committed tokens of the output."""
-        index = torch.tensor(tokens, dtype=torch.int64, device=self.seen.device)
+        index = on_device(tokens, self.seen.device, torch.int64)
         ones = torch.ones_like(index, dtype=torch.int32)
         self.seen.index_add_(0, index, ones)
         self.written.index_add_(0, index, ones)
@@ -81,15 +82,15 @@ def past_of(
         return None
     device = table.seeds.device
     width = 0 if table.bad_words is None else table.bad_words.before.shape[1]
-    tails = torch.tensor([last_committed(c, width) for c in contexts], dtype=torch.int64)
+    tails = on_device([last_committed(c, width) for c in contexts], device, torch.int64)
     seen = written = None
     some = next((own for own in counts if own is not None), None)
     if some is not None:
         none = torch.zeros_like(some.seen)
         seen = torch.stack([none if own is None else own.seen for own in counts])
         written = torch.stack([none if own is None else own.written for own in counts])
-    numbers = torch.tensor([c.num_output for c in contexts])
-    return Past(numbers.to(device), tails.view(len(contexts), width).to(device), seen, written)
+    numbers = on_device([c.num_output for c in contexts], device)
+    return Past(numbers, tails.view(len(contexts), width), seen, written)
 
 
 def last_committed(context: TextContext, width: int) -> list[int]:

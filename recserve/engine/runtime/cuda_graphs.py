@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -29,18 +29,22 @@ class CudaRecorder:
 
     Attributes:
         bytes: Memory of all graphs so far.
+        compile_s: Time in which warm-ups compiled kernels and started libraries, so far.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._capturing: torch.cuda.CUDAGraph | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
         self.bytes = 0
+        self.compile_s = 0.0
 
     def __call__(self, step: Callable[[], T]) -> Callable[[], T]:
         """Captures a function and returns its replay.
 
         The outputs of a replay stay in the memory that the capture gave them. If the capture fails,
-        the caller's stream becomes current again.
+        the caller's stream becomes current again, and later captures use another memory pool.
         """
         current = torch.cuda.current_stream()
         try:
@@ -48,22 +52,46 @@ class CudaRecorder:
         except BaseException:
             # If torch cannot end the capture, it leaves its own stream current.
             torch.cuda.set_stream(current)
+            self._end_allocations()
             torch.cuda.synchronize()
             raise
 
+    def _end_allocations(self) -> None:
+        """Ends the allocations of a capture that torch could not end.
+
+        Up to torch 2.11, a capture that fails leaves the allocator in its capturing state, with a
+        pointer to the graph. Then memory is no longer given back, and `empty_cache` fails.
+        """
+        if self._capturing is None:
+            return
+        self._failed.append(self._capturing)  # must outlive the allocator's pointer
+        self._capturing = None
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if end is not None:
+            with suppress(RuntimeError):  # torch has ended them, as from 2.12 on
+                end(torch.cuda.current_device(), self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+
     def _capture(self, step: Callable[[], T]) -> Callable[[], T]:
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # the allocator is capturing elsewhere; only memory is lost
+            torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):  # compiles kernels and allocates library workspaces
+            times = [time.monotonic()]
+            for _ in range(WARM_UP):  # the first compiles kernels and allocates workspaces
                 step()
+                times.append(time.monotonic())
+        # Launches do not wait for the device, so a later run tells what launching takes.
+        self.compile_s += max(2 * times[1] - times[0] - times[2], 0.0)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may use the device during the capture.
+        self._capturing = graph
         with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             outputs = step()
+        self._capturing = None
         self.bytes += max(torch.cuda.memory_reserved() - before, 0)
 
         def replay() -> T:
@@ -90,7 +118,8 @@ class CaptureLimits:
     """How much time and memory captures may take.
 
     Attributes:
-        seconds: No capture starts after this many seconds.
+        seconds: No capture starts after this many seconds. The time in which kernels compile does
+            not count, so that a cold cache of compiled kernels costs no graph.
         bytes: No capture starts once all captures have taken more than this. A bucket that needs
             more by itself is not captured.
     """
@@ -169,9 +198,9 @@ class GraphCapture(Generic[BucketT, FunctionT, T]):
         ends the captures.
         """
         made = list[CapturedGraph[BucketT, FunctionT, T]]()
-        began, before, left = time.monotonic(), self._taken(), list[str]()
+        began, before, left = self._clock(), self._taken(), list[str]()
         for bucket in buckets:
-            late = time.monotonic() - began > self._limits.seconds
+            late = self._clock() - began > self._limits.seconds
             size = max(self._taken() - before, self._min_bytes(bucket))
             if late or size > self._limits.bytes:
                 left.append(bucket.name)
@@ -194,6 +223,12 @@ class GraphCapture(Generic[BucketT, FunctionT, T]):
                 "no graphs of %s: the limits of capture time or memory are reached", ", ".join(left)
             )
         return made
+
+    def _clock(self) -> float:
+        """Returns the time without that of compilations, in seconds."""
+        recorder = self._record
+        compile_s = recorder.compile_s if isinstance(recorder, CudaRecorder) else 0.0
+        return time.monotonic() - compile_s
 
     def one(self, bucket: BucketT) -> CapturedGraph[BucketT, FunctionT, T]:
         """Returns the graph of one bucket."""

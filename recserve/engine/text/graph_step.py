@@ -215,7 +215,7 @@ class GraphStep:
         # Node n of a tree lies in slot (root length + n) of its text.
         place = roots.lengths[owners] + index - columns.offsets[owners]
         slots = self.rows.slots[columns.rows[owners], place]
-        batch = TreeBatch(tree, None, slots, roots)
+        batch = TreeBatch(tree, None, slots, roots, fillers=1)
         taps, gate = taps_for(self.readers), None
         if self.masks is not None:
             gate = MaskRows.of(self.masks, trees[KINDS], fixed=True)

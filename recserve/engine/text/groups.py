@@ -142,7 +142,7 @@ class TextGroup:
         depth = self.depth
         table, everywhere = self.table, logits.is_cuda
         past = past_of(table, self.contexts, [s.token_counts for s in self.sequences])
-        lengths = torch.tensor([s.length for s in self.sequences], device=logits.device)
+        lengths = on_device([s.length for s in self.sequences], logits.device)
         alone = past is None and (table.greedy or not table.truncates)
         scored = ScoredTrees(
             tree=tree,

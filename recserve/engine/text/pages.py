@@ -12,6 +12,7 @@ from recserve.core.request import RootKeys
 from recserve.engine.runtime.page_placement import PagePlacement
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.sequence import NO_SLOTS, TextSequence
+from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class TextPages:
         placed = self._placement.place(root, 1, separate=False)
         if placed is None:
             return False
-        sequence.pages, sequence.slots = [], NO_SLOTS.to(self.pool.keys.device)
+        sequence.pages, sequence.slots = [], on_device(NO_SLOTS, self.pool.keys.device)
         self._take(sequence, placed.pages)
         self._restore(sequence, placed.found.length, placed.found.last_hidden)
         return True

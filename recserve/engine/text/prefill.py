@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
-
 from recserve.core.finite import all_finite
 from recserve.engine.runtime.runner import ForwardPiece
 from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step_states import StepStates
+from recserve.kernels.host import on_device
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
 
@@ -35,7 +34,7 @@ class Chunk:
         """
         slots, start = self.sequence.slots, self.sequence.num_computed
         stop = start + self.size
-        tokens = torch.tensor(self.sequence.context.tokens[start:stop], device=slots.device)
+        tokens = on_device(self.sequence.context.tokens[start:stop], slots.device)
         return ForwardPiece(
             tree=chain(tokens),
             inputs=NodeInputs(tokens),

@@ -253,7 +253,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
                 if sequence.flawed:
                     raise NotFinite
                 top = sequence.request.params.logprobs
-                logprobs = () if top is None else token_logprobs(logits[path], tokens, top)
+                logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
                 added = sequence.commit(tokens, logprobs, counted)
             except Exception as error:
                 self._drop([sequence])

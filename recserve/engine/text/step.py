@@ -179,7 +179,7 @@ def move_paths(pool: KVPool, paths: Seq[Seq[int]], slots: Tensor) -> None:
     moves = [(node, path[0] + n) for path in paths for n, node in enumerate(path)]
     moves = [(node, place) for node, place in moves if node != place]
     if moves:
-        nodes, places = torch.tensor(moves, device=slots.device).unbind(1)
+        nodes, places = on_device(moves, slots.device).unbind(1)
         pool.copy_slots(slots[nodes], slots[places])
 
 
@@ -213,16 +213,19 @@ def flawed_texts(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> froz
     return frozenset(n for n, path in enumerate(paths) if not all(fine[node] for node in path))
 
 
-def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, rows: Seq[int], tokens: Seq[int], top: int
+) -> list[TokenLogprobs]:
     """Returns the log-probabilities to report for written tokens.
 
     Args:
-        logits: [n, V] raw logits, the row that each token was drawn from.
+        logits: [T, V] raw logits.
+        rows: The n rows that the tokens were drawn from.
         tokens: The n tokens.
         top: Number of most likely tokens to report besides each token.
     """
-    log_p = logits.float().log_softmax(-1)
-    chosen = log_p.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    log_p = logits[on_device(rows, logits.device)].float().log_softmax(-1)
+    chosen = log_p.gather(1, on_device(tokens, logits.device)[:, None])[:, 0].tolist()
     best = log_p.topk(min(top, log_p.shape[1]), dim=1)
     return [
         TokenLogprobs(own, tuple(names), tuple(values))

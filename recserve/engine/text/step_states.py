@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.models.decoder import FINAL_LAYER, Taps
 from recserve.models.drafters.gated_lora import GatedLora
 from recserve.speculation.drafter import Drafter
@@ -30,7 +31,7 @@ class StepStates:
         """Returns [n, F] the layers that a drafter reads, side by side, in memory of their own."""
         layers = drafter.hidden_layers
         columns = [self.final if n == FINAL_LAYER else self.between[n] for n in layers]
-        rows = nodes if isinstance(nodes, slice) else torch.tensor(nodes, device=self.final.device)
+        rows = nodes if isinstance(nodes, slice) else on_device(nodes, self.final.device)
         return torch.cat([column[rows] for column in columns], dim=-1)
 
 

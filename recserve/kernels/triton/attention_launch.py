@@ -67,11 +67,14 @@ class AttentionWork:
         nodes: Nodes computed.
         trees: Number of trees.
         longest_root: Upper bound of the root tokens of a tree.
+        fillers: Number of trees that only fill a batch up, with a node or more each. They have no
+            root to share among programs.
     """
 
     nodes: int
     trees: int
     longest_root: int
+    fillers: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,12 +168,13 @@ def launch(
     """
     group = heads // kv_heads
     block_group = triton.next_power_of_2(group)
-    per_tree = -(-work.nodes // work.trees)
+    trees = max(work.trees - work.fillers, 1)
+    per_tree = -(-max(work.nodes - work.fillers, 1) // trees)
     rows = block_rows(per_tree * block_group, block_group, row_bytes)
 
     def programs_of(rows: int) -> int:
         # Trees are mostly of equal size. Blocks without a tree cost next to nothing.
-        per_head = work.trees * -(-per_tree // (rows // block_group))
+        per_head = trees * -(-per_tree // (rows // block_group))
         return int(max(per_head, 1)) * kv_heads
 
     # If even all splits fill less than half of the device, smaller blocks share the work.

@@ -316,9 +316,8 @@ class TritonTreeAttention:
 
     def plan(self, heads: int, kv_heads: int, row_bytes: int) -> Launch:
         """Returns the launch for these head counts. row_bytes: bytes of a padded key."""
-        work = AttentionWork(
-            self.query_nodes.shape[0], self.batch.tree.num_trees, self.longest_root
-        )
+        trees, fillers = self.batch.tree.num_trees, self.batch.fillers
+        work = AttentionWork(self.query_nodes.shape[0], trees, self.longest_root, fillers)
         machine = machine_of(self.batch.slots.device)
         return attention_launch.launch(work, heads, kv_heads, row_bytes, machine)
 

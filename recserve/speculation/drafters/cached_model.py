@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import TokenTree
 from recserve.models.attention import PagedAttention
@@ -44,8 +45,11 @@ class Chains:
         index = torch.arange(self.tokens.shape[0])
         depths = index - offsets[:-1].repeat_interleave(sizes)
         parents = torch.where(depths > 0, index - 1, -1)
-        columns = torch.stack([parents, depths, stops.repeat_interleave(sizes)]).to(device)
-        return TokenTree(self.tokens, columns[0], columns[1], columns[2], offsets.to(device))
+        ends = stops.repeat_interleave(sizes)
+        columns = on_device(torch.stack([parents, depths, ends]), device)
+        return TokenTree(
+            self.tokens, columns[0], columns[1], columns[2], on_device(offsets, device)
+        )
 
 
 @dataclass(eq=False)
@@ -144,7 +148,7 @@ class CachedModel:
     def _append(self, reading: Reading, slots: list[int]) -> None:
         if slots:
             reading.host_slots += slots
-            reading.slots = torch.cat([reading.slots, torch.tensor(slots, device=self.device)])
+            reading.slots = torch.cat([reading.slots, on_device(slots, self.device)])
 
     def _shorten(self, reading: Reading, length: int) -> None:
         """Frees the slots after the first `length` tokens.
@@ -177,7 +181,7 @@ class CachedModel:
         lengths = [len(part) for part in new]
         hidden = self.read(
             Chains(
-                torch.tensor(sum(new, []), device=self.device),
+                on_device(sum(new, []), self.device),
                 torch.cat([reading.slots[reading.num_read :] for reading in readings]),
                 lengths,
                 tuple(reading.slots[: reading.num_read] for reading in readings),
@@ -185,7 +189,7 @@ class CachedModel:
         )
         for reading in readings:
             reading.num_read = len(reading.host_slots)
-        return hidden[torch.tensor(lengths).cumsum(0).to(hidden.device) - 1]
+        return hidden[on_device(lengths, hidden.device).cumsum(0) - 1]
 
     @torch.inference_mode()
     def read(self, chains: Chains) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.noise import DRAFT, gumbel, step_keys
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
@@ -162,8 +163,8 @@ class ModelDrafter(Drafter):
             if level.inner:
                 frontier = self._read_level(found, level, frontier, readings)
         # `order` maps each tree's preorder to that numbering.
-        order = torch.tensor(sum(places, []), device=cache.device)
-        parents = torch.tensor(sum((shape.parents() for shape in shapes), []), device=cache.device)
+        order = on_device(sum(places, []), cache.device)
+        parents = on_device(sum((shape.parents() for shape in shapes), []), cache.device)
         sizes = [len(shape) for shape in shapes]
         rows: Seq[Tensor | None] = [None] * len(shapes)
         if probs:
@@ -177,10 +178,10 @@ class ModelDrafter(Drafter):
         """Computes the inner nodes among a level's tokens [C], each after its own path."""
         owners = [level.owners[k] for k in level.inner]
         nodes = [level.nodes[k] for k in level.inner]
-        inner = torch.tensor(level.inner, device=tokens.device)
-        slots = torch.tensor(
+        inner = on_device(level.inner, tokens.device)
+        slots = on_device(
             [readings[owner].nodes[node] for owner, node in zip(owners, nodes, strict=True)],
-            device=tokens.device,
+            tokens.device,
         )
         roots = tuple(frontier.paths[level.parents[k]] for k in level.inner)
         hidden = self._cache.read(Chains(tokens[inner], slots, [1] * len(owners), roots))
@@ -258,7 +259,7 @@ class _Draw:
         self, contexts: Seq[TextContext], way: _Way, source: int, device: torch.device
     ) -> None:
         self.table: SamplingTable = sampling_table([c.params for c in contexts], device)
-        self.lengths = torch.tensor([len(c.tokens) for c in contexts], device=device)
+        self.lengths = on_device([len(c.tokens) for c in contexts], device)
         self.way, self.salt = way, source << 16
 
     def __call__(
@@ -277,9 +278,9 @@ class _Draw:
             chosen.
         """
         device, table = logits.device, self.table
-        of = torch.tensor([frontier.owners, frontier.nodes], device=device)
+        of = on_device([frontier.owners, frontier.nodes], device)
         owners, nodes = of[0], of[1]
-        columns = torch.tensor([level.parents, level.ranks, level.nodes], device=device)
+        columns = on_device([level.parents, level.ranks, level.nodes], device)
         parents, ranks, children = columns[0], columns[1], columns[2]
         temperature = table.temperature[owners]
         rows = sampling.temper(logits.float(), temperature)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from recserve.kernels.host import on_device
 from recserve.kernels.noise import DRAFT, uniform
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
@@ -170,7 +171,10 @@ class LookaheadDrafter(Drafter):
             return
         wanted = [self._windows[outcome.context.id].nodes for outcome in moving]
         # The window is on the host, so each step copies only its new row from the device.
-        best = torch.cat([o.logits[n].argmax(-1) for o, n in zip(moving, wanted, strict=True)])
+        rows = [
+            o.logits[on_device(n, o.logits.device)] for o, n in zip(moving, wanted, strict=True)
+        ]
+        best = torch.cat([row.argmax(-1) for row in rows])
         found = torch.split(best.cpu(), [len(nodes) for nodes in wanted])
         for outcome, row in zip(moving, found, strict=True):
             self._move(self._windows[outcome.context.id], outcome.context, row.tolist())

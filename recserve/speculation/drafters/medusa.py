@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaHeads
 from recserve.models.drafters.medusa_files import load_accuracies, load_medusa
 from recserve.models.language_model import LanguageModel
@@ -180,10 +181,10 @@ class MedusaDrafter(Drafter):
         for row, shape in enumerate(shapes):
             places += [(len(path) - 1, row, path[-1]) for path in shape.paths]
             parents += shape.parents()
-        index = torch.tensor(places, device=self._device)
+        index = on_device(places, self._device)
         tokens = guesses[index[:, 0], index[:, 1], index[:, 2]]
         sizes = [len(shape) for shape in shapes]
-        above = torch.tensor(parents, device=self._device)
+        above = on_device(parents, self._device)
         return [
             TextDraft(own, parent, shape.depth)
             for own, parent, shape in zip(
@@ -214,9 +215,9 @@ class MedusaDrafter(Drafter):
         params, device = [context.params for context in contexts], hidden.device
         return self.ranked(
             hidden,
-            torch.tensor([len(c.tokens) for c in contexts], device=device),
-            torch.tensor([p.temperature for p in params], device=device),
-            torch.tensor([p.seed for p in params], device=device),
+            on_device([len(c.tokens) for c in contexts], device),
+            on_device([p.temperature for p in params], device),
+            on_device([p.seed for p in params], device),
             width,
         )
 

@@ -15,6 +15,7 @@ from itertools import islice
 
 import torch
 
+from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import CANDIDATE
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -252,7 +253,7 @@ def _outcome_of(outcome: TextOutcome, part: Part) -> TextOutcome:
     number = {place: node for node, place in enumerate(part.places)}
     accepted = tuple(number[node] for node in outcome.accepted if node in number)
     # Row 0 is the last committed token; row 1 + place is a draft node.
-    rows = torch.tensor([0, *(place + 1 for place in part.places)], device=outcome.logits.device)
+    rows = on_device([0, *(place + 1 for place in part.places)], outcome.logits.device)
     return replace(
         outcome,
         draft=part.draft,

@@ -173,7 +173,7 @@ class ScoreTree:
         keys, parents = torch.cat(self._keys, dim=1), torch.cat(self._parents, dim=1)
         tokens, scores = torch.cat(self._tokens, dim=1), torch.cat(self._scores, dim=1)
         levels = _levels(self._keys)
-        depths = torch.tensor([budget.depth for budget in budgets]).to(keys.device)
+        depths = torch.tensor([b.depth for b in budgets]).to(keys.device, non_blocking=True)
         scores = scores.masked_fill(levels >= depths[:, None], float("-inf"))
         # A stable sort leaves a parent before a child of the same score.
         order = scores.sort(dim=1, descending=True, stable=True).indices

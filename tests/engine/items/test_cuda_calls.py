@@ -1,12 +1,20 @@
 """What the engine asks of CUDA itself, which no pretended device has: in which order, of what."""
 
+import gc
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from recserve.engine.runtime.cuda_graphs import WARM_UP, CudaRecorder
+from recserve.engine.runtime import cuda_graphs
+from recserve.engine.runtime.cuda_graphs import (
+    WARM_UP,
+    CaptureLimits,
+    CudaRecorder,
+    GraphCapture,
+)
 from recserve.kernels.triton import attention_launch, fp8_kernel
 from tests.support import triton_interpreter  # noqa: F401
 
@@ -33,19 +41,22 @@ def calls(monkeypatch):
     def graph(made, pool, stream, capture_error_mode):
         return inside(f"record {made.number} in {pool} on {stream.name}, {capture_error_mode}")
 
+    pools = iter(("the pool", "a second pool", "a third pool"))
+
     def made():
         number = sum(call.startswith("graph") for call in found)
         found.append(f"graph {number}")
         return SimpleNamespace(number=number, replay=lambda: found.append(f"replay {number}"))
 
     fakes = {
-        "graph_pool_handle": lambda: "the pool",
+        "graph_pool_handle": lambda: next(pools),
         "empty_cache": lambda: found.append("empty cache"),
         "memory_reserved": lambda: next(memory),
         "Stream": lambda: Stream("side", found),
         "current_stream": lambda: Stream("main", found),
         "stream": lambda stream: inside(stream.name),
         "set_stream": lambda stream: found.append(f"{stream.name} is current"),
+        "current_device": lambda: 0,
         "synchronize": lambda: found.append("synchronize"),
         "CUDAGraph": made,
         "graph": graph,
@@ -103,8 +114,85 @@ def test_a_record_that_fails_leaves_the_stream_as_it_was(where, calls, monkeypat
     recorder = CudaRecorder()
     with pytest.raises(RuntimeError, match="invalidated" if where == "end" else "not compile"):
         recorder(step)
-    assert calls[-2:] == ["main is current", "synchronize"]
+    assert [call for call in calls if "step" not in call][-2:] == ["main is current", "synchronize"]
     assert calls.count("step") == (WARM_UP + 1 if where == "end" else 1)
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["torch 2.11", "torch 2.12"])
+def test_after_a_failed_capture_the_allocator_captures_no_more(ended, calls, monkeypatch):
+    """torch 2.11 leaves it capturing, with a pointer to the graph; 2.12 ends it itself."""
+    capturing, alive = [], []
+
+    class Graph:
+        def __init__(self):
+            alive.append(weakref.ref(self))
+
+        def replay(self):
+            pass
+
+    class Capture:
+        def __init__(self, graph, pool, *_, **__):
+            self.pool = pool
+
+        def __enter__(self):
+            torch.cuda.empty_cache()  # as torch.cuda.graph does
+            capturing.append(self.pool)
+
+        def __exit__(self, kind, *_):
+            if kind is None or ended:
+                capturing.remove(self.pool)
+            if kind is not None:
+                raise RuntimeError("the capture was invalidated")
+
+    def empty_cache():
+        if capturing:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def end(device, pool):
+        if pool not in capturing:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        capturing.remove(pool)
+
+    def breaks():
+        if len(alive) == 1:
+            raise ValueError("not capturable")
+
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    recorder = CudaRecorder()
+    with pytest.raises(RuntimeError, match="invalidated"):
+        recorder(breaks)
+    gc.collect()
+    assert not capturing and alive[0]() is not None
+    replay = recorder(lambda: calls.append("step"))
+    assert not capturing and recorder._pool == "a second pool"
+    replay()
+
+
+def test_compilation_does_not_count_as_capture(calls, monkeypatch):
+    """Each first warm-up takes 30 s of compiling, everything else a second a run."""
+    now, seen = [0.0], set()
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(cuda_graphs, "time", clock)
+
+    def build(bucket):
+        def step():
+            now[0] += 1 if bucket in seen else 31
+            seen.add(bucket)
+
+        return step
+
+    buckets = [SimpleNamespace(name=str(n)) for n in range(30)]
+    for counted, captured in ((False, 20), (True, 2)):
+        recorder, now[0] = CudaRecorder(), 0.0
+        seen.clear()
+        limits = CaptureLimits(seconds=59.5)
+        record = (lambda step, r=recorder: r(step)) if counted else recorder
+        made = GraphCapture(lambda b: build(b.name), record, lambda: 0, limits)(buckets)
+        assert len(made) == captured
+        assert recorder.compile_s == 30 * captured
 
 
 def test_a_device_is_asked_what_it_has(monkeypatch):

@@ -60,3 +60,23 @@ def test_label_scores_are_the_cpu_s():
     expected = text_engine("cpu").run_many([text_scores("cpu")] * 2)
     with PretendCuda():
         assert_same(text_engine("cuda").run_many([text_scores("cuda")] * 2), expected)
+
+
+@pytest.mark.parametrize(
+    "drafter,rule,parameters",
+    [
+        *((drafter, "sample", "hot") for drafter in DRAFTERS),
+        ("none", "sample", "everything"),
+        ("draft_model", "rejection", "truncated"),
+        ("medusa", "sample", "greedy"),
+    ],
+)
+def test_launched_steps_upload_without_waiting(drafter, rule, parameters):
+    """A blocking copy waits for the forward pass before it."""
+    with PretendCuda() as device:
+        engine = text_engine("cuda", () if drafter == "none" else (drafter,))
+        for _ in range(2):
+            engine.run_many(texts(drafter, rule, parameters))
+            found = device.counts()["upload"], device.table()
+            device.syncs.clear()
+        assert found[0] == 0, found[1]  # the first run makes constants of the drafter

@@ -209,6 +209,20 @@ def test_roots_are_split_to_fill_a_device_once(nodes, trees, root, rows, splits)
     assert (splits - 1) * chunk < max(root, 1)
 
 
+@pytest.mark.parametrize("nodes,texts", [(72, 1), (2, 1), (16, 8), (72, 8)])
+def test_a_tree_that_fills_a_batch_up_takes_no_share_of_the_device(nodes, texts):
+    """Padded steps have one more tree, without a root."""
+    work = attention_launch.AttentionWork(nodes, texts + 1, 33_000, fillers=1)
+    plan = attention_launch.launch(work, 32, 8, 256, attention_launch.HOPPER)
+    alone = launched(nodes - 1, texts, 33_000)
+    assert (plan.num_splits, plan.block_q) == (alone.num_splits, alone.block_q)
+    # Blocks for every way to share the nodes: the other trees may have one node each.
+    assert plan.num_blocks >= -(-(nodes - texts) // plan.block_q) + texts
+    naive = launched(nodes, texts + 1, 33_000)
+    if texts == 1:
+        assert plan.num_splits > naive.num_splits
+
+
 def test_a_device_with_little_shared_memory_keeps_one_block_in_flight():
     assert launched(64, 1, 8192).stages == attention_launch.STAGES
     small = attention_launch.Machine(128, 102_400)
