@@ -98,6 +98,13 @@ def load_block(folder: Path, target: LanguageModel) -> Block:
     return network.requires_grad_(False).eval()
 
 
+def block_tensor_names(folder: Path, target: LanguageModel) -> set[str]:
+    """Returns the names of the tensors that are not copies of the target's, without prefixes."""
+    weights = _tensors(folder)
+    _share_with(target, weights)
+    return set(weights)
+
+
 def _names(name: str) -> list[str]:
     """Returns the names in a file whose tensors make up our tensor `name`."""
     first, *rest = name.split(".")

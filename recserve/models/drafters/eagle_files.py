@@ -110,6 +110,12 @@ def read_eagle_config(
     inner = fields.get("transformer_layer_config") or {}
     nested = fields.get("eagle_config") or {}
     check_fields((*fields, *inner, *nested), (*OWN, *WITHOUT_EFFECT))
+    for name in nested.keys() & fields.keys():
+        if nested[name] != fields[name]:
+            raise UnsupportedModel(
+                f"config.json says {name} {fields[name]!r}, and eagle_config inside it "
+                f"{nested[name]!r}; remove the wrong one"
+            )
     kind = fields.get("speculators_model_type", "eagle3")
     if kind not in KINDS:
         raise UnsupportedModel(f"speculators_model_type is {kind!r}; this drafter reads {KINDS}")

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recserve.models.loading import read_json
+from safetensors.torch import save_file
+from torch import Tensor
+
+from recserve.models.loading import opened_file, read_json, tensor_files
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,12 @@ class CheckpointReading:
         answer: What it means, in a few words.
         fields: Changes of config.json that select it. An object changes fields inside an object,
             and None removes a field.
+        tensors: Tensors that it replaces, by their names in the files.
     """
 
     answer: str
     fields: Mapping[str, Any]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,12 @@ def changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def write_view(folder: Path, reading: CheckpointReading, view: Path) -> Path:
-    """Makes `view` a folder with the same files, and the reading's fields in config.json.
+    """Makes `view` a folder with the same files, changed as a reading asks.
 
     Args:
         folder: Folder of the drafter.
         reading: The reading.
-        view: New folder. Its files other than config.json are links.
+        view: New folder. Files without a change are links.
 
     Returns:
         The folder of the view.
@@ -76,4 +81,11 @@ def write_view(folder: Path, reading: CheckpointReading, view: Path) -> Path:
             (view / path.name).symlink_to(path.resolve())
     fields = changed(read_json(folder / "config.json"), reading.fields)
     (view / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    files = tensor_files(folder) if reading.tensors else {}
+    for path in {files[name] for name in reading.tensors}:
+        with opened_file(path) as file:
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        (view / path.name).unlink()
+        stored |= {name: own for name, own in reading.tensors.items() if files[name] == path}
+        save_file(stored, view / path.name)
     return view

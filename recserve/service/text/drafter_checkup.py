@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion, write_view
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.service.finding import Finding
 from recserve.service.text.drafter_checks import (
@@ -60,29 +58,22 @@ class _Alternative:
 
 
 def examine_drafter(
-    named: str,
-    llm: Path,
-    text: str | None = None,
-    device: torch.device | None = None,
+    named: str, target: LanguageModel, tokenizer: TextTokenizer, text: str | None = None
 ) -> list[Finding]:
     """Examines a drafter and tries it.
 
     Args:
         named: `DIR`, or `NAME=DIR` as for `serve --drafter`.
-        llm: Folder of the target.
+        target: The model to draft for. Its weights are packed.
+        tokenizer: The target's tokenizer.
         text: Held-out text. None lets the target write the beginnings of the texts.
-        device: Device of the models; None means the CPU.
 
     Returns:
         Findings, in order. The last ones are missing if the files cannot be loaded.
 
     Raises:
-        UnsupportedModel: If the target cannot be loaded.
-        UnsupportedTokenizer: If the target's tokenizer cannot be loaded.
         ValueError: If the text is too short.
     """
-    tokenizer = TextTokenizer.open(llm)
-    target = load_language_model(llm, device=device or torch.device("cpu"))
     name, _, folder = named.rpartition("=")
     try:
         files = drafter_files(Path(folder))
@@ -117,7 +108,9 @@ def examine_drafter(
             "vocabulary", lambda: check_vocabulary(files, target, np.concatenate(measure.outputs))
         )
     )
-    findings += [_judge(one, measure, target, openings) for one in others]
+    if others:
+        chains = measure_acceptance(target, drafter, openings, chains=True)
+        findings += [_judge(one, chains, target, openings) for one in others]
     return [*findings, _acceptance(measure), _cost(target, drafter, openings)]
 
 
@@ -179,7 +172,7 @@ def _judge(
     name, served = f"reading: {one.question.name}", one.question.default
     if one.drafter is None:
         return Finding(name, "ok", f"{served}; {one.reading.answer} is refused: {one.refusal}")
-    measure = measure_acceptance(target, one.drafter, openings)
+    measure = measure_acceptance(target, one.drafter, openings, chains=True)
     gain = compare(taken, measure)
     found = (
         f"{served}: {taken.per_draft:.2f} accepted per draft; {one.reading.answer}: "

@@ -21,6 +21,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 
 NUM_TEXTS, OPENING, OUTPUT = 24, 32, 64
 NUM_TIMED = 3
+CHAINS = "block"  # an acceptance rule that gets chains, greedy ones at temperature 0
 NAME = "tried"  # the drafter's name in the engine of a trial
 # A reading counts as better from this many standard errors of the paired difference. With five
 # readings a smaller number names a false one too often.
@@ -141,9 +142,20 @@ def write_openings(target: LanguageModel) -> Openings:
     return Openings(np.stack([np.concatenate([prompt, own.tokens]) for own in written]), num_output)
 
 
-def measure_acceptance(target: LanguageModel, drafter: Drafter, openings: Openings) -> DraftMeasure:
-    """Continues the openings greedily with drafts, all texts side by side."""
-    found = _run(_engine(target, drafter), target, openings, NAME)
+def measure_acceptance(
+    target: LanguageModel, drafter: Drafter, openings: Openings, chains: bool = False
+) -> DraftMeasure:
+    """Continues the openings greedily with drafts, all texts side by side.
+
+    Args:
+        target: The target.
+        drafter: The drafter.
+        openings: What the texts begin with.
+        chains: Asks for chains instead of the drafter's own trees. A chain tells two readings
+            apart that differ little, since a tree also holds what is less likely.
+    """
+    rule = CHAINS if chains else Speculation().verifier
+    found = _run(_engine(target, drafter), target, openings, Speculation(NAME, verifier=rule))
     counts = [one.counts for one in found]
     depth = max((len(own.per_position) for own in counts), default=0)
     sums = [
@@ -166,7 +178,7 @@ def measure_cost(target: LanguageModel, drafter: Drafter, openings: Openings) ->
     for _ in range(2):  # the first round compiles and fills caches
         for name in ("none", NAME):
             timed[name] = [
-                _run(engine, target, Openings(row[None], few.num_output), name)[0]
+                _run(engine, target, Openings(row[None], few.num_output), Speculation(name))[0]
                 for row in few.tokens
             ]
     plain, drafted = ([one.timing for one in timed[name]] for name in ("none", NAME))
@@ -202,7 +214,9 @@ def _engine(target: LanguageModel, drafter: Drafter | None = None) -> Engine:
     return build_engine(EngineModels(text=target, drafters=drafters), EngineConfig(graphs=False))
 
 
-def _run(engine: Engine, target: LanguageModel, openings: Openings, name: str) -> list[Completion]:
+def _run(
+    engine: Engine, target: LanguageModel, openings: Openings, speculation: Speculation
+) -> list[Completion]:
     params = SamplingParams(
         temperature=0.0, max_tokens=openings.num_output, stop_token_ids=target.config.eos_tokens
     )
