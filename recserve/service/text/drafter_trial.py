@@ -220,9 +220,7 @@ def _run(
     params = SamplingParams(
         temperature=0.0, max_tokens=openings.num_output, stop_token_ids=target.config.eos_tokens
     )
-    return _completed(
-        engine, [TextQuery(row, params, Speculation(name)) for row in openings.tokens]
-    )
+    return _completed(engine, [TextQuery(row, params, speculation) for row in openings.tokens])
 
 
 def _completed(engine: Engine, queries: list[TextQuery]) -> list[Completion]:
