@@ -130,7 +130,7 @@ def scale(
 
 
 def doctor(
-    checked: Annotated[
+    path: Annotated[
         str | None,
         typer.Argument(
             metavar="[DRAFTER]",
@@ -156,7 +156,7 @@ def doctor(
     from recserve.cli.doctor import examine
     from recserve.cli.terminal import findings_table
 
-    if checked is None:
+    if path is None:
         if text:
             raise typer.BadParameter("--text is for trying a DRAFTER")
         findings = examine(bundle, store, llm, tuple(drafter or ()))
@@ -165,7 +165,7 @@ def doctor(
             raise typer.BadParameter("a DRAFTER needs the folder of its language model (--llm)")
         if bundle or store or drafter:
             raise typer.BadParameter("a DRAFTER is examined alone, with --llm and --text")
-        findings = _examine_drafter(checked, llm, text or [], device)
+        findings = _examine_drafter(path, llm, text or [], device)
     Console().print(findings_table(findings))
     raise typer.Exit(int(any(finding.state == "fail" for finding in findings)))
 
