@@ -133,10 +133,21 @@ def check_copies(files: DrafterFiles, target: LanguageModel) -> Finding:
     return Finding("copies", state.state, nothing)
 
 
-def check_tokenizer(files: DrafterFiles, tokenizer: TextTokenizer) -> Finding:
-    """Compares a tokenizer and a chat template in the drafter's folder with the target's."""
+def check_tokenizer(
+    files: DrafterFiles, target: LanguageModel, tokenizer: TextTokenizer
+) -> Finding:
+    """Compares tokenizer, chat template and end tokens in the drafter's folder with the target's."""
     template = "a chat template" if tokenizer.template is not None else "no chat template"
-    found = f"the target has {len(tokenizer.all_bytes):,} tokens and {template}"
+    size, scored = len(tokenizer.all_bytes), target.config.vocab_size
+    found = f"the target has {size:,} tokens and {template}"
+    if size > scored:
+        return Finding("tokenizer", "fail", f"{found}, but it scores only {scored:,} tokens")
+    ends = files.fields.get("eos_token_id")
+    named = set(ends if isinstance(ends, list) else [ends]) - {None}
+    if target.config.eos_tokens and named - set(target.config.eos_tokens):
+        ours = list(target.config.eos_tokens)
+        detail = f"{found}; config.json ends texts with {sorted(named)}, the target with {ours}"
+        return Finding("tokenizer", "warn", detail)
     if not (files.folder / "tokenizer.json").exists():
         return Finding("tokenizer", "ok", f"{found}; the drafter's folder has none")
     other = TextTokenizer.open(files.folder)

@@ -91,7 +91,7 @@ def examine_drafter(
         "positions": lambda: check_positions(files, target),
         "norms": lambda: check_norms(files),
         "copies": lambda: check_copies(files, target),
-        "tokenizer": lambda: check_tokenizer(files, tokenizer),
+        "tokenizer": lambda: check_tokenizer(files, target, tokenizer),
     }
     findings += [_guarded(check, run) for check, run in checks.items()]
     with tempfile.TemporaryDirectory() as views:
@@ -118,13 +118,10 @@ def _name(name: str, files: DrafterFiles) -> str:
     """Returns the drafter's name. Raises ValueError if the tensors contradict a given one."""
     if not name:
         return files.kinds[0]
-    known = {kind for kind in drafter_classes() if kind in files.kinds}
-    built_in = name in drafter_classes() and drafter_classes()[name].__module__.startswith(
-        "recserve."
-    )
     if name not in drafter_classes():
         raise ValueError(f"drafter is {name!r}; choose one of {sorted(drafter_classes())}")
-    if built_in and name not in known:
+    built_in = drafter_classes()[name].__module__.startswith("recserve.")
+    if built_in and name not in files.kinds:
         raise ValueError(
             f"{files.told_by!r} is a tensor of {files.kinds[0]!r}, which the drafter {name!r} does "
             "not read"

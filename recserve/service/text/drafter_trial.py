@@ -172,7 +172,7 @@ def measure_acceptance(
 
 def measure_cost(target: LanguageModel, drafter: Drafter, openings: Openings) -> DraftCost:
     """Continues some openings one after another, plainly and with drafts."""
-    engine = _engine(target, drafter)
+    engine = _engine(target, drafter, graphs=None)
     few = Openings(openings.tokens[:NUM_TIMED], openings.num_output)
     timed: dict[str, list[Completion]] = {}
     for _ in range(2):  # the first round compiles and fills caches
@@ -209,9 +209,11 @@ def _lengths(target: LanguageModel) -> tuple[int, int]:
     return size, min(OUTPUT, positions - size)
 
 
-def _engine(target: LanguageModel, drafter: Drafter | None = None) -> Engine:
+def _engine(
+    target: LanguageModel, drafter: Drafter | None = None, graphs: bool | None = False
+) -> Engine:
     drafters = {} if drafter is None else {NAME: drafter}
-    return build_engine(EngineModels(text=target, drafters=drafters), EngineConfig(graphs=False))
+    return build_engine(EngineModels(text=target, drafters=drafters), EngineConfig(graphs=graphs))
 
 
 def _run(
