@@ -136,7 +136,7 @@ def check_copies(files: DrafterFiles, target: LanguageModel) -> Finding:
 def check_tokenizer(
     files: DrafterFiles, target: LanguageModel, tokenizer: TextTokenizer
 ) -> Finding:
-    """Compares tokenizer, chat template and end tokens in the drafter's folder with the target's."""
+    """Compares tokenizer, chat template and end tokens of the drafter with the target's."""
     template = "a chat template" if tokenizer.template is not None else "no chat template"
     size, scored = len(tokenizer.all_bytes), target.config.vocab_size
     found = f"the target has {size:,} tokens and {template}"
