@@ -15,6 +15,7 @@ from recserve.models.drafters.hydra_files import save_hydra
 from recserve.models.drafters.medusa_files import save_medusa
 from recserve.models.drafters.mtp_files import save_mtp
 from recserve.models.drafters.specformer_files import save_specformer
+from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text.block import train_block
@@ -35,9 +36,26 @@ OPTIONS = TrainOptions(device="cpu", precision="float32")
 Change = Callable[[dict, dict], None]
 
 
-def write_drawn(kind: str, folder: Path) -> Path:
-    """Writes a drafter with drawn weights for drawn_model(0)."""
+def uneven_model() -> LanguageModel:
+    """Returns drawn_model(0), with the weights of the final norm far apart and the same logits.
+
+    Its final state and the stream before the final norm then differ as they do in large models.
+    """
     model = drawn_model(0)
+    scale = uneven(model.config.decoder.hidden_size)
+    model.decoder.norm.weight.mul_(scale)
+    model.head.weight.div_(scale)
+    return model
+
+
+def uneven(size: int) -> torch.Tensor:
+    """Returns positive factors that lie far apart."""
+    return (1.2 * torch.randn(size, generator=torch.Generator().manual_seed(3))).exp()
+
+
+def write_drawn(kind: str, folder: Path) -> Path:
+    """Writes a drafter with drawn weights for uneven_model()."""
+    model = uneven_model()
     if kind in ("eagle-1", "eagle-3"):
         save_eagle(eagle(model, kind == "eagle-3").network, folder)
     elif kind == "mtp":
@@ -54,8 +72,8 @@ def write_drawn(kind: str, folder: Path) -> Path:
 
 
 def write_trained(kind: str, folder: Path) -> Path:
-    """Trains a drafter for drawn_model(0) on what this writes; takes two or three seconds."""
-    model = drawn_model(0)
+    """Trains a drafter for uneven_model() on what it writes; takes two or three seconds."""
+    model = uneven_model()
     text, cut = own_text(model), (ROWS - VALID) * WINDOW
     train, valid = text[:cut], text[cut:]
     if kind in ("eagle3", "mtp"):

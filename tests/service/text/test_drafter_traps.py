@@ -16,8 +16,16 @@ import torch
 from recserve.service.text import drafter_trial
 from recserve.service.text.drafter_checkup import examine_drafter
 from recserve.tokenizer.tokenizer import TextTokenizer
-from tests.support.drafter_folders import Change, changed_copy, write_drawn, write_trained
-from tests.support.text_plain import VOCABULARY, drawn_model
+from tests.support.drafter_folders import (
+    Change,
+    changed_copy,
+    own_text,
+    uneven,
+    uneven_model,
+    write_drawn,
+    write_trained,
+)
+from tests.support.text_plain import VOCABULARY
 from tests.support.tiny_tokenizer import tiny_tokenizer
 
 
@@ -91,11 +99,29 @@ def ids_in_d2t(fields, weights):
 
 def ids_in_d2t_without_t2d(fields, weights):
     """Ids that are also valid as offsets, for a head that proposes a part of the tokens."""
-    words = torch.arange(1, 29, 2)
+    counts = torch.bincount(torch.from_numpy(own_text(uneven_model())), minlength=VOCABULARY)
+    words = counts[:27].topk(13).indices.sort().values
     weights["lm_head.weight"] = weights["lm_head.weight"][words]
     weights["d2t"] = words
     fields["draft_vocab_size"] = len(words)
-    assert int(words.max()) + len(words) <= VOCABULARY + 2
+
+
+def output_norm_fed_back(fields, weights):
+    """A norm with weights far from 1, whose output is not fed back, and a flag that says it is.
+
+    SpecForge writes such a flag: the norm precedes its head, and its training feeds no norm back.
+    """
+    fields["norm_output"] = True
+    name = "norm.weight"
+    if name not in weights:
+        name = next(name for name in weights if name.endswith("shared_head.norm.weight"))
+        head = name.replace("norm.weight", "head.weight")
+        weights[head] = uneven_model().head.weight.clone()
+    else:
+        head = "lm_head.weight"
+    scale = uneven(32)
+    weights[name] = weights[name] * scale
+    weights[head] = weights[head] / scale
 
 
 def norm_before_fc_in_two_places(fields, weights):
@@ -146,7 +172,7 @@ TRAPS = (
     Trap(4, "eagle-3", norm_before_fc_in_two_places, "files", "norm_before_fc False.*eagle_config"),
     Trap(4, "eagle-3", norm_before_fc_nowhere, "files", "input_norm"),
     Trap(5, "eagle-3", wide_norm_for_three, "files", "fc_norm.0.weight"),
-    Trap(6, "trained eagle3", fields_of(norm_output=True), "reading: fed back", "before its norm"),
+    Trap(6, "trained eagle3", output_norm_fed_back, "reading: fed back", "before its norm"),
     Trap(7, "dflash", contradicting_causal_flags, "files", "causal and causal_head"),
     Trap(7, "trained jetspec", nested(causal_head=None), "reading: attention", "causal within"),
     Trap(8, "dflash2", fields_of(architectures=["DFlashDraftModel"]), "kind", "candidate_", "ok"),
@@ -157,7 +183,7 @@ TRAPS = (
     Trap(11, "dflash", without("q_norm.weight", "k_norm.weight"), "files", "q_norm"),
     Trap(12, "hydra", even_places, "files", "even places"),
     Trap(12, "hydra", without(".1.bias"), "files", r"hydra_lm_head.0.1.bias"),
-    Trap(13, "trained mtp", fields_of(norm_output=True), "reading: fed back", "before its norm"),
+    Trap(13, "trained mtp", output_norm_fed_back, "reading: fed back", "before its norm"),
     Trap(13, "trained mtp", fields_of(target_layer_ids=[2]), "reading: state", "the final state"),
     Trap(14, "dflash", nested(mask_token_id=VOCABULARY), "files", f"mask_token_id is {VOCABULARY}"),
     Trap(15, "medusa", without("1.1.weight"), "files", "lacks .*head 1"),
@@ -181,7 +207,7 @@ def report(folder: Path, root: Path) -> dict[str, list]:
     """Returns the findings by name."""
     tokenizer = TextTokenizer.open(tiny_tokenizer(root / "tokenizer"))
     found: dict[str, list] = {}
-    for finding in examine_drafter(str(folder), drawn_model(0), tokenizer):
+    for finding in examine_drafter(str(folder), uneven_model(), tokenizer):
         found.setdefault(finding.name, []).append(finding)
     return found
 
@@ -204,7 +230,8 @@ def test_a_trap_is_named(trap, root, tmp_path):
     faulty = changed_copy(good_files(root, trap.base), tmp_path / "faulty", trap.change)
     found = report(faulty, root)
     named = [one for one in found[trap.finding] if one.state == trap.state]
-    assert any(re.search(trap.detail, one.detail) for one in named), found
+    said = [f"{one.name} {one.state} {one.detail}" for own in found.values() for one in own]
+    assert any(re.search(trap.detail, one.detail) for one in named), "\n".join(said)
 
 
 def test_every_trap_is_in_the_table():
