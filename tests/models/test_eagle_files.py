@@ -411,3 +411,27 @@ def test_every_other_reading_loads_and_says_so(name, tmp_path, target):
             assert other.config != taken.config or not same, question.name
             again = {one.name: one.default for one in eagle_questions(view, target)}
             assert again.get(question.name, reading.answer) == reading.answer
+
+
+@pytest.mark.parametrize("ids", [False, True], ids=["offsets", "ids"])
+def test_a_map_without_t2d_is_an_open_question(ids, tmp_path, target):
+    """Token ids that are valid offsets too load in silence, so both readings are listed."""
+    fields, weights = eagle3()
+    tokens = torch.tensor([1, 2, 3, 5, 8, 9, 11, 14, 15, 18, 20, 24, 25])
+    weights["d2t"] = tokens if ids else tokens - torch.arange(13)
+    weights["lm_head.weight"] = torch.randn(13, 32)
+    fields = fields | {"draft_vocab_size": 13}
+    folder = written(tmp_path / "full", fields, weights)
+    with pytest.raises(UnsupportedModel, match="d2t"):
+        load_eagle(folder, target)  # t2d tells
+    del weights["t2d"]
+    folder = written(tmp_path / "head", fields, weights)
+    read = load_eagle(folder, target).token_map.tolist()
+    assert (read == tokens.tolist()) != ids
+    names = [question.name for question in eagle_questions(folder, target)]
+    if not ids:
+        assert "vocabulary" not in names  # as ids, some offsets would repeat
+        return
+    question = eagle_questions(folder, target)[names.index("vocabulary")]
+    view = write_view(folder, question.others[0], tmp_path / "view")
+    assert load_eagle(view, target).token_map.tolist() == tokens.tolist()
