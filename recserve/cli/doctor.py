@@ -15,36 +15,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+from recserve.service.finding import Finding
 
 if TYPE_CHECKING:
     from recserve.engine.stats import EngineStats
-
-State = Literal["ok", "warn", "fail"]
 
 MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 1024
 MIN_FREE_BYTES = 1 << 30
 MAX_STORE_MS = 5.0
 PACKAGES = ("torch", "numpy", "pyarrow", "faiss-cpu", "lmdb", "redis", "fastapi", "msgspec")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check.
-
-    Attributes:
-        name: What was checked.
-        state: Outcome of the check.
-        detail: What the check found, and advice unless the state is `ok`.
-    """
-
-    name: str
-    state: State
-    detail: str
 
 
 def examine(

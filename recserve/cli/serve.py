@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recserve.cli.flags import Device, StoreFlag, yaml_list
+from recserve.cli.flags import Device, DeviceFlag, StoreFlag, yaml_list
+
+if TYPE_CHECKING:
+    from recserve.service.finding import Finding
 
 if TYPE_CHECKING:
     from recserve.config import ServerConfig
@@ -166,19 +169,54 @@ def scale(
 
 
 def doctor(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DRAFTER]",
+            help="Examine and try this drafter of --llm: DIR, or NAME=DIR.",
+            show_default=False,
+        ),
+    ] = None,
     bundle: Annotated[Path | None, typer.Option(help="Verify this bundle too.")] = None,
     store: StoreFlag = None,
     llm: Annotated[
         Path | None, typer.Option(help="Load this language model and list its captured steps.")
     ] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="Its drafters, as for serve.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Held-out text to try DRAFTER on; default: text of the model's own."),
+    ] = None,
+    device: DeviceFlag = "auto",
 ) -> None:
-    """Check this machine and print advice; the exit status is 1 if a check fails."""
+    """Check this machine, or a drafter, and print advice; the exit status is 1 if a check fails."""
     from rich.console import Console
 
     from recserve.cli.doctor import examine
     from recserve.cli.terminal import findings_table
 
-    findings = examine(bundle, store, llm, tuple(drafter or ()))
+    if path is None:
+        if text:
+            raise typer.BadParameter("--text is for trying a DRAFTER")
+        findings = examine(bundle, store, llm, tuple(drafter or ()))
+    else:
+        if llm is None or not llm.is_dir():
+            raise typer.BadParameter("a DRAFTER needs the folder of its language model (--llm)")
+        if bundle or store or drafter:
+            raise typer.BadParameter("a DRAFTER is examined alone, with --llm and --text")
+        findings = _examine_drafter(path, llm, text or [], device)
     Console().print(findings_table(findings))
     raise typer.Exit(int(any(finding.state == "fail" for finding in findings)))
+
+
+def _examine_drafter(named: str, llm: Path, texts: list[Path], device: Device) -> list[Finding]:
+    from recserve.models.loading import load_language_model
+    from recserve.service.model_loader import resolve_device
+    from recserve.service.text.drafter_checkup import examine_drafter
+    from recserve.tokenizer.tokenizer import TextTokenizer
+    from recserve.training.text.language_model import read_texts
+
+    text = "\n".join(read_texts(texts)) if texts else None
+    tokenizer = TextTokenizer.open(llm)
+    target = load_language_model(llm, device=resolve_device(device))
+    return examine_drafter(named, target, tokenizer, text)

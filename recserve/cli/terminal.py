@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from recserve.batch.job import Progress
-from recserve.cli.doctor import Finding
 from recserve.schemas.events import HistoryResponse
 from recserve.schemas.items import ItemResponse, RankResponse, RecommendResponse, TimingMs
+from recserve.service.finding import Finding
 
 Title = Callable[[str], str | None]
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from recserve.core.plugins import Pluggable
 from recserve.kernels.paged_kv import KVPool, KVShape
 from recserve.models.drafters.gated_lora import GatedLora
+from recserve.models.drafters.open_question import OpenQuestion
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -224,6 +225,16 @@ class Drafter(Pluggable, ABC):
             ValueError: If weights are missing or do not fit the target.
         """
         return cls()
+
+    @classmethod
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+        """Returns what the files of a folder leave open; `recserve doctor` tries all readings.
+
+        Args:
+            folder: Folder of the drafter's weights, which `from_folders` reads without an error.
+            target: The model that verifies.
+        """
+        return ()
 
     def attach(self, pool: KVPool) -> None:  # noqa: B027
         """Receives the pool of its own keys and values, with the slots of the target's pool.

@@ -11,7 +11,9 @@ from recserve.models.attention import DenseAttention, Rope
 from recserve.models.config import RopeScaling
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle_files import load_eagle, save_eagle
+from recserve.models.drafters.eagle_questions import eagle_questions
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
+from recserve.models.drafters.open_question import write_view
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import UnsupportedModel
 from tests.support.mtp_drafter import mtp
@@ -366,3 +368,70 @@ def test_biases_and_scaled_positions_of_the_target_are_saved(kind, tmp_path):
     assert torch.equal(again._frequencies, network._frequencies)
     for name, weight in network.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
+
+
+def in_pairs(weight: torch.Tensor, dim: int = 8) -> torch.Tensor:
+    """Returns rows 0 4 1 5 2 6 3 7 of each head, so that neighbours turn together."""
+    halves = weight.unflatten(0, (-1, 2, dim // 2))
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+@pytest.mark.parametrize("name", ["eagle-1", "speculators", "deepspec"])
+def test_rotary_pairs_are_read_as_halves(name, tmp_path, target):
+    fields, weights = LAYOUTS[name]()
+    halves = load_eagle(written(tmp_path / "halves", fields, weights), target)
+    for key in list(weights):
+        if any(part in key for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
+            weights[key] = in_pairs(weights[key])
+    pairs = load_eagle(
+        written(tmp_path / "pairs", fields | {"is_neox_style": False}, weights), target
+    )
+    for key, weight in halves.state_dict().items():
+        assert torch.equal(weight, pairs.state_dict()[key]), key
+
+
+def test_deepspec_without_its_norms_is_refused(tmp_path, target):
+    fields, weights = deepspec()
+    for part in "qk":
+        del weights[f"layers.0.self_attn.{part}_norm.weight"]
+    with pytest.raises(UnsupportedModel, match="q_norm"):
+        load_eagle(written(tmp_path, fields, weights), target)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_other_reading_loads_and_says_so(name, tmp_path, target):
+    fields, weights = LAYOUTS[name]()
+    folder = written(tmp_path / "head", fields, weights)
+    taken = load_eagle(folder, target)
+    for number, question in enumerate(eagle_questions(folder, target)):
+        for reading in question.others:
+            view = write_view(folder, reading, tmp_path / f"{number}-{reading.answer}")
+            other = load_eagle(view, target)
+            same = torch.equal(other.layers[0].qkv.weight, taken.layers[0].qkv.weight)
+            assert other.config != taken.config or not same, question.name
+            again = {one.name: one.default for one in eagle_questions(view, target)}
+            assert again.get(question.name, reading.answer) == reading.answer
+
+
+@pytest.mark.parametrize("ids", [False, True], ids=["offsets", "ids"])
+def test_a_map_without_t2d_is_an_open_question(ids, tmp_path, target):
+    """Token ids that are valid offsets too load in silence, so both readings are listed."""
+    fields, weights = eagle3()
+    tokens = torch.tensor([1, 2, 3, 5, 8, 9, 11, 14, 15, 18, 20, 24, 25])
+    weights["d2t"] = tokens if ids else tokens - torch.arange(13)
+    weights["lm_head.weight"] = torch.randn(13, 32)
+    fields = fields | {"draft_vocab_size": 13}
+    folder = written(tmp_path / "full", fields, weights)
+    with pytest.raises(UnsupportedModel, match="d2t"):
+        load_eagle(folder, target)  # t2d tells
+    del weights["t2d"]
+    folder = written(tmp_path / "head", fields, weights)
+    read = load_eagle(folder, target).token_map.tolist()
+    assert (read == tokens.tolist()) != ids
+    names = [question.name for question in eagle_questions(folder, target)]
+    if not ids:
+        assert "vocabulary" not in names  # as ids, some offsets would repeat
+        return
+    question = eagle_questions(folder, target)[names.index("vocabulary")]
+    view = write_view(folder, question.others[0], tmp_path / "view")
+    assert load_eagle(view, target).token_map.tolist() == tokens.tolist()

@@ -288,3 +288,15 @@ def test_what_is_saved_is_what_was_there(tmp_path, target):
     assert "model.layers.2.eh_proj.weight" in load_file(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="without gate"):
         save_mtp(mtp(target, qwen=True).network, tmp_path, 2)
+
+
+def test_fields_of_this_project_override_the_layout(tmp_path, target):
+    """What is fed back and which state goes in: no layout says so."""
+    fields, weights = deepseek()
+    own = {"norm_output": True, "target_layer_ids": [2]}
+    network = load_mtp(written(tmp_path, fields | own, weights), target)
+    assert network.config.feeds_norm and network.config.target_layers == (2,)
+    with pytest.raises(UnsupportedModel, match=r"target_layer_ids is \[1\]"):
+        load_mtp(written(tmp_path, fields | {"target_layer_ids": [1]}, weights), target)
+    with pytest.raises(ValueError, match="layout holds modules"):
+        save_mtp(network, tmp_path, 2)

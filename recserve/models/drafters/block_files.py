@@ -22,6 +22,7 @@ from torch import Tensor
 
 from recserve.models.drafters.block import Block, BlockConfig
 from recserve.models.drafters.block_layouts import read_block_config
+from recserve.models.drafters.network_files import to_halves
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import PARTS, UnsupportedModel, opened_file, read_json, tensor_files
 from recserve.models.weight_check import is_finite
@@ -65,7 +66,7 @@ def load_block(folder: Path, target: LanguageModel) -> Block:
     config, pairs = read_block_config(read_json(folder / "config.json"), set(weights), target)
     _split_fused(weights, config)
     if pairs:
-        _to_halves(weights, config)
+        to_halves(weights, config.decoder.head_dim)
     _read_vocabulary(weights, config, folder.name)
     with torch.device("meta"):
         network = Block(config)
@@ -95,6 +96,13 @@ def load_block(folder: Path, target: LanguageModel) -> Block:
         )
     network.load_state_dict(loaded, assign=True)
     return network.requires_grad_(False).eval()
+
+
+def block_tensor_names(folder: Path, target: LanguageModel) -> set[str]:
+    """Returns the names of the tensors that are not copies of the target's, without prefixes."""
+    weights = _tensors(folder)
+    _share_with(target, weights)
+    return set(weights)
 
 
 def _names(name: str) -> list[str]:
@@ -149,18 +157,6 @@ def _split_fused(weights: dict[str, Tensor], config: BlockConfig) -> None:
                     raise UnsupportedModel(f"{name} has {tensor.shape[0]} rows, not {sum(sizes)}")
                 for part, piece in zip(parts, torch.split(tensor, sizes), strict=True):
                     weights[name.replace(whole, part)] = piece
-
-
-def _to_halves(weights: dict[str, Tensor], config: BlockConfig) -> None:
-    """Reorders queries and keys whose RoPE turns neighbours, for a RoPE that turns halves."""
-    dim = config.decoder.head_dim
-    order = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2)])
-    for name, tensor in weights.items():
-        if any(part in name for part in (".q_proj.", ".k_proj.")):
-            heads = tensor.view(-1, dim, *tensor.shape[1:])
-            weights[name] = heads[:, order].flatten(0, 1)
-        elif any(part in name for part in (".q_norm.", ".k_norm.")):
-            weights[name] = tensor[order]
 
 
 def _read_vocabulary(weights: dict[str, Tensor], config: BlockConfig, folder: str) -> None:

@@ -137,6 +137,11 @@ def read_block_config(
         max_positions=decoder.max_positions,
         qk_norm=any(name.endswith("q_norm.weight") for name in tensors),
     )
+    if not network.qk_norm and fields.get("model_type") == "qwen3":
+        raise UnsupportedModel(
+            "model_type is 'qwen3', which has norms of queries and keys; there is no tensor "
+            "'layers.0.self_attn.q_norm.weight'"
+        )
     mask = found.get("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
     if mask is None and "mask_embedding" not in tensors:
         raise UnsupportedModel("config.json names no mask_token_id, and there is no mask_embedding")

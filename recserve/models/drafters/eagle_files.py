@@ -31,6 +31,7 @@ from torch import Tensor
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.network_files import (
+    NEOX,
     StoredTensors,
     check_embedding,
     check_fields,
@@ -39,6 +40,7 @@ from recserve.models.drafters.network_files import (
     read_sizes,
     same_embedding,
     size_fields,
+    to_halves,
     write_folder,
 )
 from recserve.models.language_model import LanguageModel
@@ -65,6 +67,7 @@ OWN = (
     *("eagle_aux_hidden_state_layer_ids", "target_layer_ids", "norm_before_fc", "fc_norm"),
     *("norm_output", "norm_before_residual", "transformer_layer_config", "fusion_bias"),
     *("speculators_model_type", "use_aux_hidden_state", "mask_token_id", "add_para_norm"),
+    NEOX,
 )
 # Other fields without an effect on the network's outputs. `layernorms` follows from the tensors.
 WITHOUT_EFFECT = (
@@ -80,8 +83,10 @@ def load_eagle(folder: Path, target: LanguageModel) -> Eagle:
         UnsupportedModel: If a field or tensor is unknown or does not fit; the message names it,
             the expected and the actual value.
     """
-    weights = _tensors(folder)
-    config = read_eagle_config(read_json(folder / "config.json"), set(weights), target)
+    weights, fields = _tensors(folder), read_json(folder / "config.json")
+    config = read_eagle_config(fields, set(weights), target)
+    if not {**fields, **(fields.get("transformer_layer_config") or {})}.get(NEOX, True):
+        to_halves(weights, config.decoder.head_dim)
     own = weights.get("embed_tokens.weight")
     if own is not None and config.mask_token is not None and not same_embedding(own, target):
         config = replace(config, own_embedding=True)  # P-EAGLE trains its embedding
@@ -105,6 +110,12 @@ def read_eagle_config(
     inner = fields.get("transformer_layer_config") or {}
     nested = fields.get("eagle_config") or {}
     check_fields((*fields, *inner, *nested), (*OWN, *WITHOUT_EFFECT))
+    for name in nested.keys() & fields.keys():
+        if nested[name] != fields[name]:
+            raise UnsupportedModel(
+                f"config.json says {name} {fields[name]!r}, and eagle_config inside it "
+                f"{nested[name]!r}; remove the wrong one"
+            )
     kind = fields.get("speculators_model_type", "eagle3")
     if kind not in KINDS:
         raise UnsupportedModel(f"speculators_model_type is {kind!r}; this drafter reads {KINDS}")
@@ -114,6 +125,11 @@ def read_eagle_config(
     fused, every = "hidden_norm.weight" in {_leaf(name) for name in tensors}, {**fields, **nested}
     own, decoder = target.config, target.config.decoder
     sized = read_sizes({**fields, **inner}, tensors, target)
+    if not sized.qk_norm and "Qwen3Eagle3Model" in (fields.get("architectures") or ()):
+        raise UnsupportedModel(
+            "the architecture is 'Qwen3Eagle3Model', which has norms of queries and keys; there is "
+            "no tensor 'layers.0.self_attn.q_norm.weight'"
+        )
     para = bool(fields.get("add_para_norm", False))
     named = every.get("eagle_aux_hidden_state_layer_ids") or every.get("target_layer_ids")
     depth = decoder.num_layers
@@ -142,6 +158,11 @@ def read_eagle_config(
     )
 
 
+def eagle_tensor_names(folder: Path) -> set[str]:
+    """Returns the names of all tensors, without the prefixes that differ between layouts."""
+    return {_short(name) for name in tensor_files(folder)}
+
+
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors by name, without what differs between layouts."""
     found: dict[str, Tensor] = {}
@@ -149,11 +170,14 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     for path in sorted(set(files.values())):
         with opened_file(path) as file:
             for name in file.keys():  # noqa: SIM118
-                short = name
-                while before := next((p for p in PREFIXES if short.startswith(p)), None):
-                    short = PREFIXES[before] + short.removeprefix(before)
-                found[ALIASES.get(short, short)] = file.get_tensor(name)
+                found[_short(name)] = file.get_tensor(name)
     return found
+
+
+def _short(name: str) -> str:
+    while before := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
+        name = PREFIXES[before] + name.removeprefix(before)
+    return ALIASES.get(name, name)
 
 
 def _leaf(name: str) -> str:

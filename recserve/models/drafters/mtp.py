@@ -45,6 +45,7 @@ class MtpConfig:
         rotary_dim: Numbers of a head that RoPE turns, the first and the second half of them being
             the first numbers of both halves of a head. None means all.
         own_head: Whether it has a head of its own. Otherwise it reads the target's.
+        target_layer: Layer of the target whose states it reads, as in `Drafter.hidden_layers`.
 
     Raises:
         ValueError: If the fields contradict each other.
@@ -57,6 +58,7 @@ class MtpConfig:
     gated: bool = False
     rotary_dim: int | None = None
     own_head: bool = False
+    target_layer: int = FINAL_LAYER
 
     def __post_init__(self) -> None:
         turned = self.rotary_dim
@@ -73,8 +75,8 @@ class MtpConfig:
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """The target's final state, which is the only one that is read."""
-        return (FINAL_LAYER,)
+        """The one layer of the target whose states are read."""
+        return (self.target_layer,)
 
     @property
     def draft_vocab_size(self) -> int:

@@ -8,7 +8,9 @@
                   and the layer's own tensors; sizes are inside transformer_layer_config
 
 A folder may hold the modules alone or beside the target's own tensors. Every field of the
-configuration is read, known to change nothing, or an error. The same holds for every tensor.
+configuration is read, known to change nothing, or an error. The same holds for every tensor. Two
+fields of this project override a layout: `norm_output`, whether the normalised output is fed back,
+and `target_layer_ids`, where `[n]` for n layers is the target's stream before its final norm.
 
 The norms of the families Qwen3-Next and Qwen3.5 are stored as differences from 1. Their query
 projection holds the gate of each head behind its query. RoPE turns the first numbers of a head;
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.mtp import Mtp, MtpConfig
 from recserve.models.drafters.network_files import (
     StoredTensors,
@@ -53,7 +56,7 @@ from recserve.models.loading import (
 OWN = (
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "attn_output_gate", "text_config"),
     *("partial_rotary_factor", "transformer_layer_config", "speculators_model_type"),
-    "mtp_use_dedicated_embeddings",
+    *("mtp_use_dedicated_embeddings", "norm_output", "target_layer_ids"),
 )
 # Other fields without an effect on the module's outputs. Those of linear attention concern only
 # the target's layers.
@@ -145,18 +148,8 @@ def load_mtp(folder: Path, target: LanguageModel) -> Mtp:
         UnsupportedModel: If a field or tensor is unknown or does not fit; the message names it,
             the expected and the actual value.
     """
-    files = tensor_files(folder)
-
-    def load(name: str) -> Tensor:
-        with opened_file(files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    stored = StoredTensors(folder.name, set(files), load)
+    stored, fields = _stored(folder), _fields(folder)
     layout = _layout(stored, target)
-    fields = read_json(folder / "config.json")
-    fields = {**fields, **(fields.get("text_config") or {})}
-    fields |= fields.get("transformer_layer_config") or {}
     config = _read_config(fields, stored, layout, target)
     centred = str(fields.get("model_type")).startswith(CENTRED)
     with torch.device("meta"):
@@ -171,6 +164,33 @@ def load_mtp(folder: Path, target: LanguageModel) -> Mtp:
             f"{folder.name} has a tensor {left[0]!r} that has no place in an MTP module"
         )
     return network.requires_grad_(False).eval()
+
+
+def read_mtp_config(folder: Path, target: LanguageModel) -> MtpConfig:
+    """Returns the configuration of a folder's modules.
+
+    Raises:
+        UnsupportedModel: If a field or the name of a tensor does not fit.
+    """
+    stored = _stored(folder)
+    return _read_config(_fields(folder), stored, _layout(stored, target), target)
+
+
+def _stored(folder: Path) -> StoredTensors:
+    files = tensor_files(folder)
+
+    def load(name: str) -> Tensor:
+        with opened_file(files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    return StoredTensors(folder.name, set(files), load)
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = read_json(folder / "config.json")
+    fields = {**fields, **(fields.get("text_config") or {})}
+    return fields | (fields.get("transformer_layer_config") or {})
 
 
 def _layout(stored: StoredTensors, target: LanguageModel) -> Layout:
@@ -228,14 +248,20 @@ def _read_config(
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     share = (0.25 if centred else 1.0) if share is None else float(share)
     heads = [name for name in names if name.endswith(".shared_head.head.weight")]
+    layers, depth = fields.get("target_layer_ids", [FINAL_LAYER]), target.config.decoder.num_layers
+    if layers not in ([FINAL_LAYER], [depth]):
+        raise UnsupportedModel(
+            f"target_layer_ids is {layers}; an MTP module reads the final state, or [{depth}]"
+        )
     return MtpConfig(
         decoder=decoder,
         vocab_size=target.config.vocab_size,
-        feeds_norm=layout.feeds_norm,
+        feeds_norm=bool(fields.get("norm_output", layout.feeds_norm)),
         first_token=layout.feeds_norm,
         gated=gated,
         rotary_dim=None if share == 1.0 else int(decoder.head_dim * share),
         own_head=bool(heads),
+        target_layer=layers[0],
     )
 
 
@@ -301,7 +327,8 @@ def save_mtp(network: Mtp, folder: Path, target_layers: int) -> None:
     """
     config = network.config
     layout = Layout(DEEPSEEK, target_layers, config.decoder.num_layers)
-    if config.feeds_norm or config.first_token or config.gated or config.rotary_dim:
+    unlike = config.feeds_norm or config.first_token or config.gated or config.rotary_dim
+    if unlike or config.target_layer != FINAL_LAYER:
         raise ValueError(
             "DeepSeek's layout holds modules that feed back their output, without gate"
         )

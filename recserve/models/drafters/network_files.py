@@ -36,6 +36,8 @@ WITHOUT_EFFECT = (
     *("max_window_layers", "layer_types", "speculators_version", "speculators_config"),
     "auto_map",
 )
+# True, the default: a head's first half turns with its second. False: even numbers with odd ones.
+NEOX = "is_neox_style"
 
 
 @dataclass
@@ -122,6 +124,22 @@ def fill(
         if not is_finite(loaded[name]):
             raise UnsupportedModel(f"{stored.folder}: {name} holds NaN or infinity as {dtype}")
     network.load_state_dict(loaded, assign=True)
+
+
+def to_halves(weights: dict[str, Tensor], head_dim: int) -> None:
+    """Reorders queries and keys whose RoPE turns neighbours, for a RoPE that turns halves.
+
+    Args:
+        weights: Tensors by published name; those of queries and keys are replaced.
+        head_dim: D.
+    """
+    order = torch.cat([torch.arange(0, head_dim, 2), torch.arange(1, head_dim, 2)])
+    for name, tensor in weights.items():
+        if any(part in name for part in (".q_proj.", ".k_proj.", ".q_norm.", ".k_norm.")):
+            if tensor.shape[0] % head_dim:
+                raise UnsupportedModel(f"{name} has {tensor.shape[0]} rows; heads have {head_dim}")
+            heads = tensor.view(-1, head_dim, *tensor.shape[1:])
+            weights[name] = heads[:, order].flatten(0, 1)
 
 
 def same_embedding(own: Tensor, target: LanguageModel) -> bool:

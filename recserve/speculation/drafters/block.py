@@ -27,6 +27,8 @@ from recserve.models.attention import PagedAttention
 from recserve.models.drafters.block import Block
 from recserve.models.drafters.block_files import load_block
 from recserve.models.drafters.block_heads import pair_scores
+from recserve.models.drafters.block_questions import block_questions
+from recserve.models.drafters.open_question import OpenQuestion
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -120,6 +122,11 @@ class BlockDrafter(Drafter):
         network = load_block(folders[0], target)
         pack_weights(network)
         return cls(network, target)
+
+    @classmethod
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+        """Returns what the files leave open, such as layers and the direction of attention."""
+        return block_questions(folder, target)
 
     def attach(self, pool: KVPool) -> None:
         """Receives the pool of the network's keys and values."""

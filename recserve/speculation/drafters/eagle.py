@@ -29,7 +29,9 @@ from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain, merge
 from recserve.models.attention import PagedAttention
 from recserve.models.drafters.eagle_files import load_eagle
+from recserve.models.drafters.eagle_questions import eagle_questions
 from recserve.models.drafters.feature_network import FeatureNetwork, MaskRow
+from recserve.models.drafters.open_question import OpenQuestion
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -121,6 +123,11 @@ class EagleDrafter(Drafter):
     @staticmethod
     def _load(folder: Path, target: LanguageModel) -> FeatureNetwork:
         return load_eagle(folder, target)
+
+    @classmethod
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+        """Returns what the files leave open: layers, norms and rotary positions."""
+        return eagle_questions(folder, target)
 
     def attach(self, pool: KVPool) -> None:
         """Receives the pool of the network's keys and values."""

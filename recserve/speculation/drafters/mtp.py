@@ -9,6 +9,8 @@ from pathlib import Path
 
 from recserve.models.drafters.feature_network import FeatureNetwork
 from recserve.models.drafters.mtp_files import load_mtp
+from recserve.models.drafters.mtp_questions import mtp_questions
+from recserve.models.drafters.open_question import OpenQuestion
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafters.eagle import EagleDrafter
 
@@ -21,3 +23,8 @@ class MtpDrafter(EagleDrafter):
     @staticmethod
     def _load(folder: Path, target: LanguageModel) -> FeatureNetwork:
         return load_mtp(folder, target)
+
+    @classmethod
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+        """Returns what the files leave open: the states that go in and what is fed back."""
+        return mtp_questions(folder, target)

@@ -23,8 +23,10 @@ from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain, merge
 from recserve.models.attention import PagedAttention
+from recserve.models.drafters.open_question import OpenQuestion
 from recserve.models.drafters.specformer import Specformer
 from recserve.models.drafters.specformer_files import load_specformer
+from recserve.models.drafters.specformer_questions import specformer_questions
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -89,6 +91,11 @@ class SpecformerDrafter(Drafter):
         network = load_specformer(folders[0], target)
         pack_weights(network)
         return cls(network, target)
+
+    @classmethod
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+        """Returns what the files leave open, such as layers and the direction of attention."""
+        return specformer_questions(folder, target)
 
     def attach(self, pool: KVPool) -> None:
         """Receives the pool of the network's keys and values."""

@@ -1,0 +1,68 @@
+"""What the files of an EAGLE network leave open.
+
+    layers      the numbers count the embedding as 0, or the first layer as 0
+    fed back    `norm_output` means that the normalised output is fed back (vLLM, speculators), or
+                only that the head reads it (SpecForge, whose training never feeds it back)
+    residual    `norm_before_residual` changes no tensor
+
+See shared_questions.py for the others. Sources: vLLM (llama_eagle3.py), speculators
+(models/eagle3), SpecForge (llama3_eagle.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from recserve.models.drafters.eagle import EagleConfig
+from recserve.models.drafters.eagle_files import eagle_tensor_names, read_eagle_config
+from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion
+from recserve.models.drafters.shared_questions import (
+    listed,
+    placed,
+    rotary_questions,
+    vocabulary_questions,
+)
+from recserve.models.language_model import LanguageModel
+from recserve.models.loading import read_json
+
+LAYERS = ("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
+NESTED = ("eagle_config",)
+FED_BACK = {False: "the output before its norm", True: "the normalised output"}
+RESIDUAL = {False: "the feature", True: "the normalised feature"}
+
+
+def eagle_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+    """Returns what the files of a folder leave open for a target.
+
+    Raises:
+        UnsupportedModel: If the configuration cannot be read.
+    """
+    fields = read_json(folder / "config.json")
+    config = read_eagle_config(fields, eagle_tensor_names(folder), target)
+    decoder = target.config.decoder
+    return (
+        *(_fused(fields, config, decoder.num_layers) if config.fused else ()),
+        *rotary_questions(fields, config.decoder, decoder),
+        *vocabulary_questions(folder, config.vocab_size),
+    )
+
+
+def _fused(fields: Mapping[str, Any], config: EagleConfig, depth: int) -> Iterator[OpenQuestion]:
+    nested = fields.get("eagle_config") or {}
+    key = next((name for name in LAYERS if nested.get(name) or fields.get(name)), LAYERS[0])
+    readings = []
+    for shift in (1, -1):
+        moved = [number + shift for number in config.target_layers]
+        if min(moved) >= 0 and max(moved) <= depth:
+            change = placed(fields, key, moved, NESTED)
+            readings.append(CheckpointReading(listed(moved), change))
+    yield OpenQuestion("layers", listed(config.target_layers), tuple(readings))
+    for name, key, answers in (
+        ("fed back", "norm_output", FED_BACK),
+        ("residual", "norm_before_residual", RESIDUAL),
+    ):
+        taken = bool(getattr(config, key))
+        change = placed(fields, key, not taken, NESTED)
+        yield OpenQuestion(name, answers[taken], (CheckpointReading(answers[not taken], change),))

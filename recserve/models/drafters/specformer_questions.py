@@ -1,0 +1,36 @@
+"""What the files of a SpecFormer network leave open: direction of attention, and layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recserve.models.decoder import FINAL_LAYER
+from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion
+from recserve.models.drafters.shared_questions import listed
+from recserve.models.drafters.specformer_files import read_specformer_config
+from recserve.models.language_model import LanguageModel
+from recserve.models.loading import read_json
+
+CAUSAL = {True: "causal between the slots", False: "in both directions between the slots"}
+
+
+def specformer_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+    """Returns what the files of a folder leave open for a target.
+
+    Raises:
+        UnsupportedModel: If the configuration cannot be read.
+    """
+    config = read_specformer_config(read_json(folder / "config.json"), target)
+    depth, other = target.config.decoder.num_layers, not config.causal
+    hooks = [depth if layer == FINAL_LAYER else layer for layer in config.target_layers]
+    moved = [[hook + shift for hook in hooks] for shift in (1, -1)]
+    readings = tuple(
+        CheckpointReading(listed(own), {"hook_list": own})
+        for own in moved
+        if min(own) >= 0 and max(own) <= depth
+    )
+    attention = CheckpointReading(CAUSAL[other], {"is_causal": other})
+    return (
+        OpenQuestion("attention", CAUSAL[config.causal], (attention,)),
+        OpenQuestion("layers", listed(hooks), readings),
+    )
