@@ -18,10 +18,10 @@ from recserve.models.drafters.specformer_files import save_specformer
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.block import train_block
-from recserve.training.text.block_recipe import BlockRecipe
-from recserve.training.text.eagle import EagleRecipe, train_eagle
-from recserve.training.text.mtp import train_mtp
+from recserve.training.text.drafters.block import train_block
+from recserve.training.text.drafters.block_recipe import BlockRecipe
+from recserve.training.text.drafters.eagle import EagleRecipe, train_eagle
+from recserve.training.text.drafters.mtp import train_mtp
 from tests.support.block_drafter import block_network
 from tests.support.hydra_drafter import hydra_network
 from tests.support.mtp_drafter import mtp
