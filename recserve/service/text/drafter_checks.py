@@ -145,8 +145,8 @@ def check_tokenizer(
     ends = files.fields.get("eos_token_id")
     named = set(ends if isinstance(ends, list) else [ends]) - {None}
     if target.config.eos_tokens and named - set(target.config.eos_tokens):
-        ours = list(target.config.eos_tokens)
-        detail = f"{found}; config.json ends texts with {sorted(named)}, the target with {ours}"
+        right = list(target.config.eos_tokens)
+        detail = f"{found}; config.json ends texts with {sorted(named)}, the target with {right}"
         return Finding("tokenizer", "warn", detail)
     if not (files.folder / "tokenizer.json").exists():
         return Finding("tokenizer", "ok", f"{found}; the drafter's folder has none")
