@@ -124,6 +124,7 @@ class _Run(Generic[Batch]):
             {},
         )
         self.recipe = asdict(schedule) | {"seed": options.seed, "model": type(model).__name__}
+        self.now = time.process_time if options.clock == "processor" else time.monotonic
         self.limit_s = 60 * options.max_minutes if options.max_minutes else math.inf
         self.dtype = options.autocast_dtype()
         self.device = options.torch_device()
@@ -140,7 +141,7 @@ class _Run(Generic[Batch]):
             self.console.print(f"no {self.checkpoint.name} to resume; training starts anew")
         is_new = not self.directory.exists()
         self.directory.mkdir(parents=True, exist_ok=True)  # fail now, not after an epoch
-        self.began, self.earlier_s = time.monotonic(), state.seconds
+        self.began, self.earlier_s = self.now(), state.seconds
         try:
             stopped = self._epochs()
         except BaseException as error:
@@ -263,7 +264,7 @@ class _Run(Generic[Batch]):
         """Returns the metrics of the averaged weights, which replace the model's for the
         validation.
         """
-        began = time.monotonic()
+        began = self.now()
         trained = {name: p.detach().clone() for name, p in self.named.items()}
         try:
             self._load(self.state.averaged)
@@ -272,7 +273,7 @@ class _Run(Generic[Batch]):
                 metrics = self.trainee.validate()
         finally:
             self._load(trained)
-        self.state.validation_s = time.monotonic() - began
+        self.state.validation_s = self.now() - began
         return metrics
 
     @torch.no_grad()
@@ -290,7 +291,7 @@ class _Run(Generic[Batch]):
 
     def _elapsed_s(self) -> float:
         """Returns the seconds since this run began, without the runs that it resumes."""
-        return time.monotonic() - self.began
+        return self.now() - self.began
 
     def _progress(self) -> Progress:
         return Progress(

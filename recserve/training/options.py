@@ -20,6 +20,8 @@ class TrainOptions:
         epochs: Number of epochs, at least 1.
         max_minutes: Time limit of this run, without the runs that it resumes. Training and
             validation end within it, and the learning rate decays in time for it.
+        clock: What `max_minutes` counts. `processor`: the process's time on the processor, for
+            comparisons on a machine that does other work too.
         seed: Seed of weights and draws, at least 0.
         device: `auto` is CUDA if the machine has it.
         resume: True continues from the last checkpoint in the bundle, if there is one.
@@ -41,6 +43,7 @@ class TrainOptions:
 
     epochs: int | None = None
     max_minutes: float | None = None
+    clock: Literal["wall", "processor"] = "wall"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: bool = False
@@ -62,6 +65,7 @@ class TrainOptions:
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0")
         choices = {
+            "clock": ("wall", "processor"),
             "device": ("auto", "cpu", "cuda"),
             "head": HEAD_KINDS,
             "input": ("codes", "items"),

@@ -135,6 +135,27 @@ def test_minutes_are_those_of_this_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert second.epochs == pytest.approx(120 / 4, abs=1)
 
 
+@pytest.mark.parametrize(("name", "batches"), [("processor", 60), ("wall", 6)])
+def test_minutes_of_the_processor(name, batches, tmp_path, monkeypatch) -> None:
+    """A batch takes 10 seconds, of which the process computes one."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: 10 * clock.now)
+    clock.process_time = lambda: clock.now
+    monkeypatch.setattr(loop, "time", clock)
+
+    class Timed(Line):
+        def loss(self, batch: torch.Tensor) -> StepLoss:
+            clock.now += 1
+            return super().loss(batch)
+
+        def validate(self) -> dict[str, float]:
+            clock.now += 1e-6
+            return super().validate()
+
+    options = replace(OPTIONS, max_minutes=1.0, clock=name)
+    fit(Timed(), replace(SCHEDULE, epochs=10_000), options, tmp_path, quiet())
+    assert clock.now == pytest.approx(batches, abs=6)
+
+
 def test_resume_refuses_another_recipe_and_a_damaged_file(tmp_path: Path) -> None:
     fit(Line(), SCHEDULE, OPTIONS, tmp_path, quiet())
     options = replace(OPTIONS, resume=True)
