@@ -172,7 +172,7 @@ def doctor(
     path: Annotated[
         str | None,
         typer.Argument(
-            metavar="[DRAFTER]",
+            metavar="DRAFTER",
             help="Examine and try this drafter of --llm: DIR, or NAME=DIR.",
             show_default=False,
         ),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,8 @@ from tests.support.text_engines import eagle, medusa
 from tests.support.text_plain import drawn_model
 
 WINDOW, ROWS, VALID = 24, 320, 20
+# Layers, rows of a block, epochs. The direction of attention matters in longer blocks.
+BLOCKS = {"dflash": (1, 4, 12), "jetspec": (2, 8, 30)}
 SCHEDULE = Schedule(12, 1e-2, weight_decay=0.0, averaging=0.0)
 OPTIONS = TrainOptions(device="cpu", precision="float32")
 # A change of a drafter's files: it edits the fields of config.json and the tensors.
@@ -72,7 +75,7 @@ def write_drawn(kind: str, folder: Path) -> Path:
 
 
 def write_trained(kind: str, folder: Path) -> Path:
-    """Trains a drafter for uneven_model() on what it writes; takes two or three seconds."""
+    """Trains a drafter for uneven_model() on what it writes; takes seconds."""
     model = uneven_model()
     text, cut = own_text(model), (ROWS - VALID) * WINDOW
     train, valid = text[:cut], text[cut:]
@@ -81,8 +84,18 @@ def write_trained(kind: str, folder: Path) -> Path:
         run = train_mtp if kind == "mtp" else train_eagle
         run(model, train, valid, folder, OPTIONS, recipe)
     else:
-        sizes = {"layers": 1, "block_size": 4, "rank": 8, "anchors": 8, "window": WINDOW}
-        block = BlockRecipe(kind=kind, **sizes, batch=16, validation_rows=VALID, schedule=SCHEDULE)
+        layers, size, epochs = BLOCKS[kind]
+        block = BlockRecipe(
+            kind=kind,
+            layers=layers,
+            block_size=size,
+            rank=8,
+            anchors=8,
+            window=WINDOW,
+            batch=16,
+            validation_rows=VALID,
+            schedule=replace(SCHEDULE, epochs=epochs),
+        )
         train_block(model, train, valid, folder, OPTIONS, block)
     return folder
 

@@ -151,13 +151,13 @@ def check_tokenizer(
     if not (files.folder / "tokenizer.json").exists():
         return Finding("tokenizer", "ok", f"{found}; the drafter's folder has none")
     other = TextTokenizer.open(files.folder)
-    ours, theirs = (one.tokenizer.get_vocab() for one in (tokenizer, other))
-    differing = [word for word in ours.keys() | theirs.keys() if ours.get(word) != theirs.get(word)]
+    own, others = (one.tokenizer.get_vocab() for one in (tokenizer, other))
+    differing = [word for word in own.keys() | others.keys() if own.get(word) != others.get(word)]
     if differing:
         word = min(differing)
         detail = (
             f"{len(differing)} tokens differ from the target's, such as {word!r}: "
-            f"{ours.get(word)} in the target, {theirs.get(word)} in the drafter"
+            f"{own.get(word)} in the target, {others.get(word)} in the drafter"
         )
         return Finding("tokenizer", "fail", detail)
     if (message := _template_difference(tokenizer, other)) is not None:

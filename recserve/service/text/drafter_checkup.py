@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from recserve.engine.text.draft_proposer import BREAK_EVEN
 from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion, write_view
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
@@ -35,8 +36,6 @@ from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.registry import build_drafter, drafter_classes
 from recserve.tokenizer.tokenizer import TextTokenizer
 
-# Fewer accepted tokens per draft pay for no draft, so a server pauses the drafter.
-BREAK_EVEN = 0.05
 MAX_CHARACTERS = 400_000  # of a held-out text
 
 

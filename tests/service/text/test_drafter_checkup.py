@@ -183,7 +183,7 @@ def test_openings_fit_the_positions_of_the_target(target):
     cut = cut_openings(text, target)
     assert cut.tokens[0].tolist() == text[:size].tolist()
     assert cut.tokens[-1].tolist() == text[-size:].tolist()
-    with pytest.raises(ValueError, match="tokens are needed"):
+    with pytest.raises(ValueError, match="32 are needed"):
         cut_openings(text[:size], target)
 
 
