@@ -192,7 +192,7 @@ def detokenize(body: c.DetokenizeRequest) -> Operation[c.DetokenizeResponse]:
 
 def tokenizer_info() -> Operation[c.TokenizerInfo]:
     """GET /tokenizer_info."""
-    return Operation("GET", "/tokenizer_info", c.TokenizerInfo)
+    return _get("/tokenizer_info", c.TokenizerInfo)
 
 
 def models() -> Operation[Json]:
