@@ -20,6 +20,7 @@ from recserve.schemas.encoding import (
     EmbeddingsResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
 from recserve.schemas.experiments import ExperimentsResponse, ExperimentStatus
@@ -237,6 +238,10 @@ class AsyncClient:
     ) -> DetokenizeResponse:
         """Returns the text of tokens."""
         return await self.send(operations.detokenize(body), deadline_s)
+
+    async def tokenizer_info(self, deadline_s: float | None = None) -> TokenizerInfo:
+        """Returns the special tokens and the chat template of the language model."""
+        return await self.send(operations.tokenizer_info(), deadline_s)
 
     async def models(self, deadline_s: float | None = None) -> Json:
         """Returns the served models."""

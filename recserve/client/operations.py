@@ -190,6 +190,11 @@ def detokenize(body: c.DetokenizeRequest) -> Operation[c.DetokenizeResponse]:
     return _post("/detokenize", c.DetokenizeResponse, body)
 
 
+def tokenizer_info() -> Operation[c.TokenizerInfo]:
+    """GET /tokenizer_info."""
+    return _get("/tokenizer_info", c.TokenizerInfo)
+
+
 def models() -> Operation[Json]:
     """GET /v1/models."""
     return _get("/v1/models", Json)

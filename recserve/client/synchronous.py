@@ -20,6 +20,7 @@ from recserve.schemas.encoding import (
     EmbeddingsResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
 from recserve.schemas.experiments import ExperimentsResponse, ExperimentStatus
@@ -229,6 +230,10 @@ class Client:
     ) -> DetokenizeResponse:
         """Returns the text of tokens."""
         return self.send(operations.detokenize(body), deadline_s)
+
+    def tokenizer_info(self, deadline_s: float | None = None) -> TokenizerInfo:
+        """Returns the special tokens and the chat template of the language model."""
+        return self.send(operations.tokenizer_info(), deadline_s)
 
     def models(self, deadline_s: float | None = None) -> Json:
         """Returns the served models."""

@@ -21,6 +21,7 @@ from recserve.training.plot import save_plot
 from recserve.training.schedule import Schedule
 
 LOG_EVERY_S = 10.0  # lines of progress within an epoch, where no bar can be drawn
+ESTIMATE_AFTER_S = 5.0  # of the first epoch
 VALIDATION_SHARE = 0.1  # share of max_minutes that is reserved for the first validation
 
 
@@ -128,6 +129,7 @@ class _Run(Generic[Batch]):
         self.limit_s = 60 * options.max_minutes if options.max_minutes else math.inf
         self.dtype = options.autocast_dtype()
         self.device = options.torch_device()
+        self._estimates = True  # until the length of the run has been estimated
 
     def run(self) -> TrainReport:
         """Trains until the epochs, the patience or the time run out, then restores the best
@@ -219,6 +221,9 @@ class _Run(Generic[Batch]):
                 left_s = (told - began) * (len(plan) - done) / done
                 share = f"epoch {epoch + 1}/{self.schedule.epochs}: {done / len(plan):.0%}"
                 self.console.print(f"{share}  {shown}  {left_s:.0f} s left of it", soft_wrap=True)
+            if self._estimates and time.monotonic() - began > ESTIMATE_AFTER_S:
+                self._estimates = False
+                self.console.print(self._estimate((time.monotonic() - began) / done * len(plan)))
             if self._out_of_time():
                 break
         seconds = time.monotonic() - began
@@ -236,6 +241,12 @@ class _Run(Generic[Batch]):
             state.best = {name: tensor.clone() for name, tensor in state.averaged.items()}
         save_checkpoint(state, self.checkpoint, self.recipe)
         return done == len(plan)
+
+    def _estimate(self, epoch_s: float) -> str:
+        """Returns how long the run will take if every epoch takes `epoch_s`."""
+        all_s = min(epoch_s * (self.schedule.epochs - self.state.epoch), self.limit_s)
+        took = f"{all_s:.0f} s" if all_s < 100 else f"{all_s / 60:.0f} min"
+        return f"about {took} for all epochs, without validation; it may stop earlier"
 
     def _step(self, batch: Batch, steps_per_epoch: int) -> StepLoss:
         state, schedule = self.state, self.schedule

@@ -262,3 +262,14 @@ def test_a_run_that_fails_leaves_no_empty_folder(tmp_path, fails):
     with pytest.raises(Interrupted):
         fit(Line(fails=0), SCHEDULE, OPTIONS, given, Console(file=io.StringIO()))
     assert given.exists()
+
+
+@pytest.mark.parametrize(("max_minutes", "words"), [(None, "about 7 min"), (0.5, "about 30 s")])
+def test_the_length_of_the_run_is_estimated_once(tmp_path, monkeypatch, max_minutes, words):
+    monkeypatch.setattr(loop, "ESTIMATE_AFTER_S", 0.0)
+    estimate = loop._Run._estimate  # a hundred seconds an epoch, whatever the machine takes
+    monkeypatch.setattr(loop._Run, "_estimate", lambda run, _: estimate(run, 100.0))
+    console = spoken()
+    options = replace(OPTIONS, max_minutes=max_minutes)
+    fit(Line(), SCHEDULE, options, tmp_path, console)
+    assert said(console).count(words) == 1 and said(console).count("about") == 1

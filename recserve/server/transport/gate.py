@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import hmac
 import logging
 import os
@@ -18,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recserve.core.cache_salt import salted
+from recserve.core.request import QueueFull
 from recserve.metrics import Metrics
 from recserve.server.errors import (
     AdminDisabled,
@@ -41,6 +41,7 @@ OPEN_PATHS = frozenset(
 )
 UNCOUNTED_PATHS = OPEN_PATHS | {"/metrics"}
 ADMIN = "/admin/"
+REFUSALS_PER_TURN = 32
 # Requests on these paths wait in the engine's queue.
 QUEUED_PATHS = frozenset(
     {
@@ -89,6 +90,7 @@ class Gate:
         sites: Checks `Host` and `Origin`; None checks neither.
         quotas: Counts the requests of each API key; None does not.
         arrivals: Requests that have arrived and wait for their turn.
+        refusals: Requests that are about to be refused, which takes a tenth of a millisecond.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Gate:
         self._salts = keys.salts()
         self.recorders = recorders
         self.sites = sites
-        self.arrivals = Pace()
+        self.arrivals, self.refusals = Pace(), Pace(REFUSALS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request to the application, or answers it with an error."""
@@ -137,8 +139,7 @@ class Gate:
                 trace.rename(headers.get(HEADER))
                 key = self._check(scope, headers)
                 if scope["path"] not in OPEN_PATHS:
-                    self._check_queue(scope)
-                    await self.arrivals.turn()
+                    await self._take_turn(scope)
                 with salted(self._salts.get(key, b"")):
                     await self.app(routed, receive, answer)
             except Exception as error:
@@ -179,11 +180,21 @@ class Gate:
             self.sites.check(headers)
         return given
 
-    def _check_queue(self, scope: Scope) -> None:
-        """Raises QueueFull if the queue is full with the requests that wait for their turn."""
+    async def _take_turn(self, scope: Scope) -> None:
+        """Waits for the request's turn.
+
+        Raises:
+            QueueFull: If the engine's queue is full with the requests that wait for their turn.
+        """
         if self.arrivals and scope["path"] in QUEUED_PATHS:
-            with contextlib.suppress(NotReady):
+            try:
                 self.lifecycle.service.engine.check_queue(len(self.arrivals))
+            except QueueFull:
+                await self.refusals.turn()
+                raise
+            except NotReady:
+                pass  # the route says so
+        await self.arrivals.turn()
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")

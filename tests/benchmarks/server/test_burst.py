@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 def test_what_does_not_fit_the_queue_is_refused_and_the_probe_is_answered(tmp_path, capsys):
     path = tmp_path / "burst.json"
-    how = ["--requests", "200", "--max-queue", "4", "--items", "300"]
+    how = ["--requests", "200", "--max-queue", "4", "--items", "500"]
     assert burst.main([*how, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     statuses = found["statuses"]

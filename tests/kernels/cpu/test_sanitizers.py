@@ -48,10 +48,9 @@ def test_the_sanitizers_find_a_mistake(tmp_path, mistake, words):
 
 
 def test_the_c_sources_make_no_mistake(tmp_path):
-    """A short form: attention, layers and products, and searches over small tries."""
+    """A short form: layers and products, and searches over small tries."""
     tests = [
         "tests/kernels/cpu/test_native.py",
         "tests/kernels/trie/test_native_search.py",
-        "tests/kernels/trie/test_native_layout.py",
     ]
     assert run([*tests, "-x"], tmp_path) == 0
