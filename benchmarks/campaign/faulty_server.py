@@ -2,8 +2,9 @@
 
     python -m benchmarks.campaign.faulty_server CONFIG.json
 
-A forward pass that computes a root of POISON rows raises an error. While the folder of CONFIG.json
-has a file `lost`, every forward pass fails and the device counts as lost.
+While the folder of CONFIG.json has a file `poisoned`, a forward pass that computes a root of POISON
+rows raises an error. While it has a file `lost`, every forward pass fails and the device counts as
+lost.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from recserve.models.decoder import Taps
 from recserve.server.run import serve
 
 POISON = 14  # rows of a root: the begin token and 13 items; the campaign's histories are shorter
-LOST = "lost"
+POISONED, LOST = "poisoned", "lost"
 
 
 def main() -> int:
@@ -34,7 +35,8 @@ def main() -> int:
     ) -> Sequence[Tensor]:
         if (config.parent / LOST).exists():
             raise RuntimeError("the device is lost")
-        if POISON in [len(piece.inputs) for piece in pieces]:
+        poisoned = POISON in [len(piece.inputs) for piece in pieces]
+        if poisoned and (config.parent / POISONED).exists():
             raise RuntimeError("a poisoned root")
         return forward(self, pieces, taps)
 

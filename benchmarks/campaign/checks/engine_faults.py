@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
-from benchmarks.campaign.faulty_server import LOST, POISON
+from benchmarks.campaign.faulty_server import LOST, POISON, POISONED
 from benchmarks.campaign.site import FAULTY, ServerProcess, Site
 from benchmarks.campaign.traffic import Body, history, item, slate_bodies
 
@@ -78,6 +78,7 @@ def poison(site: Site, budget: Budget) -> Finding:
         def ask(body: Body) -> httpx.Response:
             return client.post("/v1/recommend", json=body)
 
+        (server.folder / POISONED).touch()
         expected = [slate(one) for one in pool.map(ask, neighbours)]
         assert all(expected), "a neighbour has no slate"
         kinds = len(poisons(random))

@@ -153,7 +153,7 @@ def timing_channel(site: Site, budget: Budget) -> Finding:
     return Finding(
         probes,
         (
-            Figure("AUC between keys, beyond chance", abs(across - 0.5) + 0.5 - noise, 0.55),
+            Figure("AUC between keys, less chance's share", abs(across - 0.5) + 0.5 - noise, 0.55),
             Figure("AUC within a key: the probe works", within, 0.8, at_least=True),
         ),
         f"AUC {across:.3f} between keys and {within:.3f} within one, chance ± {noise:.3f}; "
