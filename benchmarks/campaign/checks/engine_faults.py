@@ -82,7 +82,7 @@ def poison(site: Site, budget: Budget) -> Finding:
         expected = [slate(one) for one in pool.map(ask, neighbours)]
         assert all(expected), "a neighbour has no slate"
         kinds = len(poisons(random))
-        for number in budget.cases(10_000, 0.9):
+        for number in budget.cases(10_000, 0.9, kinds):
             bad = poisons(random)[number % kinds]
             place = int(random.integers(TOGETHER))
             answers = list(pool.map(ask, [*neighbours[:place], bad, *neighbours[place:]]))
@@ -158,7 +158,7 @@ def engine_death(site: Site, budget: Budget) -> Finding:
         clients = [OutageClient(server.url, bodies) for _ in range(4)]
         for client in clients:
             client.start()
-        for number in budget.cases(100, 0.9):
+        for number in budget.cases(100, 0.9, 2):
             event = {"user_id": f"survivor{number}", "item_id": item(number), "event_id": "e"}
             server.post("/v1/events", {"events": [event]}).raise_for_status()
             time.sleep(0.2)

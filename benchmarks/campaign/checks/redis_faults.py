@@ -157,7 +157,7 @@ def redis_faults(site: Site, budget: Budget) -> Finding:
             usual = loop(server, random, budget.share(0.06, 1.0))
             # A store that hangs is left alone after five slow calls: the first part shows them.
             part_s = max(2.0, (budget.left_s / len(faults) - 0.7) / 2)
-            for number in budget.cases(36):
+            for number in budget.cases(36, least=len(faults)):
                 name = faults[number % len(faults)]
                 with proxy.fault(name) if name in NETWORK else store_fault(name, direct, keys):
                     loops.append(loop(server, random, part_s))

@@ -101,7 +101,7 @@ def series(site: Site, budget: Budget) -> Finding:
         for _ in range(20):
             request()
         before = set(server.metrics())
-        for _ in budget.cases(1_000_000 // 7, 0.9):
+        for _ in budget.cases(1_000_000 // 7, 0.9, 30):
             sent += 7
             broken += request().status_code >= 500
         grown = set(server.metrics()) - before
@@ -137,7 +137,7 @@ def timing_channel(site: Site, budget: Budget) -> Finding:
             answer.raise_for_status()
             return seconds
 
-        for number in budget.cases(10_000, 0.95):
+        for number in budget.cases(10_000, 0.95, 90):
             prompt = "".join(chr(97 + n) for n in random.integers(0, 26, PROMPT))
             kind = ("other key", "own key", "new")[number % 3]
             other = "".join(reversed(prompt))
