@@ -22,13 +22,13 @@ Slate = list[tuple[str, float]]
 
 
 def poisons(random: np.random.Generator) -> list[Body]:
-    """Returns requests of many kinds that must not harm others; the first breaks its forward."""
+    """Returns requests of many kinds that must not harm others; the first breaks its steps."""
     few = history(random)
     deep: dict[str, object] = {"eq": ["item_id", item(3)]}
     for _ in range(40):
         deep = {"not": deep}
     return [
-        {"history": [item(int(n)) for n in random.integers(0, 500, POISON - 1)], "k": 5},
+        {"history": few, "k": POISON},
         {"history": ["gone", "\x00", "item", "\ud800".encode("utf-8", "replace").decode()], "k": 5},
         {"history": few, "k": 1000},
         {"history": few, "k": 0},
@@ -80,7 +80,8 @@ def poison(site: Site, budget: Budget) -> Finding:
 
         (server.folder / POISONED).touch()
         expected = [slate(one) for one in pool.map(ask, neighbours)]
-        assert all(expected), "a neighbour has no slate"
+        if not all(expected):
+            raise RuntimeError(f"a neighbour has no slate: {server.tail()}")
         kinds = len(poisons(random))
         for number in budget.cases(10_000, 0.9, kinds):
             bad = poisons(random)[number % kinds]

@@ -73,13 +73,13 @@ def overload(site: Site, budget: Budget) -> Finding:
 def deadlines(site: Site, budget: Budget) -> Finding:
     """Measures answers that come after their deadline, in any status."""
     random = np.random.default_rng(site.seed)
-    bodies = text_bodies(random, 256, TOKENS)
+    bodies = text_bodies(random, 256, TOKENS // 4)
     timeouts = random.integers(20, 400, len(bodies)).tolist()
     timed = [{**body, "timeout_ms": ms} for body, ms in zip(bodies, timeouts, strict=True)]
     with site.server(llm=site.llm) as server:
         send(server.url, bodies, target=COMPLETIONS, workers=4, seconds=WARM_S)
         seconds = budget.share(0.8, 3)
-        found = send(server.url, timed, target=COMPLETIONS, workers=48, seconds=seconds)
+        found = send(server.url, timed, target=COMPLETIONS, workers=16, seconds=seconds)
         late_ms = [
             (x.done - x.sent) * 1e3 - timeouts[x.shot % len(timeouts)] for x in found if x.status
         ]
