@@ -75,11 +75,17 @@ class Budget:
         """Returns a part of the time that is left, and at least `least_s`."""
         return max(least_s, self.left_s * part)
 
-    def cases(self, most: int, part: float = 1.0) -> Iterator[int]:
-        """Yields 0, 1 and so on: at least one, at most `most`, until a part of the time is used."""
+    def cases(self, most: int, part: float = 1.0, least: int = 1) -> Iterator[int]:
+        """Yields 0, 1 and so on, until a part of the time is used.
+
+        Args:
+            most: Most numbers.
+            part: Part of the time that is left.
+            least: Fewest numbers, even if they take longer: fewer cases say nothing.
+        """
         end = time.monotonic() + self.left_s * part
         for number in range(most):
-            if number and time.monotonic() >= end:
+            if number >= least and time.monotonic() >= end:
                 return
             yield number
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from benchmarks.campaign.site import LLM_NAME
 from recserve.experiments.load.exchanges import Call, HttpExchange, Shot
 from recserve.experiments.load.generator import LoadOptions, drive
-from recserve.experiments.load.targets import TARGETS
+from recserve.experiments.load.targets import TARGETS, Target, Text
 from tests.support.tiny_bundle import NUM_ITEMS
 
 Body = dict[str, object]
+COMPLETIONS = Text(name="completions", path="/v1/completions", streams=False)
 
 
 def item(number: int) -> str:
@@ -34,11 +36,20 @@ def slate_bodies(
     return [{"history": history(random), **fixed} for _ in range(count)]
 
 
+def text_bodies(random: np.random.Generator, count: int, tokens: int) -> list[Body]:
+    """Returns bodies of /v1/completions with drawn prompts that write `tokens` tokens each."""
+    fixed: Body = {"model": LLM_NAME, "max_tokens": tokens, "ignore_eos": True}
+    return [
+        {**fixed, "prompt": "".join(chr(97 + n) for n in random.integers(0, 26, 20)), "seed": seed}
+        for seed in range(count)
+    ]
+
+
 def send(
     url: str,
     bodies: Sequence[Body],
     *,
-    path: str = "/v1/recommend",
+    target: Target = TARGETS["recommend"],
     workers: int = 0,
     rate: float = 0.0,
     seconds: float | None = None,
@@ -48,7 +59,7 @@ def send(
     Args:
         url: Address of the server.
         bodies: The bodies, used in turn.
-        path: The route; it takes a slate or a ranking.
+        target: The route, which reads the answers.
         workers: Clients of a closed loop; 0 sends at `rate`.
         rate: Requests per second of an open loop.
         seconds: How long to send; None sends each body once.
@@ -58,11 +69,10 @@ def send(
     if seconds is not None:
         count = max(1, int(rate * seconds)) if rate else int(seconds * 5000)
     shots = [
-        Shot(n / rate if rate else 0.0, (Call(f"{url}{path}", encoded[n % len(encoded)]),))
+        Shot(n / rate if rate else 0.0, (Call(f"{url}{target.path}", encoded[n % len(encoded)]),))
         for n in range(count)
     ]
     options = LoadOptions(workers=workers, stop_after_s=seconds, max_in_flight=4096)
-    target = TARGETS["rank" if path == "/v1/rank" else "recommend"]
     return asyncio.run(drive(shots, target, options)).exchanges
 
 

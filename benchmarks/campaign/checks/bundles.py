@@ -164,7 +164,7 @@ def damaged(site: Site, budget: Budget) -> Finding:
     tried, accepted, changed = 0, [], 0
     with site.server(**settings, kv_bytes=2**22) as server:
         before = server.post("/v1/recommend", body).json()
-        for number in budget.cases(500):
+        for number in budget.cases(500, least=len(DAMAGES)):
             damage = DAMAGES[number % len(DAMAGES)]
             # A name of its own: hashes of files that are known by name and time may be cached.
             folder = Path(shutil.copytree(bundles / "two", bundles / f"bad{number}"))

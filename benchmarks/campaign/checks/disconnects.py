@@ -99,7 +99,7 @@ def disconnects(site: Site, budget: Budget) -> Finding:
         until_idle(server)
         files, threads = server.num_files(), server.num_threads()
         gone, idle_s, left = 0, [], 0.0
-        for _ in budget.cases(100_000 // (4 * AT_ONCE), 0.95):
+        for _ in budget.cases(100_000 // (4 * AT_ONCE), 0.95, 5):
             asyncio.run(leave_all(port, random, 4 * AT_ONCE))
             gone += 4 * AT_ONCE
             seconds, busy = until_idle(server)

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
-from benchmarks.campaign.faulty_server import LOST, POISON
+from benchmarks.campaign.faulty_server import LOST, POISON, POISONED
 from benchmarks.campaign.site import FAULTY, ServerProcess, Site
 from benchmarks.campaign.traffic import Body, history, item, slate_bodies
 
@@ -22,13 +22,13 @@ Slate = list[tuple[str, float]]
 
 
 def poisons(random: np.random.Generator) -> list[Body]:
-    """Returns requests of many kinds that must not harm others; the first breaks its forward."""
+    """Returns requests of many kinds that must not harm others; the first breaks its steps."""
     few = history(random)
     deep: dict[str, object] = {"eq": ["item_id", item(3)]}
     for _ in range(40):
         deep = {"not": deep}
     return [
-        {"history": [item(int(n)) for n in random.integers(0, 500, POISON - 1)], "k": 5},
+        {"history": few, "k": POISON},
         {"history": ["gone", "\x00", "item", "\ud800".encode("utf-8", "replace").decode()], "k": 5},
         {"history": few, "k": 1000},
         {"history": few, "k": 0},
@@ -78,10 +78,12 @@ def poison(site: Site, budget: Budget) -> Finding:
         def ask(body: Body) -> httpx.Response:
             return client.post("/v1/recommend", json=body)
 
+        (server.folder / POISONED).touch()
         expected = [slate(one) for one in pool.map(ask, neighbours)]
-        assert all(expected), "a neighbour has no slate"
+        if not all(expected):
+            raise RuntimeError(f"a neighbour has no slate: {server.tail()}")
         kinds = len(poisons(random))
-        for number in budget.cases(10_000, 0.9):
+        for number in budget.cases(10_000, 0.9, kinds):
             bad = poisons(random)[number % kinds]
             place = int(random.integers(TOGETHER))
             answers = list(pool.map(ask, [*neighbours[:place], bad, *neighbours[place:]]))
@@ -157,7 +159,7 @@ def engine_death(site: Site, budget: Budget) -> Finding:
         clients = [OutageClient(server.url, bodies) for _ in range(4)]
         for client in clients:
             client.start()
-        for number in budget.cases(100, 0.9):
+        for number in budget.cases(100, 0.9, 2):
             event = {"user_id": f"survivor{number}", "item_id": item(number), "event_id": "e"}
             server.post("/v1/events", {"events": [event]}).raise_for_status()
             time.sleep(0.2)

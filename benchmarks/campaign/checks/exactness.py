@@ -85,7 +85,7 @@ def lossless(site: Site, budget: Budget) -> Finding:
             client = slate_client if call[0] == "/v1/recommend" else text_client
             return content(client.post(call[0], json=call[1]))
 
-        for number in budget.cases(110_000, 0.95):
+        for number in budget.cases(110_000, 0.95, 10):
             hidden = {item(int(n)) for n in random.integers(0, NUM_ITEMS, 30)}
             k = int(random.integers(1, 30))
             slate: Body = {
@@ -151,7 +151,7 @@ def invariance(site: Site, budget: Budget) -> Finding:
             return content(client.post(call[0], json=call[1]))
 
         expected = [ask(call) for call in fixed]
-        for number in budget.cases(10_000, 0.9):
+        for number in budget.cases(10_000, 0.9, 8):
             size = SIZES[number % len(SIZES)]
             others: list[Call] = [
                 (

@@ -43,7 +43,7 @@ def api(site: Site, budget: Budget) -> Finding:
         source = RequestSource(document, pool, site.seed)
         sent, accepted, wrong = 0, 0, {"5xx": [], "no envelope": [], "undocumented": []}
         count = len(source.operations)
-        for number in budget.cases(200_000, 0.95):
+        for number in budget.cases(200_000, 0.95, 400):
             drawn = source.request(source.operations[number % count])
             said = document["paths"][drawn.operation.path][drawn.operation.method.lower()]
             headers = {"Content-Type": "application/json", "X-Deadline-Ms": "2000"}

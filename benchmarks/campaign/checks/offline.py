@@ -134,7 +134,7 @@ def equal_arms(site: Site, budget: Budget) -> Finding:
     found: dict[str, list[bool]] = {name: [] for name in STATISTICS}
     power: list[bool] = []
     began = time.monotonic()
-    for number in budget.cases(1000, 0.9):
+    for number in budget.cases(1000, 0.9, 60):
         said = replay(trace, ("blocks", "paired")[number % 2], 4000, 0.0, 2 * number)
         for name in STATISTICS:
             found[name].append(said["p"][name] < ALPHA)

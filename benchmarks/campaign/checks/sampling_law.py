@@ -111,7 +111,7 @@ def law(site: Site, budget: Budget) -> Finding:
     random = np.random.default_rng(site.seed)
     values: list[float] = []
     impossible, samples = 0, 0
-    for number in budget.cases(200_000_000 // SAMPLES, 0.85):
+    for number in budget.cases(200_000_000 // SAMPLES, 0.85, 60):
         p, q = pair(number % PAIRS, random)
         seed = int(random.integers(2**31))
         value, wrong = p_value(first_tokens(SHAPES[number % 3], p, q, q, seed), p)

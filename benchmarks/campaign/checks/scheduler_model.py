@@ -164,7 +164,7 @@ def scheduler_model(site: Site, budget: Budget) -> Finding:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    for number in budget.cases(10**5, 0.95):
+    for number in budget.cases(10**5, 0.95, 2):
         run_state_machine_as_test(seed(site.seed + number)(tested), settings=given)
         if Counts.steps >= 10**5:
             break

@@ -90,7 +90,7 @@ def reload(site: Site, budget: Budget) -> Finding:
             client.begin()
             time.sleep(budget.share(0.15, 2))
             steady = client.begin()
-            for number in budget.cases(1000, 0.8):
+            for number in budget.cases(1000, 0.8, len(NAMES)):
                 name = NAMES[number % len(NAMES)]
                 states.append(swapped(server, "load", {"path": name})[1]["state"])
                 if name == NAMES[-1]:
