@@ -70,6 +70,7 @@ class ScriptedEngine:
         self.requests: list[TextQuery] = []
         self.cancelled = 0
         self.alive = True
+        self.schedulers: dict[str, object] = {}  # no networks
 
     def submit(self, request: TextQuery) -> Future[Completion]:
         if self.full:
