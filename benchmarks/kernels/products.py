@@ -49,7 +49,7 @@ def methods(size: int, inner: int, copies: int) -> dict[str, tuple[torch.dtype, 
         if native.library() is not None:
             found[f"{name}, C"] = dtype, [native.Panels.of(w, None) for w in weights]
             rounded = map(Int8Weight.of, weights)
-            found[f"int8 x {name}, C"] = dtype, [Int8Panels.of(w, None) for w in rounded]
+            found[f"int8 x {name}, C"] = dtype, [Int8Panels.of(w, None, dtype) for w in rounded]
     return found
 
 

@@ -86,7 +86,7 @@ def _packed(weight: Tensor, bias: Tensor | None, in_c: bool) -> Panels | OneDnnW
 def _int8(weight: Tensor, bias: Tensor | None, in_c: bool) -> Int8Panels | TorchInt8Product:
     rounded = Int8Weight.of(weight)
     if in_c and multiplies_int8(weight):
-        return Int8Panels.of(rounded, bias)
+        return Int8Panels.of(rounded, bias, weight.dtype)
     return TorchInt8Product(rounded, bias)
 
 
@@ -166,7 +166,7 @@ def _together(decoder: Decoder) -> NativeLayers | None:
         panels = [x.panels for x in linears if isinstance(x, PackedLinear) and x.panels is not None]
         norms = [layer.attention_norm.weight, layer.mlp_norm.weight]
         heads = [layer.q_norm.weight, layer.k_norm.weight] if c.qk_norm else [None, None]
-        types = {p.weight.dtype for p in panels if isinstance(p, Panels)}
+        types = {p.dtype if isinstance(p, Int8Panels) else p.weight.dtype for p in panels}
         types |= {norm.dtype for norm in (*norms, decoder.norm.weight)}
         if len(panels) < len(linears) or len(types) > 1:
             return None

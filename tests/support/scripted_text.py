@@ -70,6 +70,7 @@ class ScriptedEngine:
         self.requests: list[TextQuery] = []
         self.cancelled = 0
         self.alive = True
+        self.schedulers: dict[str, object] = {}  # no networks
         self.stalled_s = 0.0
         self.stopped_by: BaseException | None = None
 

@@ -22,28 +22,32 @@ class Int8Panels:
     """An 8-bit weight [size, m] and its bias in the layout that the C products read.
 
     Attributes:
-        weight: [ceil(size / PANEL), m, PANEL] int8. Zero rows pad the last panel.
+        weight: [ceil(size / PANEL), m / d, PANEL, d] int8, where d depends on the processor and the
+            activations. Zero rows pad the last panel.
         scales: [ceil(size / PANEL) * PANEL] float32.
         bias: [ceil(size / PANEL) * PANEL] float32.
         size: n, the number of outputs.
+        dtype: Type of the activations.
     """
 
     weight: Tensor
     scales: Tensor
     bias: Tensor
     size: int
+    dtype: torch.dtype
 
     @staticmethod
-    def of(weight: Int8Weight, bias: Tensor | None) -> Int8Panels:
-        """Packs a weight [n, m] and a bias [n]."""
+    def of(weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype) -> Int8Panels:
+        """Packs a weight [n, m] and a bias [n] for activations of a type of `TYPES`."""
         size, inner = weight.values.shape
+        depth = compiled().int8_depth(TYPES[dtype], inner)
         rows = F.pad(weight.values, (0, 0, 0, -size % PANEL))
-        packed = rows.view(-1, PANEL, inner).transpose(1, 2).contiguous()
+        packed = rows.view(-1, PANEL, inner // depth, depth).transpose(1, 2).contiguous()
         scales, padded = torch.zeros(rows.shape[0]), torch.zeros(rows.shape[0])
         scales[:size] = weight.scales
         if bias is not None:
             padded[:size] = bias
-        return Int8Panels(packed, scales, padded, size)
+        return Int8Panels(packed, scales, padded, size, dtype)
 
     @property
     def product(self) -> Product:
@@ -52,27 +56,32 @@ class Int8Panels:
             self.weight.data_ptr(),
             self.bias.data_ptr(),
             self.scales.data_ptr(),
-            self.weight.shape[1],
+            self.inner,
             self.size,
         )
+
+    @property
+    def inner(self) -> int:
+        """Returns m, the width of the inputs."""
+        return self.weight.shape[1] * self.weight.shape[3]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x W^T + b, summed in float32.
 
         Args:
-            x: [..., m] float32 or bfloat16.
+            x: [..., m] of `dtype`.
 
         Returns:
-            [..., size] of x's type.
+            [..., size] of the same type.
 
         Raises:
             ValueError: If x has another type or width.
         """
         x = x.contiguous()
-        inner = self.weight.shape[1]
-        if x.dtype not in TYPES or x.shape[-1] != inner:
+        inner = self.inner
+        if x.dtype != self.dtype or x.shape[-1] != inner:
             raise ValueError(
-                f"x is {x.dtype} {tuple(x.shape)}; expected float32 or bfloat16 [..., {inner}]"
+                f"x is {x.dtype} {tuple(x.shape)}; expected {self.dtype} [..., {inner}]"
             )
         out = x.new_empty(*x.shape[:-1], self.size)
         compiled().linear_int8(

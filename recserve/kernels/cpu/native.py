@@ -32,6 +32,7 @@ SIGNATURES = {
     "rope_write": (INT, P, P, P, P, P, P, P, N, N, N, N),
     "linear": (INT, P, P, P, P, N, N, N),
     "linear_int8": (INT, P, P, P, P, P, N, N, N),
+    "int8_depth": (INT, N),
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
     "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P, P),
     "trie_search": (P,),
@@ -41,7 +42,8 @@ SIGNATURES = {
     "leaf_bits": (P, P, N, P, P),
     "scored_table": (N, P, P, P, N, P, P, P, P, P, P, N),
 }
-RETURNS = dict.fromkeys(("trie_search", "trie_layout", "wanted_prefixes", "passed_prefixes"), N)
+COUNTING = ("trie_search", "trie_layout", "wanted_prefixes", "passed_prefixes")
+RETURNS = {**dict.fromkeys(COUNTING, N), "int8_depth": INT}
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def _measured(
         if stored == "int8":
             rounded = Int8Weight.of(weight)
             other = TorchInt8Product(rounded, None)
-            ours = Int8Panels.of(rounded, None) if multiplies_int8(weight) else other
+            ours = Int8Panels.of(rounded, None, dtype) if multiplies_int8(weight) else other
         else:
             theirs = OneDnnWeight(weight, None) if onednn_packs(dtype) else None
             other = theirs or functools.partial(F.linear, weight=weight)

@@ -21,7 +21,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 )
 def test_products_of_any_number_of_rows(inner, outer, dtype):
     weight, bias = Int8Weight.of(drawn(outer, inner)), drawn(outer, seed=1)
-    panels = Int8Panels.of(weight, bias)
+    panels = Int8Panels.of(weight, bias, dtype)
     x = drawn(300, inner, seed=2).to(dtype)
     whole = panels(x)
     assert whole.dtype == dtype and whole.shape == (300, outer)
@@ -41,9 +41,9 @@ def test_products_of_any_number_of_rows(inner, outer, dtype):
 
 
 def test_what_does_not_fit_is_refused():
-    panels = Int8Panels.of(Int8Weight.of(drawn(5, 8)), None)
-    for x in (torch.zeros(1, 9), torch.zeros(1, 8, dtype=torch.float16)):
-        with pytest.raises(ValueError, match=r"expected float32 or bfloat16 \[\.\.\., 8\]"):
+    panels = Int8Panels.of(Int8Weight.of(drawn(5, 8)), None, torch.float32)
+    for x in (torch.zeros(1, 9), torch.zeros(1, 8, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"expected torch.float32 \[\.\.\., 8\]"):
             panels(x)
     assert multiplies_int8(torch.zeros(2, 3))
     assert not multiplies_int8(torch.zeros(2, 3, dtype=torch.float16))
@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_threads_change_no_bit(dtype):
-    panels = Int8Panels.of(Int8Weight.of(drawn(1000, 512)), None)
+    panels = Int8Panels.of(Int8Weight.of(drawn(1000, 512)), None, dtype)
     x, before, found = drawn(100, 512, seed=1).to(dtype), torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -65,5 +65,7 @@ def test_threads_change_no_bit(dtype):
 
 def test_the_panels_take_a_quarter_of_float32():
     weight = drawn(640, 256)
-    packed, panels = native.Panels.of(weight, None), Int8Panels.of(Int8Weight.of(weight), None)
-    assert 4 * panels.weight.nbytes == packed.weight.nbytes
+    packed = native.Panels.of(weight, None)
+    for dtype in TYPES:
+        panels = Int8Panels.of(Int8Weight.of(weight), None, dtype)
+        assert 4 * panels.weight.nbytes == packed.weight.nbytes
