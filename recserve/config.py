@@ -24,6 +24,7 @@ ENV_PREFIX = "RECSERVE_"
 KERNEL_KEYS = ("kernels", "isa")
 MIN_KEY_LENGTH = 16
 LISTS = ("api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases")
+MIN_CACHE_BYTES = 2**20
 
 
 class ConfigError(ValueError):
@@ -132,7 +133,7 @@ class ServerConfig(BaseSettings):
     signing_key: SecretStr | None = None
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
     default_timeout_ms: int = Field(10_000, ge=1, le=60_000)
-    kv_bytes: Annotated[int, Field(ge=2**20)] | Literal["auto"] = "auto"
+    kv_bytes: int | Literal["auto"] = "auto"
     kv_dtype: Literal["fp8"] | None = None
     max_queue: int = Field(1024, ge=1, le=1_000_000)
     max_connections: int = Field(4096, ge=1, le=1_000_000)
@@ -170,6 +171,18 @@ class ServerConfig(BaseSettings):
         return (
             [k.strip() for k in value.split(",") if k.strip()] if isinstance(value, str) else value
         )
+
+    @field_validator("kv_bytes", mode="before")
+    @classmethod
+    def _bytes_or_auto(cls, value: Any) -> Any:
+        """Returns a number of bytes or `auto`. A union of types has unreadable errors."""
+        if value == "auto":
+            return value
+        whole = isinstance(value, float) and value.is_integer()
+        text = str(int(value) if whole else value)
+        if not text.isdigit() or int(text) < MIN_CACHE_BYTES:
+            raise ValueError(f"expected auto, or {MIN_CACHE_BYTES} bytes or more, got {value!r}")
+        return int(text)
 
     @field_validator("api_keys", "admin_keys", "signing_key")
     @classmethod

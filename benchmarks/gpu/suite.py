@@ -34,6 +34,7 @@ import torch
 from benchmarks.gpu.checks import Task, kernel_checks
 from benchmarks.gpu.engine import engine_checks, engine_rows
 from benchmarks.gpu.parts import DEAD, GRACE_S, begun, found, rows_of, side_by_side
+from benchmarks.gpu.profile import profile_rows
 from benchmarks.gpu.searches import search_checks, search_rows
 from benchmarks.gpu.text import text_checks, text_rows
 from benchmarks.kernels.attention_rows import (
@@ -135,22 +136,24 @@ SHARES_S = {
     "machine": 25,
     "checks": 125,
     "compiling": 75,
-    "attention": 80,
+    "attention": 70,
     "text": 60,
-    "searches": 55,
-    "engine": 50,
-    "kernels": 30,
-    "tuning": 25,
+    "searches": 50,
+    "profile": 35,
+    "engine": 45,
+    "kernels": 25,
+    "tuning": 15,
 }
 PARTS = {
     "machine": Part("machine", lambda device, smoke, *_: iter([facts(device, smoke)])),
     "kernel checks": Part("checks", checked(kernel_checks, poisoned), 4),
     "engine checks": Part("checks", checked(engine_checks, poisoned), 4),
-    "text checks": Part("checks", checked(text_checks)),
-    "search checks": Part("checks", checked(search_checks)),
+    "text checks": Part("checks", checked(text_checks), 2),
+    "search checks": Part("checks", checked(search_checks), 2),
     "attention": Part("attention", measured_attention, 4),
     "text": Part("text", lambda *how: text_rows(*how[:3])),
     "searches": Part("engine", lambda *how: search_rows(*how[:3])),
+    "profile": Part("profile", lambda *how: profile_rows(*how[:3])),
     "engine": Part("engine", lambda *how: engine_rows(*how[:3])),
     "kernels": Part("kernels", measured_kernels),
     "tuning": Part("tuning", lambda *how: tuning_rows(*how), 4),
@@ -322,16 +325,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="use tiny shapes")
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument(
-        "--part", choices=PARTS, help="run only this part and print its rows as JSON lines"
-    )
+    parser.add_argument("--part", choices=PARTS, help="run this part only, print JSON lines")
     cores = os.cpu_count() or 1
     parser.add_argument(
         "--workers", type=int, help="concurrent processes; default: the cores, or 1 on a CPU"
     )
-    parser.add_argument(
-        "--share", default="0/1", help="i/n: of a part, every n-th row from row i on"
-    )
+    parser.add_argument("--share", default="0/1", help="i/n: every n-th row of a part from i on")
     parser.add_argument(
         "--skip", type=int, default=0, help="number of the part's first rows to leave out"
     )

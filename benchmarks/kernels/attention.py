@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import Fp8
@@ -187,12 +188,20 @@ def flex(problem: Problem) -> Callable[[], Tensor]:
 
 
 def flash(problem: Problem) -> Callable[[], Tensor]:
-    """Returns flash-attn, if it is installed.
+    """Returns the flash and cuDNN kernels of torch.
 
-    It has no tree mask, so every node sees the whole prefix and the nodes before it. It moves the
-    same bytes but computes another result, so only its time is meaningful.
+    They have no tree mask, so every node sees the whole prefix and all nodes. They move the same
+    bytes but compute another result, so only their time is meaningful. For chains without a prefix
+    they are causal, and the result is the same.
     """
-    from flash_attn import flash_attn_func
+    query, key, value = _side_by_side(problem)
+    grouped, causal = query.shape[1] != key.shape[1], query.shape[2] == key.shape[2]
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
-    query, key, value = (x.transpose(1, 2).contiguous() for x in _side_by_side(problem))
-    return lambda: flash_attn_func(query, key, value, causal=True)
+    def call() -> Tensor:
+        with sdpa_kernel(backends):
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=causal, enable_gqa=grouped
+            )
+
+    return call

@@ -21,6 +21,7 @@ from recserve.kernels.accept_reference import Keys
 from recserve.kernels.fp8 import Fp8
 from recserve.kernels.tree import TokenTree, merge
 from recserve.kernels.trie import trie_children
+from recserve.kernels.trie.fixed_trie import NOWHERE
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import leaf_bits
 from recserve.kernels.trie.trie_insertion import overlay_trie
@@ -109,6 +110,10 @@ def cases(device: str, smoke: bool = False) -> Iterator[Case]:
     for form in ("", ", filtered", ", live"):
         name = f"best_children {requests} x {beams} beams, {items:,} items{form}"
         yield case(name, _trie, form, items, codes, beams, requests)
+    codes, places = (40, 8) if smoke else (8192, 1024)  # of a captured search
+    for listed in (0, places // 4):
+        name = f"best_children of the root, {codes:,} codes, {listed} of {places} places used"
+        yield case(name, _root_children, codes, places, listed)
 
 
 def _path_move(drawn: Drawn, paths: int, depth: int) -> Calls:
@@ -230,6 +235,27 @@ def _trie(drawn: Drawn, form: str, items: int, codes: int, beams: int, requests:
         lambda: (dispatch.best_children(trie, query).log_probs,),
         lambda: (trie_children.best_children(trie, query).log_probs,),
         requests * beams * width * (24 + (24 if filters.allowed else 0)),
+    )
+
+
+def _root_children(drawn: Drawn, codes: int, places: int, listed: int) -> Calls:
+    """Level 0 of a search: one beam with all codes, and a list of excluded leaves."""
+    g, device = torch.Generator().manual_seed(0), drawn.device
+    second = torch.randint(0, codes, (codes,), generator=g)
+    levels = torch.stack([torch.arange(codes), second], dim=1)
+    trie: TrieView = build_trie(levels, (codes, codes)).to(device)
+    ranks = torch.full((1, places), NOWHERE)
+    ranks[0, :listed] = torch.arange(listed) * 2
+    filters = trie_children.ChildFilter(ranks.to(device))
+    nodes = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    log_probs, logits = torch.zeros(1, 1, device=device), torch.randn(1, codes, generator=g)
+    query = trie_children.ChildQuery(
+        nodes, log_probs, logits.to(device), codes, min(256, codes // 2), filters=filters
+    )
+    return Calls(
+        lambda: (dispatch.best_children(trie, query).log_probs,),
+        lambda: (trie_children.best_children(trie, query).log_probs,),
+        codes * 32,
     )
 
 

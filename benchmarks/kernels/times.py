@@ -4,8 +4,8 @@
     python -m benchmarks.kernels.times --cpu           # the CPU path of tree attention against SDPA
     python -m benchmarks.kernels.times --cpu --grid    # the same over 288 shapes, five minutes
 
-The alternatives to tree attention are torch SDPA under a dense mask, compiled FlexAttention and, if
-it is installed, flash-attn (another mask, the same bytes). Prints the machine, its peak rates and
+The alternatives to tree attention are torch SDPA under a dense mask, compiled FlexAttention and, on
+a GPU, torch's flash kernels (another mask, the same bytes). Prints the machine, its peak rates and
 one line per shape. `share` is the share of the nearer ceiling: the GB/s of a large copy or the
 TFLOP/s of a large matrix product. Both are measured first.
 """

@@ -14,6 +14,7 @@ from recserve.engine.engine_parts import EngineParts
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import cuda_searches
 from recserve.engine.runtime.cache_size import cache_bytes, warn_if_slow
+from recserve.engine.runtime.graph_prefill import cuda_prefills
 from recserve.engine.runtime.invariance import invariant_runner
 from recserve.engine.runtime.runner import DecoderTrunk, RankerTrunk, Runner
 from recserve.engine.text.limits import TextLimits
@@ -144,6 +145,9 @@ def _add_recommender(
     else:
         limits = config.search_limits
         parts.searches = cuda_searches(runner, model, heads.nezha, config.graphs, limits)
+        prefills = cuda_prefills(runner, model, config.graphs)
+        if prefills is not None:
+            runner.prefills = prefills
     parts.strategy_names = tuple(sorted(strategies))
     parts.strategies.update(strategies)
     parts.strategies["likelihood"] = likelihood_strategy(model)

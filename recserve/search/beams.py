@@ -119,6 +119,19 @@ class Beams:
             self, level=level, nodes=nodes, log_probs=log_probs, paths=paths, parents=parents
         )
 
+    def of_requests(self, part: slice) -> Beams:
+        """Returns what a replayed search reads of some requests at level 0.
+
+        Only `sequences`, `last_hidden`, `trie` and the rows of dense candidates are theirs.
+        """
+        dense = self.dense_candidates
+        return replace(
+            self,
+            sequences=self.sequences[part],
+            last_hidden=self.last_hidden[part],
+            dense_candidates=None if dense is None else replace(dense, rows=dense.rows[part]),
+        )
+
     def with_flaws(self, flaws: Tensor) -> Beams:
         """Returns the same beams with more flaws [B]."""
         return replace(self, flaws=flaws if self.flaws is None else self.flaws + flaws)

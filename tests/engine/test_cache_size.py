@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from recserve.config import ServerConfig
+from recserve.config import ConfigError, ServerConfig
 from recserve.engine.build import EngineModels, _sized, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.search_graphs import SearchLimits
@@ -60,6 +60,18 @@ def test_a_server_that_replaces_bundles_leaves_room_for_the_next(tmp_path):
     assert size().kv_bytes == "auto"
     assert size(bundles_dir=tmp_path).kv_bytes == DEFAULT_BYTES
     assert size(bundles_dir=tmp_path, kv_bytes=2**30).kv_bytes == 2**30
+
+
+def test_a_size_is_a_number_or_auto(tmp_path, monkeypatch):
+    def size(value):
+        return ServerConfig.load({"bundle": tmp_path, "kv_bytes": value}).kv_bytes
+
+    assert size(2**20) == 2**20 and size("auto") == "auto" and size(1e9) == 10**9
+    for wrong in (2**20 - 1, "16 GB", -1, "", True):
+        with pytest.raises(ConfigError, match="^kv_bytes: expected auto, or 1048576 bytes"):
+            size(wrong)
+    monkeypatch.setenv("RECSERVE_KV_BYTES", "16777216")
+    assert size(None) == 2**24
 
 
 @pytest.mark.parametrize("native", [True, False])

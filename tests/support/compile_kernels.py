@@ -18,6 +18,7 @@ from recserve.kernels.triton import (
     accept_drawn,
     attention_launch,
     head_topk,
+    layer_norm,
     path_move,
     rope_write,
     tree_attention,
@@ -121,10 +122,15 @@ def small_kernels(dtype):
             "BLOCK_DEPTH": path_move.BLOCK_DEPTH, "BLOCK_WIDTH": path_move.BLOCK_WIDTH
         }, {**pool, **dict.fromkeys(["longest", "width"], "i32"), "layer_size": "i64"}  # fmt: skip
         yield rope_write.rope_kernel, {
-            "HEADS": 32, "KV_HEADS": 8, "BLOCK_HEADS": 64, "HALF": 48, "BLOCK_HALF": 64, "FP8": fp8
+            "HEADS": 32, "KV_HEADS": 8, "BLOCK_HEADS": 64, "HALF": 48, "BLOCK_HALF": 64,
+            "FP8": fp8, "NORM": fp8,
         }, {
-            **pool, "qkv": "*" + dtype, "query": "*" + dtype, "cos": "*fp32", "sin": "*fp32"
+            **pool, "qkv": "*" + dtype, "query": "*" + dtype, "cos": "*fp32", "sin": "*fp32",
+            "query_weight": "*" + dtype, "key_weight": "*" + dtype, "eps": "fp32",
         }  # fmt: skip
+    rows = dict.fromkeys(["x", "y", "weight", "total", "out", "gate_up"], "*" + dtype)
+    yield layer_norm.add_norm_kernel, {"SIZE": 2048, "BLOCK_SIZE": 2048}, {**rows, "eps": "fp32"}
+    yield layer_norm.gate_kernel, {"SIZE": 6144, "BLOCK_SIZE": layer_norm.BLOCK}, rows
     yield head_topk.head_kernel, {
         "K": 8, "SIZE": 2560, "BLOCK_ROWS": head_topk.MAX_ROWS,
         "BLOCK_TOKENS": head_topk.BLOCK_TOKENS, "BLOCK_SIZE": head_topk.BLOCK_SIZE,
@@ -134,15 +140,25 @@ def small_kernels(dtype):
     }  # fmt: skip
 
 
-def trie(dtype, kind, normalized, overlay=False, block=256, ranks="*i32"):
+def trie(dtype, kind, sums, overlay=False, block=256, ranks="*i32"):
     """Returns a variant of the trie step; in captured searches, `ranks` has 64 bits."""
     arrays = ["first_child", "node_codes", "first_leaf", "last_leaf", "ranks", "words", "counts"]
     constants = {
-        "BLOCK": block, "FILTER": kind.value, "NORMALIZED": normalized, "OVERLAY": overlay
+        "BLOCK": block, "BLOCK_PARTS": trie_topk.PARTS, "FILTER": kind.value, "SUMS": sums.value,
+        "OVERLAY": overlay,
     }  # fmt: skip
     return trie_topk.children_kernel, constants, {
         **dict.fromkeys(arrays, "*i32"), "log_probs": "*fp32", "logits": "*" + dtype,
-        "normalizers": "*fp32", "ranks": ranks,
+        "normalizers": "*fp32", "ranks": ranks, "peaks": "*fp32", "weights": "*fp32",
+        **dict.fromkeys(trie_topk.COUNTS, "i32"),
+    }  # fmt: skip
+
+
+def trie_sums(dtype, overlay):
+    """Returns a variant of the kernel that sums over the blocks of a beam's children."""
+    return trie_topk.weights_kernel, {"BLOCK": 512, "OVERLAY": overlay}, {
+        **dict.fromkeys(["first_child", "node_codes"], "*i32"),
+        **dict.fromkeys(["log_probs", "peaks", "weights"], "*fp32"), "logits": "*" + dtype,
         **dict.fromkeys(trie_topk.COUNTS, "i32"),
     }  # fmt: skip
 
@@ -155,7 +171,8 @@ def forms(capability):
     yield merge("bf16", 128)
     yield from acceptance("bf16", True)
     yield from small_kernels("bf16")
-    yield trie("bf16", trie_topk.EXCLUDED, False)
+    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE)
+    yield trie_sums("fp32", False)
     if capability >= 90:
         yield attention("fp32", 128, 1, silu=True, limits=True, shared=True)
         yield attention("fp16", 80, 3, shared=True)
@@ -165,17 +182,17 @@ def forms(capability):
         yield attention("bf16", 64, 7, nodes=2000)
         yield attention("bf16", 96, 8, silu=True)
         yield from acceptance("fp32", False)
-        yield trie("fp32", trie_topk.ALLOWED, True)
-        yield trie("bf16", trie_topk.EXCLUDED, False, overlay=True)
-        yield trie("bf16", trie_topk.ALLOWED, True, overlay=True)
-        yield trie("bf16", trie_topk.NO_FILTER, False)
+        yield trie("fp32", trie_topk.ALLOWED, trie_topk.GIVEN)
+        yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE, overlay=True)
+        yield trie("bf16", trie_topk.ALLOWED, trie_topk.GIVEN, overlay=True)
+        yield trie("bf16", trie_topk.NO_FILTER, trie_topk.AT_ONCE)
 
 
 def few_forms(capability):
     """Yields attention over FP8, one acceptance kernel and the trie step."""
     yield attention("bf16", 64, 2, fp8=capability >= 89)
     yield next(acceptance("bf16", True))
-    yield trie("bf16", trie_topk.EXCLUDED, False)
+    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE)
 
 
 def rare_forms():
@@ -203,9 +220,11 @@ def rare_forms():
     yield merge("fp32", 128, splits=2)
     yield from small_kernels("fp16")
     yield from small_kernels("fp32")
-    yield trie("bf16", trie_topk.EXCLUDED, False, True, block=512, ranks="*i64")
-    yield trie("fp32", trie_topk.ALLOWED, False, True, block=512)
-    yield trie("bf16", trie_topk.EXCLUDED, True, True, block=4)
+    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE, True, block=512, ranks="*i64")
+    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.IN_PARTS, True, block=512, ranks="*i64")
+    yield trie("fp32", trie_topk.ALLOWED, trie_topk.IN_PARTS, True, block=512)
+    yield trie_sums("bf16", True)
+    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.GIVEN, True, block=4)
 
 
 def distinct(wanted):

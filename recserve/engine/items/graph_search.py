@@ -113,6 +113,29 @@ class SearchLeaves:
     flaws: Tensor
     dense_candidates: Tensor | None = None
 
+    def copy(self, count: int) -> SearchLeaves:
+        """Returns a copy of the first requests, which the next replay does not overwrite."""
+        scores = self.dense_candidates
+        return SearchLeaves(
+            self.paths[:count].clone(),
+            self.log_probs[:count].clone(),
+            self.flaws[:count].clone(),
+            None if scores is None else scores[:count].clone(),
+        )
+
+    @staticmethod
+    def cat(parts: Seq[SearchLeaves]) -> SearchLeaves:
+        """Returns the results of several searches of the same width, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        scores = [part.dense_candidates for part in parts if part.dense_candidates is not None]
+        return SearchLeaves(
+            torch.cat([part.paths for part in parts]),
+            torch.cat([part.log_probs for part in parts]),
+            torch.cat([part.flaws for part in parts]),
+            torch.cat(scores) if scores else None,
+        )
+
 
 def columns_of(widths: Seq[int], width: int) -> tuple[int, ...]:
     """Returns the number of beams at each level 0 : L + 1.

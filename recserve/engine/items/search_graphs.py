@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Literal, get_args
@@ -54,7 +54,7 @@ SearchResult = Literal["replayed", "size", "version"]
 SEARCH_RESULTS: tuple[SearchResult, ...] = get_args(SearchResult)
 # Filter buffers by the value of `SearchShape.excluded`.
 Filters = dict[int | None, FixedFilter]
-BUCKETS = ((1, 64), (4, 64), (16, 64), (1, 256), (2, 256), (8, 256), (1, 512))
+BUCKETS = ((1, 64), (4, 64), (16, 64), (1, 256), (2, 256), (8, 256), (1, 512), (32, 64))
 SHAPES = tuple(
     SearchShape(*bucket, excluded, weighed)
     for excluded, weighed, bucket in product((1024, None), (True, False), BUCKETS)
@@ -184,33 +184,59 @@ class SearchGraphs:
     def search(self, strategy: str, sequences: Seq[Sequence]) -> Beams | None:
         """Returns the finished beams of requests over one version, or None if no graph holds
         them.
+
+        Requests that are more than a graph holds run in several replays of equal width.
         """
         if self._trie is None:
             return None
-        found = self._smallest(strategy, sequences)
+        found = self._fitting(strategy, sequences)
         if isinstance(found, str):
             self.counts[found] += 1
             return None
         self.counts["replayed"] += 1
         beams = begin(tuple(sequences), by_children=False, filtered=False)
         beams = rerank.with_dense_candidates(beams, self.model)
-        found.function.load(beams)
-        beams = with_leaves(beams, found.replay())
-        found.function.account(sequences)
-        return beams
+        start, parts = 0, list[SearchLeaves]()
+        for graph in found:
+            part = beams.of_requests(slice(start, start + graph.bucket.shape.requests))
+            graph.function.load(part)
+            leaves = graph.replay()
+            parts.append(leaves if len(found) == 1 else leaves.copy(len(part.sequences)))
+            graph.function.account(part.sequences)
+            start += len(part.sequences)
+        return with_leaves(beams, SearchLeaves.cat(parts))
 
-    def _smallest(self, strategy: str, sequences: Seq[Sequence]) -> CapturedSearch | SearchResult:
-        """Returns the smallest graph that holds the requests, or the reason why there is none."""
+    def _fitting(
+        self, strategy: str, sequences: Seq[Sequence]
+    ) -> list[CapturedSearch] | SearchResult:
+        """Returns the graphs that hold the requests one after another, or the reason why there
+        are none.
+
+        The smallest graph is taken if it holds all of them. Otherwise graphs of the width that
+        holds the most requests are taken, the last one as small as possible.
+        """
         assert self._trie is not None
         requests = [request_of(sequence) for sequence in sequences]
         if not self._trie.holds(requests[0].trie):
             return "version"
-        size = SearchSize.of(requests)
-        if max(s.root_length for s in sequences) <= self.model.config.decoder.max_positions:
-            for graph in self.captured:
-                if graph.bucket.strategy == strategy and graph.bucket.shape.holds(size):
-                    return graph
-        return "size"
+        if max(s.root_length for s in sequences) > self.model.config.decoder.max_positions:
+            return "size"
+        size, count = SearchSize.of(requests), len(requests)
+        graphs = [graph for graph in self.captured if graph.bucket.strategy == strategy]
+        holding = [graph for graph in graphs if graph.bucket.shape.holds(size)]
+        if holding:
+            return holding[:1]
+        one = replace(size, requests=1)
+        fitting = [graph.bucket.shape for graph in graphs if graph.bucket.shape.holds(one)]
+        if not fitting:
+            return "size"
+        most = max(fitting, key=lambda shape: (shape.requests, -shape.width))
+        alike = [g for g in graphs if replace(g.bucket.shape, requests=most.requests) == most]
+        found = []
+        for start in range(0, count, most.requests):
+            left = min(count - start, most.requests)
+            found.append(next(g for g in alike if g.bucket.shape.requests >= left))
+        return found
 
     def _built(self, trie: FixedTrie, filters: Filters, bucket: SearchBucket) -> GraphSearch:
         """Builds the search of a bucket."""

@@ -3,10 +3,13 @@
     total[w, c] = log_prob[w] + logit[w, code_c] - log sum_c' exp(logit[w, code_c'])   over children
 
 Bytes moved per beam with m children: 8 for its range, 4 m of codes, m logits, and 8 M written and
-read by the top-k (M children of the level's widest node). A filter adds 8 m of leaf ranks and two
-reads of it per child, and two binary searches if it lists leaves. An overlay adds a binary search
-per beam, and two more per child with a filter. Nothing depends on the size of the vocabulary or the
-catalogue. Reference: trie_children.best_children.
+read by the top-k (M children of the level's widest node). Codes and logits are read twice if a node
+has more than one block of children. A filter adds 8 m of leaf ranks and two reads of it per child,
+and two binary searches if the request lists leaves. An overlay with changes adds a binary search
+per program, and two more per child with a filter. Nothing depends on the size of the vocabulary or
+the catalogue. Reference: trie_children.best_children.
+
+Each block of children is one program, so that the root's children fill the device too.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from recserve.kernels.trie.trie_children import BestChildren, ChildQuery, unpack
 from recserve.kernels.trie.trie_view import TrieView
 
 NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Where the log-sum-exp of a beam's children comes from: the caller, the only block, all blocks.
+GIVEN, AT_ONCE, IN_PARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # These arguments differ between levels and versions. They are not specialised, so one compiled
 # kernel serves all.
 COUNTS = ["beams", "num_codes", "width"]
@@ -27,9 +32,13 @@ COUNTS += ["rank_steps", "overlay_steps"]
 ARRAYS = [
     *("grown_nodes", "grown_first", "grown_last", "later_first", "later_count", "later_codes"),
     *("inserted", "nodes", "log_probs", "normalizers", "ranks", "words", "counts"),
+    *("peaks", "weights"),
 ]
 MOST_CHILDREN = 512  # at once, four per thread, so that their values stay in registers
 FILLER = tl.constexpr(2**62)  # fixed_trie.NOWHERE
+PARTS = 64  # blocks whose sums are merged at once
+# Key of a child with score -inf and node 0, as `trie_children.packed` computes it.
+NO_CHILD = tl.constexpr((-0x7F800001 << 32) | 0xFFFFFFFF)
 
 
 @triton.jit
@@ -88,84 +97,143 @@ def _block(
     return child, valid, logit.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=ARRAYS)
-def children_kernel(
-    first_child, node_codes, first_leaf, last_leaf, grown_nodes, grown_first, grown_last,
-    later_first, later_count, later_codes, inserted, nodes, log_probs, logits, normalizers,
-    ranks, words, counts, keys, beams, num_codes, width, num_ranks, num_words, base_nodes,
-    num_grown, num_inserted, rank_steps, overlay_steps,
-    BLOCK: tl.constexpr, FILTER: tl.constexpr, NORMALIZED: tl.constexpr, OVERLAY: tl.constexpr,
+@triton.jit
+def _children_of(
+    first_child, grown_nodes, later_first, later_count, nodes, log_probs, row,
+    base_nodes, num_grown, overlay_steps, OVERLAY: tl.constexpr,
 ):  # fmt: skip
-    """Scores all children of one beam, block by block. OVERLAY: with later changes of the trie."""
-    row = tl.program_id(0).to(tl.int64)
-    request = row // beams
+    """Returns the two ranges of a beam's children, and whether the trie has later changes."""
     node, before = tl.load(nodes + row), tl.load(log_probs + row)
     built = node < base_nodes
     first = tl.load(first_child + node, mask=built, other=0).to(tl.int64)
     count = tl.load(first_child + node + 1, mask=built, other=0) - first
-    total, later = count, first
+    total, later, some = count, first, built
     if OVERLAY:
         # An overlay without changes begins with filler; then searches in it are skipped.
         some = tl.load(grown_nodes, mask=num_grown > 0, other=FILLER) < FILLER
-        place, found = _grown_place(grown_nodes, num_grown, node, some, overlay_steps)
-        later = tl.load(later_first + place, mask=found, other=0)
-        total = count + tl.load(later_count + place, mask=found, other=0)
-    total = tl.where(before > float("-inf"), total, 0)
-    if NORMALIZED:
-        peak = tl.load(normalizers + row).to(tl.float32)
-        spread = peak * 0
-    else:
-        peak = before * 0 + float("-inf")
-        weight = before * 0
-        for start in range(0, width, BLOCK):
-            _, _, logit = _block(
-                node_codes, later_codes, logits, first, count, later, total, start, row, num_codes,
-                base_nodes, BLOCK, OVERLAY,
-            )  # fmt: skip
-            higher = tl.maximum(peak, tl.max(logit, 0))
-            # A beam without children uses a finite peak, so that inf - inf does not occur.
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = weight * tl.exp(peak - safe) + tl.sum(tl.exp(logit - safe), 0)
-            peak = higher
-        spread = tl.log(weight)
-    for start in range(0, width, BLOCK):
-        child, valid, logit = _block(
-            node_codes, later_codes, logits, first, count, later, total, start, row, num_codes,
-            base_nodes, BLOCK, OVERLAY,
+        if some:
+            place, found = _grown_place(grown_nodes, num_grown, node, some, overlay_steps)
+            later = tl.load(later_first + place, mask=found, other=0)
+            total = count + tl.load(later_count + place, mask=found, other=0)
+    return first, count, later, tl.where(before > float("-inf"), total, 0), before, some
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=ARRAYS)
+def weights_kernel(
+    first_child, node_codes, grown_nodes, later_first, later_count, later_codes, nodes, log_probs,
+    logits, peaks, weights, num_codes, base_nodes, num_grown, overlay_steps,
+    BLOCK: tl.constexpr, OVERLAY: tl.constexpr,
+):  # fmt: skip
+    """Finds the largest logit of one block of a beam's children, and the sum of exponentials."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, count, later, total, before, _ = _children_of(
+        first_child, grown_nodes, later_first, later_count, nodes, log_probs, row, base_nodes,
+        num_grown, overlay_steps, OVERLAY,
+    )  # fmt: skip
+    peak, weight = before * 0 + float("-inf"), before * 0
+    if block * BLOCK < total:
+        _, _, logit = _block(
+            node_codes, later_codes, logits, first, count, later, total, block * BLOCK, row,
+            num_codes, base_nodes, BLOCK, OVERLAY,
         )  # fmt: skip
+        peak = tl.max(logit, 0)
+        weight = tl.sum(tl.exp(logit - tl.where(peak == float("-inf"), 0.0, peak)), 0)
+    place = row * tl.num_programs(1) + block
+    tl.store(peaks + place, peak)
+    tl.store(weights + place, weight)
+
+
+@triton.jit
+def _log_sum(peaks, weights, row, parts, BLOCK_PARTS: tl.constexpr):
+    """Merges the parts of one beam into the peak and the log of the sum of exponentials over it."""
+    peak, weight = float("-inf"), 0.0
+    for start in range(0, parts, BLOCK_PARTS):
+        part = start + tl.arange(0, BLOCK_PARTS)
+        place, valid = row * parts + part, part < parts
+        own = tl.load(peaks + place, mask=valid, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(own, 0))
+        # A beam without children uses a finite peak, so that inf - inf does not occur.
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        sums = tl.load(weights + place, mask=valid, other=0.0) * tl.exp(own - safe)
+        weight = weight * tl.exp(peak - safe) + tl.sum(sums, 0)
+        peak = higher
+    return peak, tl.log(weight)
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=ARRAYS)
+def children_kernel(
+    first_child, node_codes, first_leaf, last_leaf, grown_nodes, grown_first, grown_last,
+    later_first, later_count, later_codes, inserted, nodes, log_probs, logits, normalizers,
+    peaks, weights, ranks, words, counts, keys, beams, num_codes, width, num_ranks, num_words,
+    base_nodes, num_grown, num_inserted, rank_steps, overlay_steps,
+    BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, FILTER: tl.constexpr, SUMS: tl.constexpr,
+    OVERLAY: tl.constexpr,
+):  # fmt: skip
+    """Scores one block of the children of one beam. OVERLAY: with later changes of the trie."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request = row // beams
+    first, count, later, total, before, some = _children_of(
+        first_child, grown_nodes, later_first, later_count, nodes, log_probs, row, base_nodes,
+        num_grown, overlay_steps, OVERLAY,
+    )  # fmt: skip
+    step = block * BLOCK + tl.arange(0, BLOCK)
+    key = tl.full([BLOCK], NO_CHILD, dtype=tl.int64)
+    if block * BLOCK < total:
+        child, valid, logit = _block(
+            node_codes, later_codes, logits, first, count, later, total, block * BLOCK, row,
+            num_codes, base_nodes, BLOCK, OVERLAY,
+        )  # fmt: skip
+        if SUMS == GIVEN:
+            peak = tl.load(normalizers + row).to(tl.float32)
+            spread = peak * 0
+        elif SUMS == IN_PARTS:
+            peak, spread = _log_sum(peaks, weights, row, tl.num_programs(1), BLOCK_PARTS)
+        else:
+            peak = tl.max(logit, 0)
+            safe = tl.where(peak == float("-inf"), 0.0, peak)
+            spread = tl.log(tl.sum(tl.exp(logit - safe), 0))
         score = before + ((logit - peak) - spread)
         if FILTER != NO_FILTER:
             low = tl.load(first_leaf + child, mask=valid & (child < base_nodes), other=0)
             high = tl.load(last_leaf + child, mask=valid & (child < base_nodes), other=0)
+            left = high - low
             if FILTER == ALLOWED:  # bits of the base; later nodes have the range 0 : 0
                 own_words, own_counts = words + request * num_words, counts + request * num_words
                 left = _allowed_before(own_words, own_counts, high, valid)
                 left -= _allowed_before(own_words, own_counts, low, valid)
-            if OVERLAY:
-                low, high = low.to(tl.int64), high.to(tl.int64)
-                moved = _below(inserted, num_inserted, low + 1, valid & some, overlay_steps)
-                spot, held = _grown_place(
-                    grown_nodes, num_grown, child, valid & some, overlay_steps
-                )
-                low = tl.where(held, tl.load(grown_first + spot, mask=held, other=0), low + moved)
-                high = tl.where(held, tl.load(grown_last + spot, mask=held, other=0), high + moved)
+            low, high, left = low.to(tl.int64), high.to(tl.int64), left.to(tl.int64)
+            if OVERLAY:  # noqa: SIM102 - a constant, which `and` would not be
+                if some:
+                    moved = _below(inserted, num_inserted, low + 1, valid, overlay_steps)
+                    spot, held = _grown_place(grown_nodes, num_grown, child, valid, overlay_steps)
+                    grown_low = tl.load(grown_first + spot, mask=held, other=0)
+                    grown_high = tl.load(grown_last + spot, mask=held, other=0)
+                    low = tl.where(held, grown_low, low + moved)
+                    high = tl.where(held, grown_high, high + moved)
+                    if FILTER == EXCLUDED:
+                        left = high - low
             own_ranks = ranks + request * num_ranks
-            listed = _below(own_ranks, num_ranks, high, valid, rank_steps)
-            listed -= _below(own_ranks, num_ranks, low, valid, rank_steps)
-            if FILTER == EXCLUDED:
-                left = (high - low) - listed
-            else:
-                left += listed.to(tl.int32)
+            # A request without listed leaves has filler only; then searches in it are skipped.
+            lowest = tl.load(own_ranks, mask=num_ranks > 0, other=0).to(tl.int64)
+            if (num_ranks > 0) & (lowest < FILLER):
+                listed = _below(own_ranks, num_ranks, high, valid, rank_steps)
+                listed -= _below(own_ranks, num_ranks, low, valid, rank_steps)
+                if FILTER == EXCLUDED:
+                    left -= listed
+                else:
+                    left += listed
             valid = valid & (left > 0)
         bits = tl.where(valid, score + 0.0, float("-inf")).to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         key = (ordered.to(tl.int64) << 32) | (4294967295 - child)
-        step = start + tl.arange(0, BLOCK)
-        tl.store(keys + row * width + step, key, mask=step < width)
+    tl.store(keys + row * width + step, key, mask=step < width)
 
 
 def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
-    """Runs `trie_children.best_children` with one launch and one top-k."""
+    """Runs `trie_children.best_children` with one launch and one top-k.
+
+    Children of more than one block, without given normalisers, take one more launch.
+    """
     nodes, width, normalizers = query.nodes, query.width, query.normalizers
     excluded, allowed = query.filters.excluded, query.filters.allowed
     batch, beams = nodes.shape
@@ -182,14 +250,31 @@ def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
     if (own := trie.overlay) is not None:
         overlay = (*vars(own.grown).values(), own.codes, own.inserted)
         sizes = own.grown.nodes.shape[0], own.inserted.shape[0]
-    children_kernel[(batch * beams,)](
+    block = min(triton.next_power_of_2(width), MOST_CHILDREN)
+    grid = batch * beams, triton.cdiv(width, block)
+    nodes, log_probs = nodes.contiguous(), query.log_probs.contiguous()
+    logits, steps = query.logits.contiguous(), max(sizes).bit_length()
+    peaks = weights = log_probs
+    if normalizers is not None:
+        sums = GIVEN
+    elif grid[1] == 1:
+        sums = AT_ONCE
+    else:
+        sums = IN_PARTS
+        peaks, weights = torch.empty(2, *grid, device=nodes.device)
+        grown_nodes, _, _, later_first, later_count, later_codes, _ = overlay
+        weights_kernel[grid](
+            base.first_child, base.node_codes, grown_nodes, later_first, later_count, later_codes,
+            nodes, log_probs, logits, peaks, weights, logits.shape[1], base.num_nodes, sizes[0],
+            steps, BLOCK=block, OVERLAY=own is not None,
+        )  # fmt: skip
+    children_kernel[grid](
         base.first_child, base.node_codes, base.first_leaf, base.last_leaf, *overlay,
-        nodes.contiguous(), query.log_probs.contiguous(), query.logits.contiguous(),
-        query.log_probs if normalizers is None else normalizers,
-        unused if ranks is None else ranks.contiguous(), *words, keys, beams, query.logits.shape[1],
-        width, num_ranks, num_words, base.num_nodes, *sizes, num_ranks.bit_length(),
-        max(sizes).bit_length(),
-        BLOCK=min(triton.next_power_of_2(width), MOST_CHILDREN), FILTER=kind.value,
-        NORMALIZED=normalizers is not None, OVERLAY=own is not None,
+        nodes, log_probs, logits, log_probs if normalizers is None else normalizers,
+        peaks, weights, unused if ranks is None else ranks.contiguous(), *words, keys, beams,
+        logits.shape[1], width, num_ranks, num_words, base.num_nodes, *sizes,
+        num_ranks.bit_length(), steps,
+        BLOCK=block, BLOCK_PARTS=PARTS, FILTER=kind.value, SUMS=sums.value,
+        OVERLAY=own is not None,
     )  # fmt: skip
     return unpacked(keys, width, query.keep)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from recserve.kernels.trie.fixed_trie import FixedTrie
+from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import (
     Allowed,
@@ -146,11 +146,22 @@ def options_of(form, trie, logits, allowed, excluded):
     }[form]
 
 
+def small_blocks(monkeypatch):
+    """Makes nodes of many children take many programs, whose sums are merged in several turns."""
+    from recserve.kernels.triton import trie_topk
+
+    monkeypatch.setattr(trie_topk, "MOST_CHILDREN", 4)
+    monkeypatch.setattr(trie_topk, "PARTS", 2)
+
+
+@pytest.mark.parametrize("blocks", ["one", "many"])
 @pytest.mark.parametrize("codes,form", covering(CATALOGUES, FORMS))
-def test_triton_matches_torch(codes, form, monkeypatch):
+def test_triton_matches_torch(codes, form, blocks, monkeypatch):
     from recserve.kernels.triton import trie_topk
     from tests.support import triton_interpreter  # noqa: F401
 
+    if blocks == "many":
+        small_blocks(monkeypatch)
     trie = build(codes)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(2**62))
@@ -166,14 +177,17 @@ def test_triton_matches_torch(codes, form, monkeypatch):
         assert torch.equal(got.parents, expected.parents)
 
 
+@pytest.mark.parametrize("blocks", ["one", "many"])
 @pytest.mark.parametrize(
     "name,form", covering(("one-item", "all-share-a-prefix", "deep", "drawn"), FORMS)
 )
-def test_triton_matches_torch_over_an_overlay(name, form):
+def test_triton_matches_torch_over_an_overlay(name, form, blocks, monkeypatch):
     """Later ids below every level, as they come and in a place with room to spare; and none."""
     from recserve.kernels.triton import trie_topk
     from tests.support import triton_interpreter  # noqa: F401
 
+    if blocks == "many":
+        small_blocks(monkeypatch)
     codes = CATALOGUES[name]
     sizes = tuple(int(codes[:, level].max()) + 2 for level in range(codes.shape[1]))
     base = build_trie(codes, sizes)
@@ -202,6 +216,34 @@ def test_triton_matches_torch_over_an_overlay(name, form):
                 torch.testing.assert_close(got.log_probs, expected.log_probs)
                 assert torch.equal(got.nodes, expected.nodes)
                 assert torch.equal(got.parents, expected.parents)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_requests_without_listed_leaves_search_no_list(filtered, monkeypatch):
+    """A captured search has places for 1,024 leaves, of which most requests use none."""
+    from recserve.kernels.triton import trie_topk
+    from tests.support import triton_interpreter
+
+    trie = build(CATALOGUES["drawn"])
+    nodes, log_probs, logits = draw_level(trie, 1, 2, 3, seed=1)
+    places = torch.full((2, 40), NOWHERE)
+    if filtered:
+        places[1, 0] = 0
+    query = ChildQuery(nodes, log_probs, logits, trie.widths[1], 12, filters=ChildFilter(places))
+    builder, searches = triton_interpreter.interpreter.InterpreterBuilder, []
+    load, first = builder.create_masked_load, places.data_ptr()
+    last = first + places.numel() * places.itemsize
+
+    def counted(self, pointers, mask, *rest):
+        found = (first <= pointers.data) & (pointers.data < last) & mask.data
+        # The first place of a request is read by itself.
+        searches.append(found.size > 1 and found.any())
+        return load(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", counted)
+    found = trie_topk.best_children(trie, query)
+    assert torch.equal(found.nodes, best_children(trie, query).nodes)
+    assert any(searches) == filtered
 
 
 @pytest.mark.parametrize("form", ["allowed", "excluded"])
@@ -241,10 +283,11 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
     triton_interpreter.start_programs_at(shift, monkeypatch)
     trie_topk.children_kernel[(2 * beams,)](
         trie.first_child, trie.node_codes, trie.first_leaf, trie.last_leaf, *[nodes] * 7,
-        far(nodes, 1), far(log_probs, 1), far(logits, codes), far(log_probs, 1), *filters,
+        far(nodes, 1), far(log_probs, 1), far(logits, codes), *[far(log_probs, 1)] * 3, *filters,
         far(keys, width), beams, codes, width, ranks.shape[1] * (form != "allowed"),
         words.shape[1], trie.num_nodes, 0, 0, 0 if form == "allowed" else size.bit_length(), 0,
-        BLOCK=2 ** (width - 1).bit_length(), FILTER=kind.value, NORMALIZED=False, OVERLAY=False,
+        BLOCK=2 ** (width - 1).bit_length(), BLOCK_PARTS=trie_topk.PARTS, FILTER=kind.value,
+        SUMS=trie_topk.AT_ONCE.value, OVERLAY=False,
     )  # fmt: skip
     got = unpacked(keys, width, 12)
     torch.testing.assert_close(got.log_probs, expected.log_probs)

@@ -43,7 +43,7 @@ KERNELS = (
 OTHERS = (
     accept.choose_kernel, accept.walk_kernel, accept_drawn.drawn_walk_kernel,
     accept_drawn.bonus_kernel, accept_drawn.pick_kernel, head_topk.head_kernel,
-    trie_topk.children_kernel,
+    trie_topk.children_kernel, trie_topk.weights_kernel,
 )  # fmt: skip
 
 

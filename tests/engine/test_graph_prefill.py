@@ -1,0 +1,103 @@
+"""Prefills in fixed shapes: the states and the cache of those that are launched as they come."""
+
+import pytest
+import torch
+
+from recserve.engine.runtime.graph_prefill import GraphPrefill, PrefillBucket, PrefillGraphs
+from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, Runner
+from recserve.kernels import dispatch
+from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.tree import chain
+from recserve.models.inputs import NodeInputs
+from tests.support.device_worlds import assert_same, recommending
+from tests.support.pretend_cuda import PretendCuda
+from tests.support.recorded_steps import POISON
+from tests.support.text_plain import drawn_model
+
+BUCKETS = (PrefillBucket(6), PrefillBucket(17))
+
+
+def runner_of(model):
+    """A runner over a pool of poison values, as pages hold that nobody has written."""
+    trunk = DecoderTrunk(model)
+    pool = KVPool(trunk.kv_shape, 12, 4, trunk.dtype, trunk.device)
+    pool.keys.fill_(POISON)
+    pool.values.fill_(POISON)
+    return Runner(trunk, pool)
+
+
+def piece_of(tokens, slots, start, states):
+    own = NodeInputs(tokens[start:])
+    return ForwardPiece(
+        tree=chain(own.tokens), inputs=own, queries=None, slots=slots[start:],
+        root_slots=(slots[:start],), num_states=states,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["items", "codes", "text"])
+@torch.inference_mode()
+def test_replays_compute_what_is_launched(kind):
+    """Any number of rows under any root, after others; more rows than any graph holds."""
+    model = drawn_model(1) if kind == "text" else recommending("cpu", kind).model
+    g = torch.Generator().manual_seed(0)
+    launched, replaying = runner_of(model), runner_of(model)
+    graphs = PrefillGraphs(replaying, model, lambda step: step, buckets=BUCKETS)
+    replaying.prefills = graphs
+    tokens = torch.randint(0, 12, (30,), generator=g)
+    slots = torch.randperm(48, generator=g)[:30]
+    cases = [(0, 5, 1), (5, 6, 1), (6, 9, 3), (9, 10, 1), (10, 26, 2), (0, 3, 3), (3, 20, 1)]
+    for start, stop, states in cases:
+        made = [
+            runner.forward([piece_of(tokens[:stop], slots[:stop], start, states)])[0]
+            for runner in (launched, replaying)
+        ]
+        assert made[0].shape == made[1].shape
+        torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
+    replayed = [stop - start < 17 for start, stop, _ in cases]
+    assert graphs.replays == sum(replayed) == len(cases) - 1
+    own = torch.arange(48)  # without the spare page
+    for pool in ("keys", "values"):
+        one, other = (getattr(r.pool, pool)[:, own] for r in (launched, replaying))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_what_is_no_chain_is_launched():
+    model = drawn_model(1)
+    graphs = PrefillGraphs(runner_of(model), model, lambda step: step, buckets=BUCKETS)
+    tokens, slots = torch.arange(4), torch.arange(4)
+    assert graphs(piece_of(tokens, slots, 0, None)) is None
+    assert graphs(piece_of(tokens, slots, 0, 1)) is not None
+
+
+def test_a_replay_waits_for_nothing(monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    with PretendCuda() as device, torch.inference_mode():
+        model = drawn_model(1).to("cuda")
+        graph = GraphPrefill(runner_of(model), model, 17)
+        tokens, slots = (torch.arange(9, device="cuda") for _ in "ts")
+        piece = piece_of(tokens, slots, 4, 1)
+        graph()
+        device.syncs.clear()
+        graph.load(piece, model.tokens(piece.inputs.tokens))
+        graph()
+        assert not device.syncs, device.table()
+
+
+@pytest.mark.parametrize("strategy", ["beam", "nezha"])
+def test_engines_answer_alike_with_replayed_prefills(strategy):
+    """Histories of several lengths, one of them twice; `nezha` has placeholders behind them."""
+    launching, world = recommending("cpu", "codes"), recommending("cpu", "codes")
+    runner = world.engine.schedulers["recommender"].runner
+    runner.prefills = graphs = PrefillGraphs(
+        runner, world.model, lambda step: step, buckets=(PrefillBucket(17), PrefillBucket(65))
+    )
+    for events in (2, 9, 2, 12):
+        asked = launching.ask(strategy, events=(events,))
+        assert_same(world.engine.run_many(asked), launching.engine.run_many(asked))
+    assert graphs.replays >= 3  # one of the four may be cached
+
+
+def test_a_cpu_captures_no_prefills():
+    engine = recommending("cpu").engine
+    assert not isinstance(engine.schedulers["recommender"].runner.prefills, PrefillGraphs)
