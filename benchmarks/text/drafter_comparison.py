@@ -276,6 +276,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(given)
     if not options.table and (options.target is None or not options.text):
         parser.error("--target and --text are needed, except with --table")
+    if options.prompts < TURNS * max(options.batches):
+        parser.error(f"--prompts needs at least {TURNS} times the largest of --batches")
     return options
 
 

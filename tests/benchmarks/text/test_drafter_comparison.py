@@ -133,6 +133,7 @@ def test_drafters_without_weights_are_measured(target, tmp_path):
         (["--trees", "bush"], "choose tree, tree-N, chain or chain-N"),
         (["--trees", "tree-x"], "choose tree, tree-N, chain or chain-N"),
         ([], "--target and --text are needed"),
+        (["--table", "--prompts", "63"], "--prompts needs at least 2 times the largest of --batch"),
     ],
 )
 def test_wrong_flags_are_named(flags, said, capsys, tmp_path):
@@ -159,7 +160,7 @@ def test_a_comparison_resumes_and_prints(target, distilled, tmp_path, capsys, mo
     work = tmp_path / "work"
     flags = ["--target", str(target), "--text", str(distilled), "--work", str(work)]
     flags += ["--minutes", "0.02", "--kinds", "medusa", "mask_tokens", "draft_model"]
-    flags += ["--trees", "chain-2", "tree", "--prompts", "4", "--length", "8", "--tokens", "8"]
+    flags += ["--trees", "chain-2", "tree", "--prompts", "6", "--length", "8", "--tokens", "8"]
     flags += ["--temperatures", "1", "--batches", "1", "3", "--threads", "1"]
     assert comparison.main(flags) == 0
     printed = capsys.readouterr().out
