@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from recserve.kernels.tree import AUXILIARY, chain
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
+from recserve.speculation.drafters.draft_tree import ROOT, DraftTree
 from recserve.speculation.drafters.lookahead import LookaheadDrafter, NgramPool
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.text_engines import engine_for, prompts, shared_model
 from tests.support.text_loop import VOCABULARY, check_draft, generate, score, step, tiny_model
 from tests.support.token_paths import paths
 
@@ -159,3 +162,16 @@ def test_numbers_out_of_range_are_refused():
     for wrong in ({"window": 0}, {"ngram": 1}, {"guesses": 0}, {"pool_size": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} {next(iter(wrong.values()))}"):
             LookaheadDrafter(**wrong)
+
+
+def test_nodes_of_the_window_are_no_levels():
+    """kappa divides the levels that may be accepted by the tokens that may be."""
+    tree = DraftTree()
+    tree.add(ROOT, 1)
+    tree.add_auxiliary(tree.add_auxiliary(ROOT, 2), 3)
+    draft = tree.finish(tree.preorder())
+    assert (draft.depth, draft.levels, draft.num_candidates) == (2, 1, 1)
+    engine = engine_for(shared_model(), drafters={"lookahead": LookaheadDrafter(window=3, ngram=3)})
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    (answer,) = engine.run_many([TextQuery(prompts(1)[0], params, Speculation("lookahead"))])
+    assert 0 < answer.counts.num_draft_levels <= answer.counts.num_draft_tokens

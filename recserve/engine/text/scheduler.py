@@ -267,7 +267,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             if sequence.drafter.reads_states:
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
             if draft.num_nodes:
-                sequence.counts.add(draft.num_candidates, used, draft.depth)
+                sequence.counts.add(draft.num_candidates, used, draft.levels)
                 self._proposer.verified(sequence, draft, len(path) - 1)
             if ended:
                 done.append((sequence, sequence.completion()))

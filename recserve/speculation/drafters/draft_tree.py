@@ -100,6 +100,7 @@ class DraftTree:
         place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
         kinds = [self.kinds[node] for node in order]
         auxiliary = any(kind != CANDIDATE for kind in kinds)
+        candidates = [self.depths[node] for node in order if self.kinds[node] == CANDIDATE]
         return TextDraft(
             torch.tensor([self.tokens[node] for node in order]),
             torch.tensor([place[self.parents[node]] for node in order]),
@@ -108,4 +109,5 @@ class DraftTree:
             proposers=torch.tensor([self.proposers[node] for node in order])
             if name_proposers
             else None,
+            candidate_depth=max(candidates, default=0),
         )
