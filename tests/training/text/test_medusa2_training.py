@@ -66,11 +66,12 @@ def test_the_new_target_stays_good_and_its_heads_serve_losslessly(distill, model
     assert sum(answer.counts.num_accepted_tokens for answer in drafted) > 0
 
 
-def test_the_target_s_loss_is_what_holds_it(model, texts, tmp_path):
+def test_the_target_s_loss_is_what_holds_it(model, texts, tmp_path, capsys):
     """Heads that outweigh the target drive it away, and the report says so."""
     careless = replace(RECIPE, weight=100.0, schedule=replace(JOINT, learning_rate=3e-4))
     report = train_medusa2(model, *texts, tmp_path, OPTIONS, careless)
     assert report.metrics["log_likelihood_change"] < -BOUND
+    assert "warning: the new target lost" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_continues_where_it_was(model, texts, tmp_path, monkeypatch):

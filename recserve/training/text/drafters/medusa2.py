@@ -38,6 +38,7 @@ from recserve.training.text.drafters.medusa import MedusaRecipe, MedusaTrainee
 
 TARGET, HEADS, WARM_UP = "target", "heads", "warm-up"  # folders of the results and of stage 1
 WARM_UP_SHARE = 1 / 3  # of `max_minutes`
+LOSS_TO_REPORT = 0.05  # nats per token
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,14 @@ def train_medusa2(
     new.requires_grad_(True)
     trainee = Medusa2Trainee(recipe, heads, target)
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
-    accuracies = heads.accuracies()
-    save_medusa(heads.model, directory / HEADS, accuracies)
+    lost = -report.metrics["log_likelihood_change"]
+    if lost > LOSS_TO_REPORT:
+        console.print(
+            f"warning: the new target lost {lost:.2f} nats per token of held-out text; give the "
+            "training more text, or more time for the heads",
+            soft_wrap=True,
+        )
+    save_medusa(heads.model, directory / HEADS, heads.accuracies())
     save_language_model(new.to(target.tokens.weight.dtype), directory / TARGET)
     if options.llm is not None:
         copy_tokenizer(options.llm, directory / TARGET)
