@@ -42,8 +42,9 @@ FREE = frozenset(
     + ["empty_like", "empty_strided", "new_empty", "resize_", "lift_fresh", "to", "item"]
     + ["resolve_conj", "resolve_neg", "is_nonzero", "_local_scalar_dense"]
 )
-# Launches of this project's kernels: the trie step with its top-k, RoPE with write, SiLU gate.
-KERNELS = {"best_children": 8, "rope_write": 1, "silu_mul": 2}
+# Launches of this project's kernels: the trie step with its top-k, RoPE with write and norms, the
+# SiLU gate, residual sum with norm.
+KERNELS = {"best_children": 8, "rope_write": 1, "silu_mul": 1, "add_rms_norm": 1}
 LAID_OUT, ATTENDED = 12, 2  # launches of tree attention: per batch, and per layer
 FORWARDS, REST = "in forwards", "beside them"
 
@@ -103,6 +104,7 @@ def counting(engine: Any) -> Iterator[Launches]:
     ]
     patches += [
         mock.patch.object(dispatch, "turns", lambda pool: True),
+        mock.patch.object(dispatch, "fuses", lambda x: True),
         mock.patch.object(Runner, "forward", launches.forward(Runner.forward)),
         mock.patch.object(
             runner, "attention", lambda *args: launches.as_kernel(lay_out(*args), ATTENDED)

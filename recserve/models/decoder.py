@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from recserve.kernels import dispatch
 from recserve.kernels.cpu.native_layers import NativeLayers
+from recserve.kernels.reference import HeadNorms
 from recserve.models.attention import Attend, PagedAttention, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 
@@ -122,12 +123,18 @@ class DecoderLayer(nn.Module):
         c = self.config
         qkv = self.qkv(inputs).unflatten(-1, (-1, c.head_dim))
         turned, value = qkv.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
-        if c.qk_norm:
+        turns = isinstance(attend, PagedAttention) and attend.turns
+        # The kernel that rotates also normalises, where there is one.
+        inside = c.qk_norm and turns and dispatch.fuses(qkv)
+        if c.qk_norm and not inside:
             query, key = turned.split([c.num_heads, c.num_kv_heads], dim=-2)
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
-        if isinstance(attend, PagedAttention) and attend.turns:
-            whole = torch.cat([turned, value], dim=-2) if c.qk_norm else qkv
-            mixed = attend.of_projections(layer, whole, rope).flatten(-2)
+        if isinstance(attend, PagedAttention) and turns:
+            whole = torch.cat([turned, value], dim=-2) if c.qk_norm and not inside else qkv
+            norms = None
+            if inside:
+                norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            mixed = attend.of_projections(layer, whole, rope, norms).flatten(-2)
         else:
             query, key = torch.split(rope(turned), [c.num_heads, c.num_kv_heads], dim=-2)
             mixed = attend(layer, query, key, value).flatten(-2)
@@ -138,6 +145,28 @@ class DecoderLayer(nn.Module):
         x = residual + self._dropout(self.output(mixed))
         gated = self.silu.gate(self.gate_up(self.mlp_norm(x)))
         return x + self._dropout(self.down(gated))
+
+    def fused(
+        self, x: Tensor, normed: Tensor, rope: Rope, layer: int, attend: Attend, after: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layer with sums and norms in one launch each, for inference.
+
+        Args:
+            x: [..., T, E].
+            normed: [..., T, E] x after this layer's attention norm.
+            rope: Rotary positions.
+            layer: Number of the layer.
+            attend: Attention.
+            after: The norm that reads the result.
+
+        Returns:
+            The result [..., T, E], and the result after that norm.
+        """
+        mixed = self.output(self.mix(normed, rope, layer, attend))
+        norm = self.mlp_norm
+        x, normed = dispatch.add_rms_norm(x, mixed, norm.weight, norm.eps)
+        gated = self.silu.gate(self.gate_up(normed))
+        return dispatch.add_rms_norm(x, self.down(gated), after.weight, after.eps)
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
@@ -226,6 +255,17 @@ class Decoder(nn.Module):
             through = attend.through(self.together, x, rope, numbers, norm)
             if through is not None:
                 return through
+        if numbers and not self.training and dispatch.fuses(x):
+            return self._fused(x, rope, attend, numbers, norm)
         for number in numbers:
             x = self.layers[number](x, rope, number, attend)
         return self.norm(x) if norm else x
+
+    def _fused(self, x: Tensor, rope: Rope, attend: Attend, numbers: range, norm: bool) -> Tensor:
+        """Runs some layers, and the final norm if `norm`, with fused sums and norms."""
+        after = [*(layer.attention_norm for layer in self.layers), self.norm]
+        normed = after[numbers[0]](x)
+        for number in numbers:
+            layer = self.layers[number]
+            x, normed = layer.fused(x, normed, rope, number, attend, after[number + 1])
+        return normed if norm else x
