@@ -263,9 +263,10 @@ class Decoder(nn.Module):
 
     def _fused(self, x: Tensor, rope: Rope, attend: Attend, numbers: range, norm: bool) -> Tensor:
         """Runs some layers, and the final norm if `norm`, with fused sums and norms."""
-        after = [*(layer.attention_norm for layer in self.layers), self.norm]
-        normed = after[numbers[0]](x)
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        after = [*(layer.attention_norm for layer in layers), self.norm]
+        normed: Tensor = after[numbers[0]](x)
         for number in numbers:
-            layer = self.layers[number]
-            x, normed = layer.fused(x, normed, rope, number, attend, after[number + 1])
+            norms = after[number + 1]
+            x, normed = layers[number].fused(x, normed, rope, number, attend, norms)
         return normed if norm else x
