@@ -29,7 +29,7 @@ from recserve.kernels.cpu.int8_panels import multiplies_int8
 from recserve.kernels.fp8 import Stored
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import RootTable, TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
+from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms, HeadTopK
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import trie_children
 from recserve.kernels.trie.trie_children import BestChildren, ChildQuery, LeafBits
@@ -178,18 +178,29 @@ def move_paths(
     return path_move.move_paths(keys, values, sources, targets, lengths)
 
 
+def fuses(x: Tensor) -> bool:
+    """Returns whether the small operations of layers on x run fused: in Triton, not training."""
+    return in_triton(x) and not torch.is_grad_enabled()
+
+
 def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Stored,
+    values: Stored,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Runs `reference.rope_write` with the selected kernel."""
+    """Runs `reference.rope_write` with the selected kernel. C takes no norms."""
     alike = qkv.dtype == keys.dtype and in_native(qkv) and turns(keys)
-    if alike and isinstance(keys, Tensor) and isinstance(values, Tensor):
+    if norms is None and alike and isinstance(keys, Tensor) and isinstance(values, Tensor):
         return native.rope_write(qkv, cos, sin, slots, keys, values)
     if not in_triton(qkv):
-        return reference.rope_write(qkv, cos, sin, slots, keys, values)
+        return reference.rope_write(qkv, cos, sin, slots, keys, values, norms)
     from recserve.kernels.triton import rope_write as kernel
 
-    return kernel.rope_write(qkv, cos, sin, slots, keys, values)
+    return kernel.rope_write(qkv, cos, sin, slots, keys, values, norms)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -205,10 +216,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns x + y, and its RMSNorm, both [..., E] in x's dtype.
+
+    Args:
+        x: [..., E].
+        y: [..., E] in x's dtype.
+        weight: [E].
+        eps: Added to the mean square.
+    """
+    if fuses(x):
+        from recserve.kernels.triton import layer_norm
+
+        return layer_norm.add_rms_norm(x, y, weight, eps)
+    total = x + y
+    return total, rms_norm(total, weight, eps)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) * up [..., n] of a tensor [..., 2 n] that holds the gate first."""
     if in_native(gate_up):
         return native.silu_mul(gate_up)
+    if fuses(gate_up):
+        from recserve.kernels.triton import layer_norm
+
+        return layer_norm.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

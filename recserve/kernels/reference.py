@@ -151,8 +151,29 @@ def move_paths(
         copy_rows(pool, 1, source, target)
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorms of queries and keys before they are rotated (QK norm).
+
+    Attributes:
+        query: [D] weight of the queries' norm.
+        key: [D] weight of the keys' norm.
+        eps: Added to the mean square.
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
 def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Stored,
+    values: Stored,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Rotates queries and keys by their positions, and writes keys and values to their slots.
 
@@ -165,13 +186,19 @@ def rope_write(
         slots: [T], distinct.
         keys: [slots, K, D], one layer of the pool.
         values: Same shape as the keys.
+        norms: Norms of queries and keys. None means that they have none.
 
     Returns:
         The rotated queries [T, H, D].
     """
     kv_heads = keys.shape[1]
     turned, value = torch.split(qkv, [qkv.shape[1] - kv_heads, kv_heads], dim=1)
-    low, high = turned.float().chunk(2, dim=-1)
+    turned = turned.float()
+    if norms is not None:
+        heads = turned.shape[1] - kv_heads
+        weights = torch.cat([norms.query.expand(heads, -1), norms.key.expand(kv_heads, -1)])
+        turned = F.rms_norm(turned, turned.shape[-1:], eps=norms.eps) * weights.float()
+    low, high = turned.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     query, key = torch.split(turned, [turned.shape[1] - kv_heads, kv_heads], dim=1)

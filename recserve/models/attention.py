@@ -23,7 +23,7 @@ from recserve.kernels.cpu.cpu_plan import Form
 from recserve.kernels.cpu.native_layers import NativeLayers
 from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import KVPool, TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms
 from recserve.models.config import DecoderConfig
 
 
@@ -187,19 +187,22 @@ class PagedAttention:
         pool.write(layer, self.slots, key, value)
         return self._attention(query, key, value, pool.keys[layer], pool.values[layer])
 
-    def of_projections(self, layer: int, qkv: Tensor, rope: Rope) -> Tensor:
+    def of_projections(
+        self, layer: int, qkv: Tensor, rope: Rope, norms: HeadNorms | None = None
+    ) -> Tensor:
         """Attends from projections before RoPE; call it only if `turns` is true.
 
         Args:
             layer: Number of the layer.
             qkv: [Tq, H + 2 K, D], queries first.
             rope: Rotary positions of the rows.
+            norms: Norms of queries and keys. None means that they have none, or are done.
 
         Returns:
             [Tq, H, D].
         """
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        query = dispatch.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values)
+        query = dispatch.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values, norms)
         # Kernels read keys and values of the computed nodes from the pool, so these are
         # placeholders.
         return self._attention(query, query, query, keys, values)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from recserve.kernels import dispatch
 from recserve.kernels.cpu.native_layers import NativeLayers
+from recserve.kernels.reference import HeadNorms
 from recserve.models.attention import Attend, PagedAttention, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.drafters.gated_lora import MaskRows
@@ -139,12 +140,18 @@ class DecoderLayer(nn.Module):
         product = self._product("qkv", inputs, layer, gate)
         qkv = torch.unflatten(product, -1, (-1, c.head_dim))
         turned, value = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
-        if c.qk_norm:
+        turns = isinstance(attend, PagedAttention) and attend.turns
+        # The kernel that rotates also normalises, where there is one.
+        inside = c.qk_norm and turns and dispatch.fuses(qkv)
+        if c.qk_norm and not inside:
             query, key = torch.split(turned, [c.num_heads, c.num_kv_heads], dim=-2)
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
-        if isinstance(attend, PagedAttention) and attend.turns:
-            whole = torch.cat([turned, value], dim=-2) if c.qk_norm else qkv
-            mixed = attend.of_projections(layer, whole, rope).flatten(-2)
+        if isinstance(attend, PagedAttention) and turns:
+            whole = torch.cat([turned, value], dim=-2) if c.qk_norm and not inside else qkv
+            norms = None
+            if inside:
+                norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            mixed = attend.of_projections(layer, whole, rope, norms).flatten(-2)
         else:
             query, key = torch.split(rope(turned), [c.num_heads, c.num_kv_heads], dim=-2)
             mixed = attend(layer, query, key, value).flatten(-2)
@@ -161,6 +168,37 @@ class DecoderLayer(nn.Module):
     def _product(self, part: str, x: Tensor, layer: int, gate: MaskRows | None) -> Tensor:
         out: Tensor = getattr(self, part)(x)
         return out if gate is None else gate.add(layer, part, x, out)
+
+    def fused(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        rope: Rope,
+        layer: int,
+        attend: Attend,
+        after: RMSNorm,
+        gate: MaskRows | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layer with sums and norms in one launch each, for inference.
+
+        Args:
+            x: [..., T, E].
+            normed: [..., T, E] x after this layer's attention norm.
+            rope: Rotary positions.
+            layer: Number of the layer.
+            attend: Attention.
+            after: The norm that reads the result.
+            gate: Rows of mask tokens, whose products differ. None means that there are none.
+
+        Returns:
+            The result [..., T, E], and the result after that norm.
+        """
+        mixed = self.mix(normed, rope, layer, attend, gate)
+        added, norm = self._product("output", mixed, layer, gate), self.mlp_norm
+        x, normed = dispatch.add_rms_norm(x, added, norm.weight, norm.eps)
+        gated = self.silu.gate(self._product("gate_up", normed, layer, gate))
+        added = self._product("down", gated, layer, gate)
+        return dispatch.add_rms_norm(x, added, after.weight, after.eps)
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
@@ -258,6 +296,26 @@ class Decoder(nn.Module):
             through = attend.through(self.together, x, rope, numbers, norm)
             if through is not None:
                 return through
+        if numbers and not self.training and dispatch.fuses(x):
+            return self._fused(x, rope, attend, numbers, gate, norm)
         for number in numbers:
             x = self.layers[number](x, rope, number, attend, None, gate)
         return self.norm(x) if norm else x
+
+    def _fused(
+        self,
+        x: Tensor,
+        rope: Rope,
+        attend: Attend,
+        numbers: range,
+        gate: MaskRows | None,
+        norm: bool,
+    ) -> Tensor:
+        """Runs some layers, and the final norm if `norm`, with fused sums and norms."""
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        after = [*(layer.attention_norm for layer in layers), self.norm]
+        normed: Tensor = after[numbers[0]](x)
+        for number in numbers:
+            norms = after[number + 1]
+            x, normed = layers[number].fused(x, normed, rope, number, attend, norms, gate)
+        return normed if norm else x

@@ -12,7 +12,7 @@ from tests.support.device_worlds import assert_same, ranking, recommending, text
 from tests.support.host_waits import RANK, WAITS, assert_waits
 from tests.support.pretend_cuda import PretendCuda
 
-FORWARD = {"rope_kernel", "_attend"}
+FORWARD = {"rope_kernel", "_attend", "add_norm_kernel", "gate_kernel"}
 
 
 @pytest.fixture

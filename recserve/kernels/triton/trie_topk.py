@@ -126,13 +126,13 @@ def weights_kernel(
 ):  # fmt: skip
     """Finds the largest logit of one block of a beam's children, and the sum of exponentials."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, count, later, total, before, _ = _children_of(
+    first, count, later, total, before, some = _children_of(
         first_child, grown_nodes, later_first, later_count, nodes, log_probs, row, base_nodes,
         num_grown, overlay_steps, OVERLAY,
     )  # fmt: skip
     peak, weight = before * 0 + float("-inf"), before * 0
     if block * BLOCK < total:
-        _, _, logit = _block(
+        child, valid, logit = _block(
             node_codes, later_codes, logits, first, count, later, total, block * BLOCK, row,
             num_codes, base_nodes, BLOCK, OVERLAY,
         )  # fmt: skip

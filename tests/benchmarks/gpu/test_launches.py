@@ -24,3 +24,7 @@ def test_recorded_searches_launch_next_to_nothing(tmp_path):
         assert (0 < forwards[0] < forwards[1]) == (strategy == "beam" and not replayed)
         assert row["beside them"] == deep[1]["beside them"]
         assert (row["beside them"] < 16) == replayed
+        # Two layers more in each forward pass: four products, RoPE with norms and write, attention
+        # and its merge, the SiLU gate, and two residual sums with norms.
+        if strategy == "beam" and not replayed:
+            assert forwards[1] - forwards[0] == 2 * 10 * row["rounds"]

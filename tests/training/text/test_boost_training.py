@@ -14,7 +14,7 @@ from recserve.speculation.drafters.registry import build_drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text import boost
+from recserve.training.text.drafters import boost
 from recserve.training.text.drafters.boost import (
     BoostCorpus,
     BoostRecipe,
