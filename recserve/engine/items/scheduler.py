@@ -323,6 +323,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             sequence.last_hidden, states = states[0].clone(), states[1:]
         if sequence.placeholders is not None:
             sequence.placeholder_states = states.clone()
+            sequence.tree_used = 0  # nothing reads the placeholders' keys and values again
         sequence.num_computed = sequence.root_length
         root = sequence.request.root
         pages = sequence.pages[: self._pages.pages_of(sequence.root_length)]
