@@ -311,8 +311,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         )
 
     def _store_root(self, sequence: Sequence, states: Tensor) -> bool:
-        """Stores a computed root in the prefix cache. Returns False if its states are not
-        finite.
+        """Caches a computed root. Returns False if its states are not finite.
 
         On a CUDA device, the check would make the host wait. There the result shows whether the
         states are finite, and `_discard` drops the root.
