@@ -125,8 +125,8 @@ def drafter(
     head: Annotated[
         str,
         typer.Option(
-            help="Kind of head: recurrent, mlp, lattice, eagle; or levels, the recommender's own "
-            "level heads, which are only measured."
+            help="Kind of head: recurrent, mlp, lattice, eagle, mask_tokens; or levels, the "
+            "recommender's own level heads, which are only measured."
         ),
     ] = "recurrent",
     start_from: FromFlag = None,

@@ -59,7 +59,7 @@ def likely_prefixes(
         skip_single: Whether prefixes with one child are left out.
     """
     at = on_device(places, beams.nodes.device)[:, None]
-    beams, contexts = replace(beams, places=at), head.contexts(beams.last_hidden)
+    beams, contexts = replace(beams, places=at), _contexts(beams, head)
     if (native := native_search_of(beams, head.search)) is not None:
         found = descend(beams, native, beams.trie.num_levels, widths, contexts=contexts)
         return found.passed(KNOWN if skip_single else ANY, found.scores_at(places))
@@ -107,6 +107,14 @@ def item_log_probs(
         if level + 1 < trie.num_levels:
             parents, state = own, head.step(level, state, trie.codes_of(own))
     return total
+
+
+def _contexts(beams: Beams, head: PrefixHead) -> Tensor:
+    """Returns [B, L, any] what the head reads at each level besides its state."""
+    if head.placeholders is None:
+        return head.contexts(beams.last_hidden)
+    states = [s.placeholder_states for s in beams.sequences if s.placeholder_states is not None]
+    return head.contexts(beams.last_hidden, torch.stack(states))
 
 
 def _states_of_paths(beams: Beams, head: PrefixHead) -> Tensor:

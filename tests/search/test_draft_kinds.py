@@ -10,13 +10,14 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.models.attention import DenseAttention
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.draft_network import SelfDraftConfig
 from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.drafters.prefix_head import NETWORKS, load_prefix_head, save_prefix_head
 from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies import SpeculativeStrategy
-from tests.support.draft_heads import make_network
+from tests.support.draft_heads import make_network, make_nezha_head
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 from tests.support.tries import SHAPES, Changed, engine_of
@@ -89,7 +90,7 @@ def test_cached_tables_change_no_logit(kind):
     model, _ = make(CATALOGUES["ordinary"], "items", "children")
     head = make_network(model, kind, "drawn")
     last, sizes = torch.randn(5, 32), model.config.codebook_sizes
-    states = torch.randn(5, len(sizes), 32) if head.config.placeholders else None
+    states = None if head.placeholders is None else torch.randn(5, len(sizes) - 1, 32)
     codes = torch.stack([torch.randint(0, size, (5,)) for size in sizes], 1)
 
     def logits():
@@ -206,3 +207,51 @@ def test_the_eagle_head_is_a_decoder_layer_over_its_prefix():
         wanted = features[level] @ head.head.weight[start : start + sizes[level]].T
         found = head.level_logits(head.contexts(last)[:, level], state, level)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_mask_token_head_samples_each_slot_from_the_code_before_it():
+    """z_l = A m_l + B_l e(c_{l-1}) + b; logits_l = <E_l, m_l + W_l silu(z_l)>."""
+    torch.manual_seed(0)
+    sizes = (5, 3, 7, 4)
+    head = NETWORKS["mask_tokens"](SelfDraftConfig(8, sizes)).eval()
+    last, masks = torch.randn(6, 8), torch.randn(6, 3, 8)
+    contexts = head.contexts(last, masks)
+    for level in range(1, 4):
+        codes = torch.randint(0, sizes[level - 1], (6,))
+        embedded = head.tokens.weight[1 + sum(sizes[: level - 1]) + codes]
+        own = masks[:, level - 1]
+        z = head.masks(own) + embedded @ head.by_code[level - 1].weight.T
+        hidden = own + torch.nn.functional.silu(z) @ head.outputs[level - 1].weight.T
+        start = 1 + sum(sizes[:level])
+        wanted = hidden @ head.head.weight[start : start + sizes[level]].T
+        state = head.step(level - 1, torch.randn(6, 8), codes)
+        torch.testing.assert_close(head.level_logits(contexts[:, level], state, level), wanted)
+    with pytest.raises(ValueError, match="states at the placeholders"):
+        head.contexts(last)
+
+
+@pytest.mark.parametrize("form", ["items", "codes"])
+def test_mask_tokens_see_the_history_and_change_no_score(form):
+    """Their states are those of a plain forward; a prefix cached without them gets them later."""
+    model, trie = make(CATALOGUES["ordinary"], form, "children")
+    head = make_network(model, "mask_tokens", "from-target")
+    root = draw_root(model, 9, 0)
+    request = SlateQuery(root, trie, 5, 10, "speculative")
+    engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
+    plain = engine.run(replace(request, strategy="beam"))  # caches the prefix without mask tokens
+    for _ in range(2):
+        slate = engine.run(request)
+        assert slate.rows.tolist() == plain.rows.tolist() and slate.timing.root_computed == 0
+        np.testing.assert_allclose(slate.scores, plain.scores, atol=2e-5)
+    found = engine.schedulers["recommender"].cache.match(root.keys).placeholder_states
+    with torch.no_grad():
+        x = torch.cat([model.embed(root.inputs.tokens), head.placeholders])
+        hidden = model.decoder(x[None], torch.arange(len(x))[None], DenseAttention())[0]
+    torch.testing.assert_close(found, hidden[-3:], atol=1e-4, rtol=1e-4)
+
+
+def test_two_heads_with_placeholders_are_refused():
+    model, _ = make(CATALOGUES["ordinary"], "items", "children")
+    heads = Heads(make_network(model, "mask_tokens"), make_nezha_head(model))
+    with pytest.raises(ValueError, match="both read placeholders"):
+        build_engine(EngineModels(model, heads=heads), SMALL)

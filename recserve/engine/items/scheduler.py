@@ -324,8 +324,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         )
 
     def _store_root(self, sequence: Sequence, states: Tensor) -> bool:
-        """Stores a computed root in the prefix cache. Returns False if its states are not
-        finite.
+        """Caches a computed root. Returns False if its states are not finite.
 
         On a CUDA device, the check would make the host wait. There the result shows whether the
         states are finite, and `_discard` drops the root.
@@ -336,6 +335,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             sequence.last_hidden, states = states[0].clone(), states[1:]
         if sequence.placeholders is not None:
             sequence.placeholder_states = states.clone()
+            sequence.tree_used = 0  # nothing reads the placeholders' keys and values again
         sequence.num_computed = sequence.root_length
         root = sequence.request.root
         pages = sequence.pages[: self._pages.pages_of(sequence.root_length)]

@@ -35,7 +35,7 @@ class SelfDraftConfig:
     Attributes:
         hidden_size: E of the target.
         codebook_sizes: C of each level.
-        placeholders: Whether it has placeholders, one per level.
+        placeholders: Whether it has placeholders, one per level that it predicts.
     """
 
     hidden_size: int
@@ -55,11 +55,10 @@ class DraftNetwork(nn.Module, ABC):
         kind: Name of the kind in `config.json` and in `recserve train drafter --head`.
         calibration: Calibration of its drafts. None means not measured.
         search: The same search in C. None means that it was not packed or that there is none.
-        placeholders: [P, E] learned vectors that follow the root, if the config has placeholders.
+        placeholders: [P, E] learned vectors that follow the root. None if the head reads none.
     """
 
     kind: ClassVar[str]
-    placeholders: nn.Parameter
 
     def __init__(self, config: SelfDraftConfig) -> None:
         super().__init__()
@@ -67,6 +66,7 @@ class DraftNetwork(nn.Module, ABC):
         size, vocabulary = config.hidden_size, 1 + sum(config.codebook_sizes)
         self.tokens = nn.Embedding(vocabulary, size)
         self.head = nn.Linear(size, vocabulary, bias=False)
+        self.placeholders: nn.Parameter | None = None
         self.calibration: Calibration | None = None
         self.search: NativeSearch | None = None
         self._tables: dict[str, Tensor] = {}

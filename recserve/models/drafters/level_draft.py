@@ -36,6 +36,7 @@ class LevelDraftHead:
         self._codes = [self.tables.codebooks[level, :size] for level, size in enumerate(sizes)]
         self.calibration = calibration
         self.search: NativeSearch | None = None
+        self.placeholders: None = None
 
     @torch.no_grad()
     def pack(self) -> None:

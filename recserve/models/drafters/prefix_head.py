@@ -23,6 +23,7 @@ from recserve.models.drafters.draft_network import (
 from recserve.models.drafters.eagle_draft import EagleDraftHead
 from recserve.models.drafters.lattice_draft import LatticeDraftHead
 from recserve.models.drafters.level_draft import LevelDraftHead
+from recserve.models.drafters.mask_draft import MaskDraftHead
 from recserve.models.drafters.mlp_draft import MlpDraftHead
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
@@ -30,7 +31,8 @@ from recserve.models.recommender import Recommender
 LEVELS = "levels"
 # The kinds of heads that are trained, by name. The first is the default.
 NETWORKS: dict[str, type[DraftNetwork]] = {
-    kind.kind: kind for kind in (SelfDraftHead, MlpDraftHead, LatticeDraftHead, EagleDraftHead)
+    kind.kind: kind
+    for kind in (SelfDraftHead, MlpDraftHead, LatticeDraftHead, EagleDraftHead, MaskDraftHead)
 }
 HEAD_KINDS = (*NETWORKS, LEVELS)
 
@@ -45,6 +47,11 @@ class PrefixHead(Protocol):
 
     calibration: Calibration | None
     search: NativeSearch | None
+
+    @property
+    def placeholders(self) -> Tensor | None:
+        """Learned vectors [P, E] that follow the root. None if the head reads none."""
+        ...
 
     def pack(self) -> None:
         """Packs the weights for this CPU."""
@@ -109,3 +116,9 @@ def load_prefix_head(directory: Path, target: Recommender) -> DraftNetwork | Lev
     if kind not in NETWORKS:
         raise ValueError(f"{config} names the head {kind!r}; known heads: {', '.join(HEAD_KINDS)}")
     return load_network(NETWORKS[kind], directory, target)
+
+
+def reads_placeholders(directory: Path) -> bool:
+    """Returns whether the saved head in a folder reads placeholders."""
+    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return bool(values.get("placeholders", False))

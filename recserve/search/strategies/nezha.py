@@ -38,7 +38,7 @@ class NezhaStrategy(RecommendStrategy):
 
     def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
         self.model, self.head = model, head
-        if head.config.placeholders:
+        if head.placeholders is not None:
             count, device = len(head.config.codebook_sizes), model.tokens.weight.device
             self.placeholders = NodeInputs(-1 - torch.arange(count, device=device))
             model.bind_placeholders(head.placeholders)

@@ -32,10 +32,12 @@ from recserve.models.drafters.prefix_head import (
     NETWORKS,
     PrefixHead,
     load_prefix_head,
+    reads_placeholders,
     save_prefix_head,
 )
 from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads
+from recserve.search.strategies.speculative import BOTH_READ
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
@@ -169,7 +171,7 @@ def train_drafter(
 
     Raises:
         BundleError: If the bundle has no recommender, or one without beam search, or if
-            `options.start_from` has no such head.
+            `options.start_from` has no such head, or if two heads would read placeholders.
         ValueError: If the head of `options.start_from` has other codes or another size.
     """
     recipe = recipe or RECIPES[options.name]
@@ -180,6 +182,7 @@ def train_drafter(
     if options.head == LEVELS:
         return _level_heads(bundle, frozen, recipe)
     trainee = DrafterTrainee(recipe, frozen, options)
+    _check_placeholders(bundle, trainee)
     start = None if options.start_from is None else _warm_start(trainee, options.start_from)
     directory = bundle.directory(section)
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
@@ -190,6 +193,15 @@ def train_drafter(
     save_prefix_head(trainee.model, directory)
     _record(bundle, section, report, start)
     return report
+
+
+def _check_placeholders(bundle: Bundle, trainee: DrafterTrainee) -> None:
+    """Raises BundleError if this head and the bundle's other head would both read placeholders."""
+    section = "drafters/" + ("speculative" if trainee.name == "nezha" else "nezha")
+    if trainee.model.placeholders is None or not bundle.has(section):
+        return
+    if reads_placeholders(bundle.directory(section)):
+        raise BundleError(f"{bundle.root}: {BOTH_READ}")
 
 
 def _warm_start(trainee: DrafterTrainee, old: Path) -> Start:

@@ -56,8 +56,8 @@ class TargetStates:
 
     Attributes:
         hidden: [B * N, E] states of the tree nodes.
-        contexts: [q, L, E] placeholder states, which the head reads at each level of each predicted
-            item. None for a head without placeholders.
+        contexts: [q, P, E] placeholder states of each predicted item, one for each level that the
+            head predicts. None for a head without placeholders.
     """
 
     hidden: Tensor
@@ -67,7 +67,7 @@ class TargetStates:
 def read(head: DraftNetwork, target: Recommender, batch: HistoryBatch) -> TargetStates:
     """Runs the frozen target over a batch of trees.
 
-    For a head with placeholders, a chain of L placeholders follows every position that predicts an
+    For a head with placeholders, a chain of P placeholders follows every position that predicts an
     item. Gradients flow only to the placeholders.
 
     Args:
@@ -81,7 +81,7 @@ def read(head: DraftNetwork, target: Recommender, batch: HistoryBatch) -> Target
     recorded = _Recording(DenseAttention(batch.mask()))
     with torch.no_grad():
         hidden = target(batch.tokens, batch.positions, recorded)
-    if not head.config.placeholders:
+    if head.placeholders is None:
         return TargetStates(hidden.flatten(0, 1), None)
     levels, size = head.placeholders.shape
     trees, nodes = batch.tokens.shape
