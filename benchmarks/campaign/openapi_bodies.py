@@ -97,6 +97,10 @@ class RequestSource:
         if "$ref" in schema:
             named = schema["$ref"].rpartition("/")[2]
             return self.value(self.document["components"]["schemas"][named], depth + 1)
+        if "anyOf" in schema and "properties" in schema:  # one of several fields is required
+            rest = {name: one for name, one in schema.items() if name != "anyOf"}
+            needed = [*schema.get("required", ()), *draw.choice(schema["anyOf"])["required"]]
+            return self._object({**rest, "required": needed}, depth)
         if "anyOf" in schema:
             simple = [one for one in schema["anyOf"] if one.get("type") == "null"]
             choices = simple if depth > 6 and simple else schema["anyOf"]

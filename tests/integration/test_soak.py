@@ -75,7 +75,8 @@ def test_mixed_requests(count, load_aware):
     requests, texts = variants(random, trie, recommender, text)
     drafters = {"table": TableDrafter("mixed", texts), "tree": TableDrafter("tree", texts)}
     drafters |= {name: make_drafter(text) for name, make_drafter in MAKERS.items()}
-    slot = 2 * 2 * 2 * 8 * 4
+    own = [drafter.kv_shape for drafter in drafters.values()]
+    slot = 2 * 2 * 2 * 8 * 4 + sum(one.slot_bytes(torch.float32) for one in own if one is not None)
     config = EngineConfig(4, kv_bytes=40 * 4 * slot, max_running=12, load_aware=load_aware)
     engine = build_engine(EngineModels(recommender, text=text, drafters=drafters), config)
     alone = build_engine(EngineModels(recommender, text=text), EngineConfig())

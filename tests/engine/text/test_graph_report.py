@@ -145,14 +145,14 @@ def test_the_doctor_names_searches_and_what_is_launched(monkeypatch):
     assert launched.endswith("dense (no beam search)")
 
 
-@pytest.mark.parametrize(("weighs", "count"), [(False, 14), (True, 28)])
+@pytest.mark.parametrize(("weighs", "count"), [(False, 16), (True, 32)])
 def test_the_doctor_tells_of_a_gpu_without_one(weighs, count):
-    """Seven pairs of requests and beams, excluded items by list and by bitmap, per search."""
+    """Eight pairs of requests and beams, excluded items by list and by bitmap, per search."""
     detail = doctor.plan_searches(weighs, ("beam", "speculative"), "cpu").detail
     assert f"none on cpu; on a GPU {count} searches" in detail and "60 s and 2048 MiB" in detail
     assert "beam 16x64, " in detail and "beam 1x512 filtered" in detail and "nezha" not in detail
     assert ("weighed" in detail) is weighs
-    assert "more than 16 requests or 512 beams (size)" in detail and "16,384 new items" in detail
+    assert "more than 32 requests or 512 beams (size)" in detail and "16,384 new items" in detail
     assert "speculative where a draft pays" in detail
     assert f"{2 * count} searches" in doctor.plan_searches(weighs, ("beam", "nezha"), "cpu").detail
 

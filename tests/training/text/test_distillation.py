@@ -17,7 +17,7 @@ from recserve.speculation.sampling_params import SamplingParams
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text import distillation, distilled_text, drafters
+from recserve.training.text import distillation, distilled_text
 from recserve.training.text.distillation import TextWriter, distill
 from recserve.training.text.distilled_text import (
     METADATA,
@@ -26,6 +26,7 @@ from recserve.training.text.distilled_text import (
     read_distilled,
     read_drafter_text,
 )
+from recserve.training.text.drafters import kinds
 from recserve.training.text.language_model import LanguageRecipe, encode, train_language_model
 from tests.support.text_plain import plain
 
@@ -226,7 +227,7 @@ def test_drafters_train_on_the_ids(llm, text, written, monkeypatch):
     def train(target, train, valid, directory, options):
         given.update(train=train, valid=valid)
 
-    monkeypatch.setattr(drafters, "KINDS", {"fake": train})
+    monkeypatch.setattr(kinds, "KINDS", {"fake": train})
     command.train_text_drafter("fake", [written], written, llm, TrainOptions(device="cpu"))
     found = read_distilled(written)
     assert np.array_equal(np.concatenate([given["train"], given["valid"]]), found.tokens)
