@@ -142,7 +142,7 @@ SHARES_S = {
     "profile": 35,
     "engine": 45,
     "kernels": 25,
-    "tuning": 15,
+    "tuning": 20,
 }
 PARTS = {
     "machine": Part("machine", lambda device, smoke, *_: iter([facts(device, smoke)])),
