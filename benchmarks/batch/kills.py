@@ -26,7 +26,7 @@ from recserve.batch.manifest import MANIFEST, SUCCESS
 from recserve.batch.recipe import SlateRecipe
 from tests.support.tiny_bundle import tiny_bundle
 
-USERS, ROWS_PER_PART, PARTS_PER_RUN, LATEST_S = 600, 4, 2, 0.06
+USERS, ROWS_PER_PART, PARTS_PER_RUN, LATEST_S = 1200, 4, 2, 0.06
 OPENED = 60.0
 
 
