@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ FLAGS = (
     "--hide-scrollbars --remote-debugging-port=0 about:blank"
 )
 TIMEOUT_S = 60.0
+# What the browser says of a script whose page was left or replaced while it ran.
+LEFT = ("navigated or closed", "context was destroyed", "Cannot find context", "was collected")
 T = TypeVar("T")
 
 # Runs in every page before its own scripts; records what breaks the content security policy.
@@ -143,7 +146,10 @@ class Tab:
         return found["result"].get("value")
 
     def until(self, condition: str) -> Any:
-        """Waits until an expression is true, and returns its value."""
+        """Waits until an expression is true, and returns its value.
+
+        The page may be replaced meanwhile: the wait then goes on in the new page.
+        """
         script = f"""new Promise((resolve, reject) => {{
             const end = Date.now() + 20000;
             const look = () => {{
@@ -157,7 +163,18 @@ class Tab:
             }};
             look();
         }})"""
-        return self.run(script)
+        end = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return self.run(script)
+            except RuntimeError as error:
+                if time.monotonic() > end or not any(part in str(error) for part in LEFT):
+                    raise
+                time.sleep(0.015)
+
+    def back(self) -> None:
+        """Goes back in the history of the tab, to another page or within this one."""
+        self.run("void setTimeout(() => history.back())")
 
     def open(self, url: str) -> None:
         """Loads an address from nothing."""
@@ -180,18 +197,16 @@ class Tab:
         self.wait(self.send("Emulation.setEmulatedMedia", features=[scheme]))
 
     def click(self, selector: str) -> None:
-        """Clicks the middle of an element with the mouse, which must be what is seen there."""
-        self.run(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
-        x, y = self.run(
-            f"(() => {{ const b = document.querySelector({selector!r}).getBoundingClientRect();"
-            " return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        """Clicks the middle of an element with the mouse, once it is what is seen there."""
+        where = self.until(
+            f"(() => {{ const wanted = document.querySelector({selector!r});"
+            " wanted.scrollIntoView({ block: 'center' });"
+            " const b = wanted.getBoundingClientRect();"
+            " const [x, y] = [b.x + b.width / 2, b.y + b.height / 2];"
+            " const seen = document.elementFromPoint(x, y); return (wanted.contains(seen) || "
+            "[...wanted.labels || []].some((label) => label.contains(seen))) && [x, y]; })()"
         )
-        hit = self.run(
-            f"(() => {{ const wanted = document.querySelector({selector!r}); const seen = "
-            f"document.elementFromPoint({x}, {y}); return wanted.contains(seen) || "
-            "[...wanted.labels || []].some((label) => label.contains(seen)); })()"
-        )
-        assert hit, f"{selector} is covered or not on the screen"
+        x, y = where
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             event = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}
             self.wait(self.send("Input.dispatchMouseEvent", **event))

@@ -132,7 +132,10 @@ function showRoutes() {
 function showVersions(app) {
   byId("models").replaceChildren(...app.models.map((model) => element("tr", {}, element("td", { text: model.id }), element("td", { class: "mono", text: model.recserve.model_version || "–" }),
     element("td", { class: "mono", text: model.recserve.catalog_version || "–" }), element("td", { class: "num", text: model.recserve.parameters ? count(model.recserve.parameters) : "–" }))));
-  byId("versions").textContent = Object.entries(app.version).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ");
+  const { kernels, ...versions } = app.version;
+  byId("versions").textContent = Object.entries(versions).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ");
+  byId("kernels").replaceChildren(...Object.entries(kernels || {}).flatMap(([model, works]) => Object.entries(works).map(([work, kernel]) =>
+    element("tr", {}, element("td", { class: "mono", text: model }), element("td", { text: work }), element("td", { text: kernel })))));
 }
 
 function draw() {

@@ -226,7 +226,7 @@ def test_browse(page, users):
     assert "semantic id" in detail and "training events" in detail
     page.click("#rank-this")
     page.until("document.getElementById('rank-results').querySelector('tbody tr')")
-    page.run("history.back()")
+    page.back()
     page.until("!document.getElementById('browse').hidden")
     page.type("#user-query", users[7])
     page.until("document.querySelectorAll('#user-found button').length === 1")
@@ -265,13 +265,15 @@ def test_health(page, client, users):
     page.until(TABS["health"])
     client.post("/v1/recommend", json={"user": {"id": users[0]}})
     page.until("document.querySelector('#charts .line-1')")
+    page.until("document.getElementById('routes').innerText.includes('/v1/recommend')")
     text = page.run("document.getElementById('health').innerText")
-    for words in ("Queue", "Prefix cache", "KV pages", "p50", "p99", "/v1/recommend", "10 min ago"):
+    for words in ("Queue", "Prefix cache", "KV pages", "p50", "p99", "attention", "10 min ago"):
         assert words in text
+    assert "[object" not in text
     for link, words in (("metrics", "recserve_"), ("openapi", '"openapi"'), ("version", "version")):
         page.click(f"#link-{link}")
         page.until(f"location.hash === '' && document.body.innerText.includes({words!r})")
-        page.run("history.back()")
+        page.back()
         page.until(TABS["health"])
 
 
@@ -295,7 +297,7 @@ def test_tabs_move_with_the_arrow_keys_and_the_address_restores_them(page):
     for name in ("browse", "experiments", "health"):
         page.click(f"#tab-{name}")
         page.until(f"location.hash === '#{name}'")
-    page.run("history.back()")
+    page.back()
     page.until(f"!document.getElementById('experiments').hidden && {TABS['experiments']}")
     page.run("document.getElementById('tab-experiments').focus()")
     page.press("Tab")
