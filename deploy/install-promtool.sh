@@ -3,15 +3,7 @@
 # what it could not do and still exits 0: the tests that need the tool say so themselves.
 set -u
 
-as_root() {
-    if [ "$(id -u)" = 0 ]; then
-        "$@"
-    elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
-        sudo -n "$@"
-    else
-        return 1
-    fi
-}
+. "$(dirname "$0")/as-root.sh"
 
 # Debian's package also holds the Prometheus server and starts it as a service; a policy that forbids
 # starting services keeps it down. A machine with a policy of its own keeps that one.

@@ -3,15 +3,7 @@
 # still exits 0: the tests that need the server say so themselves.
 set -u
 
-as_root() {
-    if [ "$(id -u)" = 0 ]; then
-        "$@"
-    elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
-        sudo -n "$@"
-    else
-        return 1
-    fi
-}
+. "$(dirname "$0")/as-root.sh"
 
 install_redis() {
     if command -v apt-get >/dev/null 2>&1; then
