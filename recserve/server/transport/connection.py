@@ -25,13 +25,20 @@ from recserve.server.errors import (
     row_of,
 )
 from recserve.server.transport.connection_limits import ConnectionLimits
-from recserve.server.transport.flow_control import HoldableFlow, limit_unread_answer
+from recserve.server.transport.flow_control import (
+    HoldableFlow,
+    OpenUntilRead,
+    limit_unread_answer,
+)
+from recserve.server.transport.header_count import HeaderCount
 from recserve.server.transport.request_timer import RequestPart, RequestTimer
 from recserve.server.transport.trace import UPLOAD_KEY, Upload
 
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
 # After a refusal, incoming bytes are dropped for this long. Closing at once could lose the error.
 LINGER_S = 1.0
+# A server that ends still answers requests that arrive within this time.
+END_S = 0.2
 
 
 class Connection(HttpToolsProtocol):
@@ -68,6 +75,8 @@ class Connection(HttpToolsProtocol):
         self._upload = Upload()
         self._refusal: Exception | None = None  # once set, incoming bytes are dropped
         self._linger: asyncio.TimerHandle | None = None
+        self._ending: asyncio.TimerHandle | None = None  # set once the server ends
+        self._incomplete: int | None = None  # the request whose body the last `drain` waited for
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Handles a new connection; refuses it beyond the limit of connections."""
@@ -84,8 +93,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Handles the end of the connection; stops the timers."""
         self._timer.stop()
-        if self._linger is not None:
-            self._linger.cancel()
+        for timer in (self._linger, self._ending):
+            if timer is not None:
+                timer.cancel()
         self._unset_keepalive_if_required()
         if self._running is not None:  # uvicorn notifies only the latest request
             self._running.disconnected = True
@@ -105,6 +115,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Parser callback: a request begins."""
         super().on_message_begin()
+        self._upload.last = False
         self._part = RequestPart.HEADERS
         self._begun = True
         self._header_count.begin()
@@ -148,14 +159,17 @@ class Connection(HttpToolsProtocol):
         self._number += 1
         self._part = RequestPart.NOTHING
         self._begun = False
+        self._upload.last = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Continues with the next request after the application has answered the oldest one."""
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._linger is not None:
             return
+        if self._ending is not None:
+            self._end_soon()
         if self._unread or self._part is not RequestPart.NOTHING:
             self._unset_keepalive_if_required()
         if self._refusal is not None and self._running is None:
@@ -164,13 +178,35 @@ class Connection(HttpToolsProtocol):
             self._parse()
 
     def shutdown(self) -> None:
-        """Handles the end of the server, which now only waits for running requests."""
-        super().shutdown()
-        self.drain()
+        """Handles the end of the server: answers what arrives within END_S, and then closes."""
+        self._end_soon()
 
     def drain(self) -> None:
-        """Handles the start of a drain; refuses a request whose body is incomplete."""
-        if self._part is RequestPart.BODY and self._refusal is None:
+        """Refuses a request whose body is still incomplete since the last call.
+
+        A draining server calls this ten times a second. A body that is just arriving is not
+        refused.
+        """
+        if self._part is not RequestPart.BODY:
+            return
+        if self._incomplete == self._number:
+            self._refuse_body()
+        self._incomplete = self._number
+
+    def _end_soon(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = self.loop.call_later(END_S, self._end)
+
+    def _end(self) -> None:
+        """Closes the connection, unless a request is in progress: its response calls this again."""
+        if self._part is RequestPart.BODY:
+            self._refuse_body()
+        elif self._running is None and self._refusal is None:
+            self.transport.close()
+
+    def _refuse_body(self) -> None:
+        if self._refusal is None:
             self._refuse(NotReady("the server is shutting down"))
 
     def _watch(self) -> None:
@@ -237,15 +273,20 @@ class Connection(HttpToolsProtocol):
     def _end_body(self, error: Exception) -> None:
         """Wakes the route that waits for the body, which then responds with the error."""
         if self.cycle.response_complete:
-            self.transport.close()
+            self._end_writing()
             return
         self._upload.error = error
         self.cycle.keep_alive = False
+        self.cycle.transport = OpenUntilRead(self.transport, self._end_writing)
         self.cycle.message_event.set()
 
     def _send_refusal(self, error: Exception) -> None:
         self._unset_keepalive_if_required()
         self._write_refusal(error)
+        self._end_writing()
+
+    def _end_writing(self) -> None:
+        """Closes the sending side at once, and the receiving one when the client has closed."""
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
@@ -258,52 +299,3 @@ class Connection(HttpToolsProtocol):
 def connection_class(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio.Protocol]:
     """Returns the connection class for uvicorn's setting `http`."""
     return cast(type[asyncio.Protocol], partial(Connection, limits=limits, metrics=metrics))
-
-
-class HeaderCount:
-    """Counts reported headers, and the bytes that the parser has read since its last report.
-
-    The second count is needed because the parser buffers an endless header without a report.
-    """
-
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self._limits = limits
-        self._num_headers = 0
-        self._num_bytes = 0
-        self._num_unreported = 0
-
-    def begin(self) -> None:
-        """Resets the counts for a new request."""
-        self._num_headers = self._num_bytes = self._num_unreported = 0
-
-    def url(self, size: int) -> None:
-        """Counts a reported part of the URL. Raises HeadersTooLarge."""
-        self._num_unreported = 0
-        self._num_bytes += size
-        self.check()
-
-    def header(self, name: bytes, value: bytes) -> None:
-        """Counts a reported header or trailer. Raises HeadersTooLarge."""
-        self._num_headers += 1
-        if self._num_headers > self._limits.max_headers:
-            most = self._limits.max_headers
-            raise HeadersTooLarge(f"a request may have at most {most} headers, got more")
-        self.url(len(name) + len(value) + len(b": \r\n"))
-
-    def body(self) -> None:
-        """Resets the unreported bytes: they belonged to the body."""
-        self._num_unreported = 0
-
-    def fed(self, size: int) -> None:
-        """Counts bytes that the parser is about to read.
-
-        Args:
-            size: Number of bytes.
-        """
-        self._num_unreported += size
-
-    def check(self) -> None:
-        """Raises HeadersTooLarge if the sum of reported and unreported bytes exceeds the limit."""
-        most = self._limits.max_header_bytes
-        if self._num_bytes + self._num_unreported > most:
-            raise HeadersTooLarge(f"URL and headers may have at most {most} bytes, got more")

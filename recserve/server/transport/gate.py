@@ -32,7 +32,7 @@ from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.pace import Pace
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import SiteCheck
-from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace
+from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace, is_last
 
 log = logging.getLogger(__name__)
 # Orchestrators probe without a key. These paths reveal only whether the server is up.
@@ -42,6 +42,7 @@ OPEN_PATHS = frozenset(
 UNCOUNTED_PATHS = OPEN_PATHS | {"/metrics"}
 ADMIN = "/admin/"
 REFUSALS_PER_TURN = 32
+CLOSE = (b"connection", b"close")
 # Requests on these paths wait in the engine's queue.
 QUEUED_PATHS = frozenset(
     {
@@ -128,6 +129,8 @@ class Gate:
                 started = True
                 trace.status = message["status"]
                 message["headers"] = [*message["headers"], *trace.headers()]
+                if self.lifecycle.draining and is_last(scope):
+                    message["headers"].append(CLOSE)
             await send(message)
 
         # Routes answer HEAD like GET. The connection, which has the other scope, omits the body.

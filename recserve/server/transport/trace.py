@@ -109,12 +109,23 @@ class Upload:
 
     Attributes:
         error: Why the connection refuses the rest of the body; None while it accepts it.
+        last: True if the request is complete and the connection holds no bytes of another one.
     """
 
     error: Exception | None = None
+    last: bool = False
 
 
 def upload_error(scope: Scope) -> Exception | None:
     """Returns why the connection refuses the rest of a body; None if it accepts it."""
     upload: Upload | None = scope.get(UPLOAD_KEY)
     return None if upload is None else upload.error
+
+
+def is_last(scope: Scope) -> bool:
+    """Returns whether a response may announce the end of its connection without losing a request.
+
+    False if another server than ours holds the connection.
+    """
+    upload: Upload | None = scope.get(UPLOAD_KEY)
+    return upload is not None and upload.last
