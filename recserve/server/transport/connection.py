@@ -6,6 +6,7 @@ uvicorn itself limits neither the headers, nor pipelined requests, nor the time 
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import Any, cast
 
@@ -30,10 +31,14 @@ from recserve.server.transport.flow_control import (
     OpenUntilRead,
     limit_unread_answer,
 )
+from recserve.server.transport.gate import OPEN_PATHS
 from recserve.server.transport.header_count import HeaderCount
+from recserve.server.transport.pace import Arrivals
 from recserve.server.transport.request_timer import RequestPart, RequestTimer
 from recserve.server.transport.trace import UPLOAD_KEY, Upload
 
+PROBES = tuple(f"{method} {path}".encode() for path in OPEN_PATHS for method in ("GET", "HEAD"))
+MAX_WAITING_BYTES = 64 << 10  # of a connection whose turn has not come
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
 # After a refusal, incoming bytes are dropped for this long. Closing at once could lose the error.
 LINGER_S = 1.0
@@ -44,7 +49,8 @@ END_S = 0.2
 class Connection(HttpToolsProtocol):
     """An HTTP connection that refuses requests beyond a limit with an error, and then closes.
 
-    Bytes are parsed in slices, and only while no pipelined request is queued.
+    Bytes are parsed when it is the connection's turn, in slices, and only while no pipelined
+    request is queued. Health probes do not wait for a turn.
 
     Attributes:
         limits: Limits of the connection.
@@ -61,8 +67,11 @@ class Connection(HttpToolsProtocol):
         *,
         limits: ConnectionLimits,
         metrics: Metrics,
+        arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._arrivals = arrivals or Arrivals(limits.max_queue)
+        self._waits = False  # for its turn
         self.limits = limits
         self.metrics = metrics
         self._number = 0  # number of complete requests so far
@@ -72,7 +81,7 @@ class Connection(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # the request in progress
         self._header_count = HeaderCount(limits)
         self._timer = RequestTimer(self.loop, limits)
-        self._upload = Upload()
+        self._upload, self._next = Upload(), Upload()  # of this request and of the next one
         self._refusal: Exception | None = None  # once set, incoming bytes are dropped
         self._linger: asyncio.TimerHandle | None = None
         self._ending: asyncio.TimerHandle | None = None  # set once the server ends
@@ -110,7 +119,19 @@ class Connection(HttpToolsProtocol):
         if self._part is RequestPart.NOTHING:
             self._part = RequestPart.HEADERS
         self._unread += data
-        self._parse()
+        if self._waits:
+            self._reading.hold(len(self._unread) > MAX_WAITING_BYTES, resume=False)
+        elif data.startswith(PROBES):
+            self._parse()
+        else:
+            self._waits = True
+            self._arrivals.call(partial(self._take_turn, time.monotonic()))
+
+    def _take_turn(self, arrived_s: float, num_ahead: int) -> None:
+        self._waits = False
+        self._next = Upload(arrived_s=arrived_s, num_ahead=num_ahead)
+        if not self.transport.is_closing():
+            self._parse()
 
     def on_message_begin(self) -> None:
         """Parser callback: a request begins."""
@@ -119,7 +140,7 @@ class Connection(HttpToolsProtocol):
         self._part = RequestPart.HEADERS
         self._begun = True
         self._header_count.begin()
-        self._upload = Upload()
+        self._upload, self._next = self._next, Upload()
         cast(dict[str, Any], self.scope)[UPLOAD_KEY] = self._upload
 
     def on_url(self, url: bytes) -> None:
@@ -200,7 +221,9 @@ class Connection(HttpToolsProtocol):
 
     def _end(self) -> None:
         """Closes the connection, unless a request is in progress: its response calls this again."""
-        if self._part is RequestPart.BODY:
+        if self._waits:
+            self._end_soon()
+        elif self._part is RequestPart.BODY:
             self._refuse_body()
         elif self._running is None and self._refusal is None:
             self.transport.close()
@@ -298,4 +321,5 @@ class Connection(HttpToolsProtocol):
 
 def connection_class(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio.Protocol]:
     """Returns the connection class for uvicorn's setting `http`."""
-    return cast(type[asyncio.Protocol], partial(Connection, limits=limits, metrics=metrics))
+    made = partial(Connection, limits=limits, metrics=metrics, arrivals=Arrivals(limits.max_queue))
+    return cast(type[asyncio.Protocol], made)

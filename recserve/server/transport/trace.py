@@ -105,27 +105,22 @@ def trace_of(scope: Scope) -> Trace:
 
 @dataclass
 class Upload:
-    """Progress of a request body.
+    """A request as its connection sees it.
 
     Attributes:
+        arrived_s: time.monotonic() value at its first bytes; None if they came with others.
+        num_ahead: Requests that came earlier and wait to be parsed, if they fill the queue; else 0.
         error: Why the connection refuses the rest of the body; None while it accepts it.
         last: True if the request is complete and the connection holds no bytes of another one.
     """
 
+    arrived_s: float | None = None
+    num_ahead: int = 0
     error: Exception | None = None
     last: bool = False
 
 
-def upload_error(scope: Scope) -> Exception | None:
-    """Returns why the connection refuses the rest of a body; None if it accepts it."""
-    upload: Upload | None = scope.get(UPLOAD_KEY)
-    return None if upload is None else upload.error
-
-
-def is_last(scope: Scope) -> bool:
-    """Returns whether a response may announce the end of its connection without losing a request.
-
-    False if another server than ours holds the connection.
-    """
-    upload: Upload | None = scope.get(UPLOAD_KEY)
-    return upload is not None and upload.last
+def upload_of(scope: Scope) -> Upload:
+    """Returns the upload of a request; an empty one if another server holds the connection."""
+    upload: Upload = scope.get(UPLOAD_KEY) or Upload()
+    return upload
