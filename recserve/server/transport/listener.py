@@ -23,7 +23,7 @@ NO_SYN = (
 )
 
 
-def drop_handshakes(listener: TransportSocket) -> None:
+def drop_handshakes(listener: TransportSocket | socket.socket) -> bool:
     """Makes the system ignore clients that begin to connect; handshakes in progress go on.
 
     Closing a listening socket resets the connections that nobody has accepted. After this call no
@@ -34,10 +34,13 @@ def drop_handshakes(listener: TransportSocket) -> None:
     Args:
         listener: A listening TCP socket.
 
+    Returns:
+        Whether the system does so.
+
     Source: Linux, Documentation/networking/filter.rst.
     """
     if not sys.platform.startswith("linux") or listener.family == socket.AF_UNIX:
-        return
+        return False
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_SYN)
     memory = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HP", len(NO_SYN), ctypes.addressof(memory))
@@ -45,3 +48,5 @@ def drop_handshakes(listener: TransportSocket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
     except OSError as error:
         log.debug("the system does not filter a listening socket: %s", error)
+        return False
+    return True
