@@ -38,7 +38,7 @@ class DrainingServer(uvicorn.Server):
     """A uvicorn server that drains on a signal.
 
     After the first signal, `ready` and new requests get 503, running requests finish, and then the
-    server exits. Every response announces the end of its connection. When the server stops
+    server exits. Responses announce the end of their connections. When the server stops
     listening, it first accepts the connections that wait in the kernel, and answers what arrives on
     open ones for a moment. A second signal ends the wait. The process ends within `drain_delay_s`,
     `drain_timeout_s` and CLOSE_S of the first signal, whatever clients, engine and stores do.

@@ -205,10 +205,10 @@ class Connection(HttpToolsProtocol):
     def drain(self) -> None:
         """Refuses a request whose body is still incomplete since the last call.
 
-        A draining server calls this ten times a second. A body that is just arriving is not
-        refused.
+        A draining server calls this ten times a second. A body that is just arriving, or that waits
+        for its turn, is not refused.
         """
-        if self._part is not RequestPart.BODY:
+        if self._part is not RequestPart.BODY or self._waits:
             return
         if self._incomplete == self._number:
             self._refuse_body()

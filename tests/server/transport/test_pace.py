@@ -114,6 +114,28 @@ def test_bytes_that_come_while_a_connection_waits_belong_to_its_request():
     assert b"200 OK" in asyncio.run(run())
 
 
+def test_a_drain_does_not_refuse_a_body_that_waits_for_its_turn():
+    async def run() -> bytes:
+        config = uvicorn.Config(echo, log_config=None)
+        arrivals, metrics = Arrivals(1024), Metrics((), (), lambda: None)
+        one = Connection(
+            config, ServerState(), {}, limits=ConnectionLimits(), metrics=metrics, arrivals=arrivals
+        )
+        one.connection_made(Wire())
+        one.data_received(b"POST /a HTTP/1.1\r\nContent-Length: 1\r\n\r\n")
+        for _ in range(8):
+            arrivals.call(lambda ahead: None)
+        one.data_received(b"x")
+        for _ in range(3):
+            one.drain()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return bytes(one.transport.written)
+
+    said = asyncio.run(run())
+    assert b"200 OK" in said and b"connection: close" not in said
+
+
 def test_a_connection_that_is_lost_takes_no_turn():
     one = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
     made = asyncio.run(served(*[one] * 10, leave=7))
