@@ -31,7 +31,7 @@ from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.threads import Threads, checked_first, is_large, on_thread, reads_store
-from recserve.server.transport.trace import Trace, trace_of, upload_error
+from recserve.server.transport.trace import Trace, trace_of, upload_of
 from recserve.service import Service
 from recserve.service.pending import Pending
 from recserve.service.recommend.attribution import Signer
@@ -119,7 +119,7 @@ class Exchange:
                 raise BodyTooLarge(f"the body may have at most {limit} bytes, got more")
             chunks.append(chunk)
             more = message.get("more_body", False)
-            error = upload_error(request.scope)
+            error = upload_of(request.scope).error
             if more and error is not None:
                 raise error
         body = decode(decoder, chunks[0] if len(chunks) == 1 else b"".join(chunks))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,19 +23,24 @@ from recserve.server.lifecycle import Lifecycle
 from recserve.server.telemetry.logs import show_log
 from recserve.server.transport.connection import Connection, connection_class
 from recserve.server.transport.connection_limits import ConnectionLimits, possible_connections
+from recserve.server.transport.listener import drop_handshakes
 
 log = logging.getLogger(__name__)
 
 
 # Time for a server to close engine and stores, after its requests have ended.
 CLOSE_S = 5.0
+# Time to accept connections whose handshake began before the server stopped listening.
+ACCEPT_S = 0.2
 
 
 class DrainingServer(uvicorn.Server):
     """A uvicorn server that drains on a signal.
 
     After the first signal, `ready` and new requests get 503, running requests finish, and then the
-    server exits. A second signal ends the wait. The process ends within `drain_delay_s`,
+    server exits. Responses announce the end of their connections. When the server stops
+    listening, it first accepts the connections that wait in the kernel, and answers what arrives on
+    open ones for a moment. A second signal ends the wait. The process ends within `drain_delay_s`,
     `drain_timeout_s` and CLOSE_S of the first signal, whatever clients, engine and stores do.
 
     A server whose engine has stopped ends with status 1, so that it is started again.
@@ -74,6 +80,14 @@ class DrainingServer(uvicorn.Server):
             if self.delay_s <= 0:
                 return True
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts the last connections, stops listening, and waits for running requests."""
+        for server in self.servers:
+            for listener in server.sockets:
+                drop_handshakes(listener)
+        await asyncio.sleep(ACCEPT_S)
+        await super().shutdown(sockets)
 
 
 def end_process_in(seconds: float, end: Callable[[int], object] = os._exit) -> threading.Timer:

@@ -6,6 +6,7 @@ uvicorn itself limits neither the headers, nor pipelined requests, nor the time 
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import Any, cast
 
@@ -25,19 +26,31 @@ from recserve.server.errors import (
     row_of,
 )
 from recserve.server.transport.connection_limits import ConnectionLimits
-from recserve.server.transport.flow_control import HoldableFlow, limit_unread_answer
+from recserve.server.transport.flow_control import (
+    HoldableFlow,
+    OpenUntilRead,
+    limit_unread_answer,
+)
+from recserve.server.transport.gate import OPEN_PATHS
+from recserve.server.transport.header_count import HeaderCount
+from recserve.server.transport.pace import Arrivals
 from recserve.server.transport.request_timer import RequestPart, RequestTimer
 from recserve.server.transport.trace import UPLOAD_KEY, Upload
 
+PROBES = tuple(f"{method} {path}".encode() for path in OPEN_PATHS for method in ("GET", "HEAD"))
+MAX_WAITING_BYTES = 64 << 10  # of a connection whose turn has not come
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
 # After a refusal, incoming bytes are dropped for this long. Closing at once could lose the error.
 LINGER_S = 1.0
+# A server that ends still answers requests that arrive within this time.
+END_S = 0.2
 
 
 class Connection(HttpToolsProtocol):
     """An HTTP connection that refuses requests beyond a limit with an error, and then closes.
 
-    Bytes are parsed in slices, and only while no pipelined request is queued.
+    Bytes are parsed when it is the connection's turn, in slices, and only while no pipelined
+    request is queued. Health probes do not wait for a turn.
 
     Attributes:
         limits: Limits of the connection.
@@ -54,8 +67,11 @@ class Connection(HttpToolsProtocol):
         *,
         limits: ConnectionLimits,
         metrics: Metrics,
+        arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._arrivals = arrivals or Arrivals(limits.max_queue)
+        self._waits = False  # for its turn
         self.limits = limits
         self.metrics = metrics
         self._number = 0  # number of complete requests so far
@@ -65,9 +81,11 @@ class Connection(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # the request in progress
         self._header_count = HeaderCount(limits)
         self._timer = RequestTimer(self.loop, limits)
-        self._upload = Upload()
+        self._upload, self._next = Upload(), Upload()  # of this request and of the next one
         self._refusal: Exception | None = None  # once set, incoming bytes are dropped
         self._linger: asyncio.TimerHandle | None = None
+        self._ending: asyncio.TimerHandle | None = None  # set once the server ends
+        self._incomplete: int | None = None  # the request whose body the last `drain` waited for
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Handles a new connection; refuses it beyond the limit of connections."""
@@ -84,8 +102,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Handles the end of the connection; stops the timers."""
         self._timer.stop()
-        if self._linger is not None:
-            self._linger.cancel()
+        for timer in (self._linger, self._ending):
+            if timer is not None:
+                timer.cancel()
         self._unset_keepalive_if_required()
         if self._running is not None:  # uvicorn notifies only the latest request
             self._running.disconnected = True
@@ -100,15 +119,28 @@ class Connection(HttpToolsProtocol):
         if self._part is RequestPart.NOTHING:
             self._part = RequestPart.HEADERS
         self._unread += data
-        self._parse()
+        if self._waits:
+            self._reading.hold(len(self._unread) > MAX_WAITING_BYTES, resume=False)
+        elif data.startswith(PROBES):
+            self._parse()
+        else:
+            self._waits = True
+            self._arrivals.call(partial(self._take_turn, time.monotonic()))
+
+    def _take_turn(self, arrived_s: float, num_ahead: int) -> None:
+        self._waits = False
+        self._next = Upload(arrived_s=arrived_s, num_ahead=num_ahead)
+        if not self.transport.is_closing():
+            self._parse()
 
     def on_message_begin(self) -> None:
         """Parser callback: a request begins."""
         super().on_message_begin()
+        self._upload.last = False
         self._part = RequestPart.HEADERS
         self._begun = True
         self._header_count.begin()
-        self._upload = Upload()
+        self._upload, self._next = self._next, Upload()
         cast(dict[str, Any], self.scope)[UPLOAD_KEY] = self._upload
 
     def on_url(self, url: bytes) -> None:
@@ -148,14 +180,17 @@ class Connection(HttpToolsProtocol):
         self._number += 1
         self._part = RequestPart.NOTHING
         self._begun = False
+        self._upload.last = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Continues with the next request after the application has answered the oldest one."""
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._linger is not None:
             return
+        if self._ending is not None:
+            self._end_soon()
         if self._unread or self._part is not RequestPart.NOTHING:
             self._unset_keepalive_if_required()
         if self._refusal is not None and self._running is None:
@@ -164,13 +199,37 @@ class Connection(HttpToolsProtocol):
             self._parse()
 
     def shutdown(self) -> None:
-        """Handles the end of the server, which now only waits for running requests."""
-        super().shutdown()
-        self.drain()
+        """Handles the end of the server: answers what arrives within END_S, and then closes."""
+        self._end_soon()
 
     def drain(self) -> None:
-        """Handles the start of a drain; refuses a request whose body is incomplete."""
-        if self._part is RequestPart.BODY and self._refusal is None:
+        """Refuses a request whose body is still incomplete since the last call.
+
+        A draining server calls this ten times a second. A body that is just arriving, or that waits
+        for its turn, is not refused.
+        """
+        if self._part is not RequestPart.BODY or self._waits:
+            return
+        if self._incomplete == self._number:
+            self._refuse_body()
+        self._incomplete = self._number
+
+    def _end_soon(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = self.loop.call_later(END_S, self._end)
+
+    def _end(self) -> None:
+        """Closes the connection, unless a request is in progress: its response calls this again."""
+        if self._waits:
+            self._end_soon()
+        elif self._part is RequestPart.BODY:
+            self._refuse_body()
+        elif self._running is None and self._refusal is None:
+            self.transport.close()
+
+    def _refuse_body(self) -> None:
+        if self._refusal is None:
             self._refuse(NotReady("the server is shutting down"))
 
     def _watch(self) -> None:
@@ -237,15 +296,20 @@ class Connection(HttpToolsProtocol):
     def _end_body(self, error: Exception) -> None:
         """Wakes the route that waits for the body, which then responds with the error."""
         if self.cycle.response_complete:
-            self.transport.close()
+            self._end_writing()
             return
         self._upload.error = error
         self.cycle.keep_alive = False
+        self.cycle.transport = OpenUntilRead(self.transport, self._end_writing)
         self.cycle.message_event.set()
 
     def _send_refusal(self, error: Exception) -> None:
         self._unset_keepalive_if_required()
         self._write_refusal(error)
+        self._end_writing()
+
+    def _end_writing(self) -> None:
+        """Closes the sending side at once, and the receiving one when the client has closed."""
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
@@ -257,53 +321,5 @@ class Connection(HttpToolsProtocol):
 
 def connection_class(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio.Protocol]:
     """Returns the connection class for uvicorn's setting `http`."""
-    return cast(type[asyncio.Protocol], partial(Connection, limits=limits, metrics=metrics))
-
-
-class HeaderCount:
-    """Counts reported headers, and the bytes that the parser has read since its last report.
-
-    The second count is needed because the parser buffers an endless header without a report.
-    """
-
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self._limits = limits
-        self._num_headers = 0
-        self._num_bytes = 0
-        self._num_unreported = 0
-
-    def begin(self) -> None:
-        """Resets the counts for a new request."""
-        self._num_headers = self._num_bytes = self._num_unreported = 0
-
-    def url(self, size: int) -> None:
-        """Counts a reported part of the URL. Raises HeadersTooLarge."""
-        self._num_unreported = 0
-        self._num_bytes += size
-        self.check()
-
-    def header(self, name: bytes, value: bytes) -> None:
-        """Counts a reported header or trailer. Raises HeadersTooLarge."""
-        self._num_headers += 1
-        if self._num_headers > self._limits.max_headers:
-            most = self._limits.max_headers
-            raise HeadersTooLarge(f"a request may have at most {most} headers, got more")
-        self.url(len(name) + len(value) + len(b": \r\n"))
-
-    def body(self) -> None:
-        """Resets the unreported bytes: they belonged to the body."""
-        self._num_unreported = 0
-
-    def fed(self, size: int) -> None:
-        """Counts bytes that the parser is about to read.
-
-        Args:
-            size: Number of bytes.
-        """
-        self._num_unreported += size
-
-    def check(self) -> None:
-        """Raises HeadersTooLarge if the sum of reported and unreported bytes exceeds the limit."""
-        most = self._limits.max_header_bytes
-        if self._num_bytes + self._num_unreported > most:
-            raise HeadersTooLarge(f"URL and headers may have at most {most} bytes, got more")
+    made = partial(Connection, limits=limits, metrics=metrics, arrivals=Arrivals(limits.max_queue))
+    return cast(type[asyncio.Protocol], made)

@@ -23,6 +23,7 @@ class ConnectionLimits:
         body_timeout_s: Time from the last header to the end of the body.
         unread_timeout_s: Time in which a client must read some part of its response.
         max_connections: Number of connections; further clients get 503.
+        max_queue: Number of requests that may wait for the engine; further ones get 429.
     """
 
     max_header_bytes: int = 64 << 10
@@ -31,6 +32,7 @@ class ConnectionLimits:
     body_timeout_s: float = 30.0
     unread_timeout_s: float = 30.0
     max_connections: int = 4096
+    max_queue: int = 1024
 
     @classmethod
     def of(cls, config: ServerConfig) -> ConnectionLimits:
@@ -39,6 +41,7 @@ class ConnectionLimits:
             header_timeout_s=config.header_timeout_s,
             body_timeout_s=config.body_timeout_s,
             max_connections=config.max_connections,
+            max_queue=config.max_queue,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -31,6 +32,30 @@ class HoldableFlow(FlowControl):
             self.pause_reading()
         elif was_held and resume:
             self.resume_reading()
+
+
+class OpenUntilRead(asyncio.Transport):
+    """The transport of a response whose client still sends; its `close` leaves the reading side.
+
+    Closing a socket with unread bytes resets it, and the client could lose the response.
+    """
+
+    def __init__(self, transport: asyncio.Transport, end_writing: Callable[[], None]) -> None:
+        super().__init__()
+        self._transport = transport
+        self._end_writing = end_writing
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Sends bytes."""
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Returns whether the connection is closing."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Ends the response; the connection closes it when the client has."""
+        self._end_writing()
 
 
 def limit_unread_answer(transport: asyncio.Transport, timeout_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hmac
 import logging
 import os
@@ -17,7 +18,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recserve.core.cache_salt import salted
-from recserve.core.request import QueueFull
 from recserve.metrics import Metrics
 from recserve.server.errors import (
     AdminDisabled,
@@ -29,10 +29,9 @@ from recserve.server.errors import (
     row_of,
 )
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.transport.pace import Pace
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import SiteCheck
-from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace
+from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace, upload_of
 
 log = logging.getLogger(__name__)
 # Orchestrators probe without a key. These paths reveal only whether the server is up.
@@ -41,7 +40,7 @@ OPEN_PATHS = frozenset(
 )
 UNCOUNTED_PATHS = OPEN_PATHS | {"/metrics"}
 ADMIN = "/admin/"
-REFUSALS_PER_TURN = 32
+CLOSE = (b"connection", b"close")
 # Requests on these paths wait in the engine's queue.
 QUEUED_PATHS = frozenset(
     {
@@ -89,8 +88,6 @@ class Gate:
         recorders: Take each ended request.
         sites: Checks `Host` and `Origin`; None checks neither.
         quotas: Counts the requests of each API key; None does not.
-        arrivals: Requests that have arrived and wait for their turn.
-        refusals: Requests that are about to be refused, which takes a tenth of a millisecond.
     """
 
     def __init__(
@@ -111,7 +108,6 @@ class Gate:
         self._salts = keys.salts()
         self.recorders = recorders
         self.sites = sites
-        self.arrivals, self.refusals = Pace(), Pace(REFUSALS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request to the application, or answers it with an error."""
@@ -119,8 +115,9 @@ class Gate:
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
-        trace = scope[SCOPE_KEY] = Trace()
-        started = False
+        trace, upload = Trace(), upload_of(scope)
+        trace.began_s = upload.arrived_s or trace.began_s
+        scope[SCOPE_KEY], started = trace, False
 
         async def answer(message: Message) -> None:
             nonlocal started
@@ -128,6 +125,8 @@ class Gate:
                 started = True
                 trace.status = message["status"]
                 message["headers"] = [*message["headers"], *trace.headers()]
+                if self.lifecycle.draining and upload.last:
+                    message["headers"].append(CLOSE)
             await send(message)
 
         # Routes answer HEAD like GET. The connection, which has the other scope, omits the body.
@@ -138,8 +137,8 @@ class Gate:
                 headers = Headers(scope=scope)
                 trace.rename(headers.get(HEADER))
                 key = self._check(scope, headers)
-                if scope["path"] not in OPEN_PATHS:
-                    await self._take_turn(scope)
+                if upload.num_ahead and scope["path"] in QUEUED_PATHS:
+                    self._check_queue(upload.num_ahead)
                 with salted(self._salts.get(key, b"")):
                     await self.app(routed, receive, answer)
             except Exception as error:
@@ -180,21 +179,10 @@ class Gate:
             self.sites.check(headers)
         return given
 
-    async def _take_turn(self, scope: Scope) -> None:
-        """Waits for the request's turn.
-
-        Raises:
-            QueueFull: If the engine's queue is full with the requests that wait for their turn.
-        """
-        if self.arrivals and scope["path"] in QUEUED_PATHS:
-            try:
-                self.lifecycle.service.engine.check_queue(len(self.arrivals))
-            except QueueFull:
-                await self.refusals.turn()
-                raise
-            except NotReady:
-                pass  # the route says so
-        await self.arrivals.turn()
+    def _check_queue(self, num_ahead: int) -> None:
+        """Raises QueueFull if the engine's queue would be full with requests that came earlier."""
+        with contextlib.suppress(NotReady):  # the route says so
+            self.lifecycle.service.engine.check_queue(num_ahead)
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 import uuid
@@ -20,6 +21,15 @@ SCOPE_KEY = "recserve.trace"
 UPLOAD_KEY = "recserve.upload"
 
 
+def random_id() -> str:
+    """Returns a random UUID; ids are no secrets.
+
+    `uuid.uuid4` asks the system and gives up Python's lock meanwhile. The event loop would then
+    wait for the engine's thread, 5 ms and more for each request.
+    """
+    return str(uuid.UUID(int=random.getrandbits(128), version=4))
+
+
 @dataclass
 class Trace:
     """Facts about a request that the gate logs and counts.
@@ -35,7 +45,7 @@ class Trace:
         experiment: Experiment and arm of the request; None outside experiments.
     """
 
-    request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    request_id: str = field(default_factory=random_id)
     began_s: float = field(default_factory=time.monotonic)
     strategy: str = "none"
     timing_ms: TimingMs | None = None
@@ -105,16 +115,22 @@ def trace_of(scope: Scope) -> Trace:
 
 @dataclass
 class Upload:
-    """Progress of a request body.
+    """A request as its connection sees it.
 
     Attributes:
+        arrived_s: time.monotonic() value at its first bytes; None if they came with others.
+        num_ahead: Requests that came earlier and wait to be parsed, if they fill the queue; else 0.
         error: Why the connection refuses the rest of the body; None while it accepts it.
+        last: True if the request is complete and the connection holds no bytes of another one.
     """
 
+    arrived_s: float | None = None
+    num_ahead: int = 0
     error: Exception | None = None
+    last: bool = False
 
 
-def upload_error(scope: Scope) -> Exception | None:
-    """Returns why the connection refuses the rest of a body; None if it accepts it."""
-    upload: Upload | None = scope.get(UPLOAD_KEY)
-    return None if upload is None else upload.error
+def upload_of(scope: Scope) -> Upload:
+    """Returns the upload of a request; an empty one if another server holds the connection."""
+    upload: Upload = scope.get(UPLOAD_KEY) or Upload()
+    return upload
