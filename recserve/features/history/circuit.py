@@ -1,4 +1,4 @@
-"""A circuit: it refuses calls for a while after several slow ones."""
+"""A circuit: it refuses calls for a while after several that failed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 class Circuit:
     """Refuses calls to a history store while it is open, and is closed at first.
 
-    It opens after several slow calls. While it is open, one call per `probe_s` seconds tries the
-    store. The first quick call closes it.
+    It opens after several failures. Its owner says what a failure is. While it is open, one call
+    per `probe_s` seconds tries the store. The first success closes it.
 
     Args:
         trouble: What the store does while the circuit is open, such as `hangs`.
-        most_slow: Slow calls among the last `window` ones that open it.
-        window: Number of calls that count. Equal to `most_slow`, only slow calls in a row do.
+        most_failures: Failures among the last `window` calls that open it.
+        window: Number of calls that count. If it equals `most_failures`, failures in a row open it.
         probe_s: Seconds between two tries while it is open.
         clock: Returns seconds.
     """
@@ -30,14 +30,15 @@ class Circuit:
     def __init__(
         self,
         trouble: str,
-        most_slow: int = 5,
+        most_failures: int = 5,
         window: int = 5,
         probe_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.trouble, self.most_slow, self.probe_s, self._clock = trouble, most_slow, probe_s, clock
+        self.trouble, self.most_failures = trouble, most_failures
+        self.probe_s, self._clock = probe_s, clock
         self._lock = threading.Lock()
-        self._last: deque[bool] = deque(maxlen=window)  # whether each of the last calls was slow
+        self._last: deque[bool] = deque(maxlen=window)  # whether each of the last calls failed
         self._next_probe_s: float | None = None  # None while it is closed
 
     @property
@@ -56,18 +57,18 @@ class Circuit:
                 )
             self._next_probe_s = self._clock() + self.probe_s
 
-    def slow(self) -> None:
-        """Counts a call that took too long."""
+    def failed(self) -> None:
+        """Counts a failure."""
         with self._lock:
             if self._next_probe_s is not None:
                 return
             self._last.append(True)
-            if sum(self._last) >= self.most_slow:
+            if sum(self._last) >= self.most_failures:
                 log.error("the history store %s; requests go on without histories", self.trouble)
                 self._next_probe_s = self._clock() + self.probe_s
 
-    def quick(self) -> None:
-        """Counts a call that the store answered in time."""
+    def succeeded(self) -> None:
+        """Counts a success."""
         with self._lock:
             if self._next_probe_s is not None:
                 log.info("the history store answers again")

@@ -80,7 +80,7 @@ class CircuitBreaker(HistoryStore):
             answer = function()
         except StoreUnavailable:
             if self._clock() - began_s >= SLOW_S:
-                self.circuit.slow()
+                self.circuit.failed()
             raise
-        self.circuit.quick()
+        self.circuit.succeeded()
         return answer

@@ -17,15 +17,14 @@ NUM_THREADS = 32  # as many as the server has for requests that read the store
 class TimedReads:
     """Reads histories for requests, each within `timeout_s`.
 
-    A read that takes longer goes on, on a thread, and its result is dropped. After five such reads
-    among the last ten, requests are refused at once, but for one per second that tries the store.
-    Only reads for requests are limited: a change of a history is never given up before the store's
-    own time limit, so that what was stored is known.
+    A read that takes longer goes on, on a thread, and its result is dropped. After five reads among
+    ten that took longer or failed, reads are refused at once, but for one per second that tries the
+    store. A change of a history is not limited: it waits until the store says what is stored.
 
     Attributes:
         store: The store, which need not know of time limits.
         timeout_s: Time limit of a read.
-        circuit: Refuses reads while the store is slow.
+        circuit: Refuses reads while the store is slow or fails.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class TimedReads:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.timeout_s = store, timeout_s
-        self.circuit = Circuit("is slow", most_slow=5, window=10, clock=clock)
+        self.circuit = Circuit("is too slow or fails", most_failures=5, window=10, clock=clock)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "history")
 
     def get(self, user_id: str) -> np.ndarray:
@@ -50,14 +49,17 @@ class TimedReads:
         wait((read,), self.timeout_s)
         if not read.done():
             read.cancel()
-            self.circuit.slow()
+            self.circuit.failed()
             raise StoreUnavailable(f"no answer within {1e3 * self.timeout_s:g} ms")
         try:
             history = read.result()
-        except CorruptHistory:
-            self.circuit.quick()
+        except StoreUnavailable:
+            self.circuit.failed()
             raise
-        self.circuit.quick()
+        except CorruptHistory:
+            self.circuit.succeeded()
+            raise
+        self.circuit.succeeded()
         return history
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """A request goes on without a stored history that takes too long, and an event is never lost."""
 
+import signal
+
 import pytest
-import redis
 
 from recserve.config import ServerConfig
 from recserve.server.loader import ServiceLoader
@@ -13,20 +14,17 @@ from tests.support.tiny_bundle import shared_bundle
 
 
 @pytest.fixture
-def redis_port(tmp_path):
+def started(tmp_path):
     process, port = start_redis(tmp_path)
-    yield port
+    yield process, f"redis://127.0.0.1:{port}/0"
     process.kill()
     process.wait()
 
 
-def test_redis_that_pauses_degrades_answers_and_loses_no_event(redis_port):
-    url = f"redis://127.0.0.1:{redis_port}/0"
+def test_redis_that_stops_degrades_answers_and_loses_no_event(started):
+    redis, url = started
     options = ServiceOptions(history_timeout_ms=30)
-    with (
-        Service.open(shared_bundle(), url, "cpu", options=options) as service,
-        redis.Redis(port=redis_port) as direct,
-    ):
+    with Service.open(shared_bundle(), url, "cpu", options=options) as service:
         samples = service.samples(1, 5)
         user, item = samples["users"][0], samples["items"][0]
         body = {"user": {"id": user}, "k": 5}
@@ -37,7 +35,7 @@ def test_redis_that_pauses_degrades_answers_and_loses_no_event(redis_port):
         with live(service) as client:
             before = client.post("/v1/recommend", json=body).json()
             assert before["degraded"] == []
-            direct.client_pause(60_000)
+            redis.send_signal(signal.SIGSTOP)
             reads.timeout_s = 0.03
             for path, request in (("/v1/recommend", body), ("/v1/rank", rank)):
                 answer = client.post(path, json=request)
@@ -46,7 +44,7 @@ def test_redis_that_pauses_degrades_answers_and_loses_no_event(redis_port):
             refused = client.post("/v1/events", json=event)
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "history_unavailable"
-            direct.client_unpause()
+            redis.send_signal(signal.SIGCONT)
             reads.timeout_s = 60.0
             again = client.post("/v1/events", json=event).json()
             assert again["accepted"] + again["duplicates"] == 1
@@ -56,12 +54,11 @@ def test_redis_that_pauses_degrades_answers_and_loses_no_event(redis_port):
             assert after["degraded"] == [] and after["items"] == before["items"]
 
 
-def test_the_setting_reaches_the_store_and_lmdb_needs_none(redis_port, tmp_path):
+def test_the_setting_reaches_the_store_and_lmdb_needs_none(started, tmp_path):
     settings = {"bundle": str(shared_bundle()), "journal": str(tmp_path / "items")}
-    url = f"redis://127.0.0.1:{redis_port}/0"
     for store, given, expected_s in (
-        (url, {}, 0.1),
-        (url, {"history_timeout_ms": "250"}, 0.25),
+        (started[1], {}, 0.1),
+        (started[1], {"history_timeout_ms": "250"}, 0.25),
         (f"lmdb:{tmp_path}/store", {}, None),
     ):
         config = ServerConfig.load({**settings, "store": store, "device": "cpu", **given})
