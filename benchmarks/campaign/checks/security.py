@@ -20,7 +20,8 @@ from recserve.server.transport.gate import ADMIN as ADMIN_PATHS
 from recserve.server.transport.gate import OPEN_PATHS
 
 PROMPT = 1500  # tokens; the model's tokens are bytes
-LEARNED = 20  # texts that a drafter learns from
+LEARNED = 10  # texts that a drafter learns from
+VARIED: Body = {"temperature": 0.0, "frequency_penalty": 2.0, "presence_penalty": 2.0}
 WRONG = (
     None,
     "Bearer",
@@ -158,8 +159,8 @@ def timing_channel(site: Site, budget: Budget) -> Finding:
         (
             Figure("AUC between keys, less chance's share", abs(across - 0.5) + 0.5 - noise, 0.55),
             Figure("AUC within a key: the probe works", within, 0.8, at_least=True),
-            Figure("texts drafted better after another key wrote them", told, 0),
-            Figure("share drafted better after the own key did", repeated, 0.8, at_least=True),
+            Figure("texts drafted differently after another key wrote them", told, 0),
+            Figure("accepted drafts, own key again / at first", repeated, 1.1, at_least=True),
         ),
         f"AUC {across:.3f} between keys and {within:.3f} within one, chance ± {noise:.3f}; "
         f"medians {1e3 * np.median(times['other key']):.1f}, "
@@ -174,24 +175,21 @@ def learned_drafts(client: httpx.Client, random: np.random.Generator) -> tuple[i
     key learned from the other one, its drafts would differ from the first key's.
 
     Returns:
-        Number of texts whose accepted drafts differ between the keys, and the share of texts with
-        more accepted tokens when the same key asks again.
+        Number of texts with other numbers of accepted tokens for the second key, and the ratio of
+        accepted tokens when the first key asks again for all of them.
     """
 
     def accepted(key: str, number: int) -> int:
-        body: Body = {**bodies[number], "speculation": {"drafter": "suffix"}}
+        body: Body = {**bodies[number], **VARIED, "speculation": {"drafter": "suffix"}}
         headers = {"Authorization": f"Bearer {key}"}
         answer = client.post("/v1/completions", json=body, headers=headers).raise_for_status()
         count: int = answer.json()["metrics"]["speculative_decoding"]["num_accepted_tokens"]
         return count
 
-    bodies = [
-        {**body, "seed": int(random.integers(2**31))} for body in text_bodies(random, LEARNED, 48)
-    ]
+    bodies = text_bodies(random, LEARNED, 48)
     first = [(accepted(KEY, n), accepted(OTHER_KEY, n)) for n in range(LEARNED)]
-    again = [accepted(KEY, n) for n in range(LEARNED)]
-    told = sum(one != other for one, other in first)
-    return told, sum(more > one for more, (one, _) in zip(again, first, strict=True)) / LEARNED
+    again = sum(accepted(KEY, n) for n in range(LEARNED))
+    return sum(one != other for one, other in first), again / sum(one for one, _ in first)
 
 
 def auc(cached: list[float], new: list[float]) -> float:
