@@ -18,6 +18,7 @@ from benchmarks.campaign.traffic import Body, history, item, percentile
 
 USERS = 40
 RECOVERY_S, START_S = 20.0, 30.0
+PACE_S = 0.04
 USER = "user000001"  # has events in the bundle
 LOST_HISTORY = {"history_unavailable", "history_damaged"}
 
@@ -79,21 +80,25 @@ def key_of(user: int) -> Body:
 
 
 def loop(server: ServerProcess, random: np.random.Generator, seconds: float) -> Loop:
-    """Sends requests of both kinds, and some events, from four clients."""
+    """Sends requests of both kinds, and some events, from five clients.
+
+    Each client has a rate, so that a fault that makes answers quicker does not raise the load.
+    """
     found = Loop()
 
     def run(draw: np.random.Generator) -> None:
         end = time.monotonic() + seconds
         with server.client() as client:
-            while time.monotonic() < end:
+            while (began := time.monotonic()) < end:
                 found.ask(client, draw)
+                time.sleep(max(0.0, began + PACE_S - time.monotonic()))
 
     def write(draw: np.random.Generator) -> None:
         end = time.monotonic() + seconds
         with server.client() as client:
             while time.monotonic() < end:
                 found.write(client, int(draw.integers(2**40)))
-                time.sleep(0.02)
+                time.sleep(PACE_S)
 
     threads = [threading.Thread(target=run, args=(one,)) for one in random.spawn(4)]
     threads += [threading.Thread(target=write, args=(one,)) for one in random.spawn(1)]
