@@ -50,6 +50,8 @@ class ServerConfig(BaseSettings):
         store: History store, `lmdb:PATH` or `redis://...`. By default an LMDB folder next to the
             bundle. `?ttl_s=SECONDS` at its end sets `history_ttl_s`, also in other commands.
         history_ttl_s: Age in seconds at which stored events are deleted. By default never.
+        history_timeout_ms: Time that a request waits for its stored history in Redis or another
+            store on a network. Then it goes on without, and `degraded` says so.
         journal: Folder for changes of items. By default a folder next to the bundle.
         device: Where the models run.
         bundles_dir: Folder of the bundles that an operator may load while the server runs. With
@@ -122,6 +124,7 @@ class ServerConfig(BaseSettings):
     port: int = Field(8080, ge=0, le=65535)
     store: str | None = None
     history_ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    history_timeout_ms: int = Field(100, ge=1, le=60_000)
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bundles_dir: Path | None = None

@@ -2,9 +2,13 @@
 
     python -m benchmarks.campaign.faulty_server CONFIG.json
 
-While the folder of CONFIG.json has a file `poisoned`, a step that includes a request for POISON
-items raises an error. While it has a file `lost`, every forward pass fails and the device counts as
-lost.
+Files in the folder of CONFIG.json choose the faults:
+
+- `poisoned`: a step that includes a request for POISON items raises an error.
+- `lost`: a CUDA error that stays. Every forward pass and every synchronisation raises it.
+- `once`: a CUDA error that passes. The next forward pass raises it and removes the file.
+
+A machine without a GPU raises the same exception, torch.AcceleratorError.
 """
 
 from __future__ import annotations
@@ -12,18 +16,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from recserve.config import ServerConfig
 from recserve.engine.items.scheduler import FinishedItem, ItemScheduler
-from recserve.engine.runtime.runner import DeviceLost, ForwardPiece, Runner
+from recserve.engine.runtime.runner import ForwardPiece, Runner
 from recserve.models.decoder import Taps
+from recserve.models.drafters.gated_lora import GatedLora
 from recserve.server.run import serve
 
 POISON = 13  # items that a poisoned request asks for; no other one asks for so many
-POISONED, LOST = "poisoned", "lost"
+POISONED, LOST, ONCE = "poisoned", "lost", "once"
+ON_CUDA = SimpleNamespace(pool=SimpleNamespace(keys=SimpleNamespace(is_cuda=True, device=0)))
 
 
 def main() -> int:
@@ -31,12 +39,21 @@ def main() -> int:
     config = Path(sys.argv[1])
     forward, check_device, step = Runner.forward, Runner.check_device, ItemScheduler.step
 
-    def faulty(
-        self: Runner, pieces: Sequence[ForwardPiece], taps: Taps | None = None
-    ) -> Sequence[Tensor]:
+    def fail_if_lost(device: object = None) -> None:
         if (config.parent / LOST).exists():
-            raise RuntimeError("the device is lost")
-        return forward(self, pieces, taps)
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def faulty(
+        self: Runner,
+        pieces: Sequence[ForwardPiece],
+        taps: Taps | None = None,
+        masks: GatedLora | None = None,
+    ) -> Sequence[Tensor]:
+        fail_if_lost()
+        if (config.parent / ONCE).exists():
+            (config.parent / ONCE).unlink()
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        return forward(self, pieces, taps, masks)
 
     def stepped(self: ItemScheduler) -> Sequence[FinishedItem]:
         running = [one for one, _ in (*self.cold, *self.warm)]
@@ -46,14 +63,10 @@ def main() -> int:
             raise RuntimeError("a poisoned request")
         return step(self)
 
-    def checked(self: Runner) -> None:
-        if (config.parent / LOST).exists():
-            raise DeviceLost("the device is lost")
-        check_device(self)
-
     with (
         mock.patch.object(Runner, "forward", faulty),
-        mock.patch.object(Runner, "check_device", checked),
+        mock.patch.object(Runner, "check_device", lambda _: check_device(ON_CUDA)),
+        mock.patch.object(torch.cuda, "synchronize", fail_if_lost),
         mock.patch.object(ItemScheduler, "step", stepped),
     ):
         return serve(ServerConfig.load({}, config))

@@ -83,6 +83,22 @@ class ServerProcess:
             time.sleep(0.02)
         raise RuntimeError(f"{STALLED}: {self.tail()}")
 
+    def until_settled(self, seconds: float) -> int | None:
+        """Waits until `ready` is 200 or the process has ended.
+
+        Returns:
+            None if it is ready, the status if it has ended, and -1 after `seconds` without either.
+        """
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                return self.process.returncode
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200:
+                    return None
+            time.sleep(0.02)
+        return -1
+
     def client(self, **options: Any) -> httpx.Client:
         """Returns a client of the server."""
         return httpx.Client(base_url=self.url, **{"timeout": 60, **options})

@@ -163,7 +163,7 @@ class Exchange:
 
     async def from_store(self, function: Callable[..., A], *arguments: Any) -> A:
         """Calls a function that waits for the history store or for the disk, on a thread."""
-        return await on_thread(self.threads.store, partial(function, *arguments))
+        return await on_thread(self.threads.changes, partial(function, *arguments))
 
     async def begin(
         self,

@@ -92,6 +92,7 @@ class ServiceLoader:
             text=text,
             history_ttl_s=config.history_ttl_s,
             weights=config.weights,
+            history_timeout_ms=config.history_timeout_ms,
         )
 
     def _shadowed(self, service: Service) -> Service:

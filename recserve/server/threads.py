@@ -25,19 +25,21 @@ class Threads:
     """Pools of threads. A store that hangs, or a slow chat template, fills its own pool only.
 
     Attributes:
-        store: Calls that may wait for the history store or for the disk.
+        store: Requests for items that wait for a stored history.
+        changes: Calls that read or change events and items, and wait for the store or the disk.
         items: Large requests for items.
         text: Chat templates and tokenisation.
     """
 
     def __init__(self) -> None:
         self.store = ThreadPoolExecutor(32, "store")
+        self.changes = ThreadPoolExecutor(32, "changes")
         self.items = ThreadPoolExecutor(4, "items")
         self.text = ThreadPoolExecutor(8, "text")
 
     def close(self) -> None:
         """Takes no more work. Threads end with the work that they have."""
-        for pool in (self.store, self.items, self.text):
+        for pool in (self.store, self.changes, self.items, self.text):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -33,6 +33,8 @@ class ServiceOptions:
         history_ttl_s: Age in seconds at which stored events are deleted; None keeps them for ever.
             `?ttl_s=SECONDS` at the end of the store's URL does the same.
         weights: Format of the recommender's decoder weights; None means the element type.
+        history_timeout_ms: Time that a request waits for its stored history, where the store is on
+            a network. Then it goes on without. None waits as long as the store takes to fail.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -42,6 +44,7 @@ class ServiceOptions:
     text: LoadedText | None = None
     history_ttl_s: float | None = None
     weights: WeightFormat | None = None
+    history_timeout_ms: int | None = None
 
 
 def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOptions:

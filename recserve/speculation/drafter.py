@@ -49,6 +49,8 @@ class TextContext:
             a drafter is called.
         ranked: [K, W] int64 on the host: tokens that the drafter's heads ranked from `hidden` in
             the step that computed it (see RankedHeads). None if they did not.
+        salt: As in `core.request.Root`. What a drafter learns from a sequence serves sequences
+            with the same salt only.
     """
 
     id: int
@@ -59,6 +61,7 @@ class TextContext:
     hidden: Tensor | None = None
     ranked: NDArray[np.int64] | None = None
     slots: Tensor | None = None
+    salt: bytes = b""
 
     @property
     def num_output(self) -> int:
@@ -160,7 +163,8 @@ class Drafter(Pluggable, ABC):
     computation of the prompt, so no hidden state is known then.
 
     Under an exact verifier a drafter cannot change the text. A draft may be arbitrarily wrong, but
-    it must stay within its budget.
+    it must stay within its budget. Its quality shows in the time of a request, so a drafter that
+    learns from one sequence for others keeps what it learns apart by `context.salt`.
 
     A drafter that draws tokens sets `draws` and keys its noise with
     `kernels.noise.gumbel(seeds, noise.step_keys(lengths, ...), V, DRAFT)`. Under the rule `sample`

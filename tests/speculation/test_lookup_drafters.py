@@ -203,3 +203,72 @@ def test_numbers_out_of_range_are_refused(wrong):
         NgramDrafter(**wrong)
     with pytest.raises(ValueError, match="capacity"):
         SuffixDrafter(capacity=-1)
+
+
+def ended(drafter, id, output, salt):
+    """Lets a sequence write an output and end."""
+    sequence = context([0, *output], id, 1)
+    sequence.salt = salt
+    drafter.propose([sequence], [Budget(4, 4)])
+    drafter.forget(id)
+
+
+def drafted(drafter, tokens, salt):
+    sequence = context(tokens, 99)
+    sequence.salt = salt
+    (draft,) = drafter.propose([sequence], [Budget(24, 24)])
+    drafter._contexts.clear()  # it goes on: nothing of it enters the store
+    drafter._texts.forget(99)
+    return paths(draft)
+
+
+@pytest.mark.parametrize("capacity", [200, 2**17])
+def test_an_output_is_proposed_to_sequences_with_its_own_salt_only(capacity):
+    """Each salt drafts what a fresh drafter with this salt's outputs drafts."""
+    salts = (b"", b"a" * 16, b"\xff" * 16)
+    drafter, alone = SuffixDrafter(capacity=capacity), {s: SuffixDrafter() for s in salts}
+    num_drafted = 0
+    for number in range(12):
+        salt, output = salts[number % 3], drawn_text(number, 12, 6)
+        ended(drafter, number, output, salt)
+        ended(alone[salt], number, output, salt)
+        for other in salts:
+            for stop in (4, 8, 11):
+                expected = drafted(alone[other], output[:stop], other)
+                assert drafted(drafter, output[:stop], other) == expected
+                num_drafted += bool(expected)
+    assert num_drafted > 20
+    secret = list(range(500, 520))
+    ended(drafter, 50, secret, salts[1])
+    assert drafted(drafter, secret[:4], salts[1])[0] == tuple(secret[4:5])
+    assert drafted(drafter, secret[:4], salts[2]) == drafted(drafter, secret[:4], b"") == []
+
+
+def test_all_salts_together_keep_the_bound_of_the_store():
+    drafter = SuffixDrafter(capacity=128)
+    for number in range(50):
+        ended(drafter, number, range(100, 140), number.to_bytes(16))
+        assert len(drafter._store) <= 128
+        assert all(len(s.text) == len(s._salts) for s in drafter._store._segments)
+
+
+def test_the_search_for_one_salt_does_not_walk_through_the_outputs_of_another():
+    """Otherwise its time would tell how often another client's outputs have these tokens."""
+    store = OutputStore(10_000, (1,))
+    store.add("x" * 4000, b"one")
+    segment = store._segments[0]
+    visited = []
+
+    class Counted(list):
+        def __getitem__(self, index):
+            visited.append(index)
+            return list.__getitem__(self, index)
+
+    segment._salts = Counted(segment._salts)
+    counts = []
+    for other in (b"two", b"three", b"four"):  # one of them may share the bucket by chance
+        assert not list(store.ends("x", other))
+        counts.append(len(visited))
+        visited.clear()
+    assert min(counts) == 0
+    assert len(list(store.ends("x", b"one"))) == 4000

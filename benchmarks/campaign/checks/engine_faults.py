@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
-from benchmarks.campaign.faulty_server import LOST, POISON, POISONED
+from benchmarks.campaign.faulty_server import LOST, ONCE, POISON, POISONED
 from benchmarks.campaign.site import FAULTY, ServerProcess, Site
 from benchmarks.campaign.traffic import Body, history, item, slate_bodies
 
@@ -135,8 +135,16 @@ class OutageClient(threading.Thread):
                 time.sleep(0.05)
 
 
+def goes_on(server: ServerProcess, body: Body) -> bool:
+    """Makes one forward pass fail with a CUDA error. Returns whether the request is answered."""
+    failing = server.folder / ONCE
+    failing.touch()
+    answer = server.post("/v1/recommend", body)
+    return bool(slate(answer)) and not failing.exists() and server.process.poll() is None
+
+
 def end(server: ServerProcess, number: int) -> int:
-    """Kills a server, or makes it lose its device. Returns its exit status."""
+    """Kills a server, or makes every CUDA call fail. Returns its exit status."""
     if number % 2:
         (server.folder / LOST).touch()
         status = server.process.wait(60)
@@ -147,13 +155,17 @@ def end(server: ServerProcess, number: int) -> int:
 
 
 @check(
-    "R8", "engine death", "kill -9 and a lost device in turn, under load", cases=100, minimum_s=25
+    "R8",
+    "engine death",
+    "kill -9, and a CUDA error that stays, in turn under load; before each, one that passes",
+    cases=100,
+    minimum_s=25,
 )
 def engine_death(site: Site, budget: Budget) -> Finding:
     """Starts the server again each time, as a supervisor does."""
     bodies = slate_bodies(np.random.default_rng(site.seed), 100)
     server = site.start(FAULTY)
-    kills, recovered, lost_events, wrong_status = 0, [], 0, 0
+    kills, recovered, lost_events, wrong_status, failed = 0, [], 0, 0, 0
     try:
         load_s = server.until_ready()
         clients = [OutageClient(server.url, bodies) for _ in range(4)]
@@ -162,6 +174,7 @@ def engine_death(site: Site, budget: Budget) -> Finding:
         for number in budget.cases(100, 0.9, 2):
             event = {"user_id": f"survivor{number}", "item_id": item(number), "event_id": "e"}
             server.post("/v1/events", {"events": [event]}).raise_for_status()
+            failed += not goes_on(server, bodies[number])
             time.sleep(0.2)
             status = end(server, number)
             wrong_status += number % 2 and status != 1
@@ -188,6 +201,7 @@ def engine_death(site: Site, budget: Budget) -> Finding:
             Figure("slowest restart beyond the first start, in s", max(recovered) - load_s, 10),
             Figure("acknowledged events lost", lost_events, 0),
             Figure("lost devices without exit status 1", wrong_status, 0),
+            Figure("passing CUDA errors that fail a request", failed, 0),
         ),
         "the engine is a thread of the server: a dead engine ends the process, and a supervisor "
         f"starts it again; first start {load_s:.1f} s, {answered} answers",

@@ -13,13 +13,15 @@ from scipy import stats
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
 from benchmarks.campaign.site import ADMIN_KEY, KEY, LLM_NAME, OTHER_KEY, Site
-from benchmarks.campaign.traffic import history
+from benchmarks.campaign.traffic import Body, history, text_bodies
 from recserve.config import ConfigError, ServerConfig
 from recserve.server.app import create_app
 from recserve.server.transport.gate import ADMIN as ADMIN_PATHS
 from recserve.server.transport.gate import OPEN_PATHS
 
 PROMPT = 1500  # tokens; the model's tokens are bytes
+LEARNED = 10  # texts that a drafter learns from
+VARIED: Body = {"temperature": 0.0, "frequency_penalty": 2.0, "presence_penalty": 2.0}
 WRONG = (
     None,
     "Bearer",
@@ -116,9 +118,9 @@ def series(site: Site, budget: Budget) -> Finding:
 @check(
     "R23",
     "timing channel",
-    "cached or not, told from the time to the first token",
+    "cached or not, told from the time to the first token; and what drafters learn from outputs",
     cases=10_000,
-    minimum_s=12,
+    minimum_s=16,
 )
 def timing_channel(site: Site, budget: Budget) -> Finding:
     """Probes prompts that another key has sent or not, and prompts that the same key has sent."""
@@ -128,6 +130,7 @@ def timing_channel(site: Site, budget: Budget) -> Finding:
         site.server(llm=site.llm, api_keys=[KEY, OTHER_KEY], kv_bytes=2**26) as server,
         server.client() as client,
     ):
+        told, repeated = learned_drafts(client, random)
 
         def ask(key: str, prompt: str) -> float:
             headers = {"Authorization": f"Bearer {key}"}
@@ -156,11 +159,37 @@ def timing_channel(site: Site, budget: Budget) -> Finding:
         (
             Figure("AUC between keys, less chance's share", abs(across - 0.5) + 0.5 - noise, 0.55),
             Figure("AUC within a key: the probe works", within, 0.8, at_least=True),
+            Figure("texts drafted differently after another key wrote them", told, 0),
+            Figure("accepted drafts, own key again / at first", repeated, 1.1, at_least=True),
         ),
         f"AUC {across:.3f} between keys and {within:.3f} within one, chance ± {noise:.3f}; "
         f"medians {1e3 * np.median(times['other key']):.1f}, "
         f"{1e3 * np.median(times['own key']):.1f} and {1e3 * np.median(times['new']):.1f} ms",
     )
+
+
+def learned_drafts(client: httpx.Client, random: np.random.Generator) -> tuple[int, float]:
+    """Asks for texts with a drafter that learns from outputs.
+
+    Both keys ask for the same texts in the same order, the second one right after the first. If a
+    key learned from the other one, its drafts would differ from the first key's.
+
+    Returns:
+        Number of texts with other numbers of accepted tokens for the second key, and the ratio of
+        accepted tokens when the first key asks again for all of them.
+    """
+
+    def accepted(key: str, number: int) -> int:
+        body: Body = {**bodies[number], **VARIED, "speculation": {"drafter": "suffix"}}
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = client.post("/v1/completions", json=body, headers=headers).raise_for_status()
+        count: int = answer.json()["metrics"]["speculative_decoding"]["num_accepted_tokens"]
+        return count
+
+    bodies = text_bodies(random, LEARNED, 48)
+    first = [(accepted(KEY, n), accepted(OTHER_KEY, n)) for n in range(LEARNED)]
+    again = sum(accepted(KEY, n) for n in range(LEARNED))
+    return sum(one != other for one, other in first), again / sum(one for one, _ in first)
 
 
 def auc(cached: list[float], new: list[float]) -> float:

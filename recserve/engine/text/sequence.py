@@ -203,4 +203,5 @@ def context_of(request: TextQuery, number: int) -> TextContext:
         num_prompt=len(tokens),
         params=request.params,
         speculation=request.speculation,
+        salt=request.salt,
     )

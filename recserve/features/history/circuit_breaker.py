@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
+from recserve.features.history.circuit import Circuit
 from recserve.features.history.history import (
     Applied,
     Change,
@@ -20,7 +19,6 @@ from recserve.features.history.history import (
     StoreUnavailable,
 )
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 SLOW_S = 0.1  # a failure that took less costs nobody anything
 
@@ -34,8 +32,7 @@ class CircuitBreaker(HistoryStore):
 
     Attributes:
         store: The store behind it.
-        most_failures: Slow failures in a row that open it.
-        probe_s: Seconds between two tries while it is open.
+        circuit: Refuses calls after `most_failures` slow failures in a row.
     """
 
     def __init__(
@@ -45,12 +42,8 @@ class CircuitBreaker(HistoryStore):
         probe_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store, self.ttl_s = store, store.ttl_s
-        self.most_failures, self.probe_s = most_failures, probe_s
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._next_probe_s: float | None = None  # None while it is closed
+        self.store, self.ttl_s, self._clock = store, store.ttl_s, clock
+        self.circuit = Circuit("hangs", most_failures, most_failures, probe_s, clock)
 
     @classmethod
     def open(cls, url: str, options: StoreOptions) -> HistoryStore:
@@ -81,35 +74,13 @@ class CircuitBreaker(HistoryStore):
 
     def _call(self, function: Callable[[], T]) -> T:
         """Calls the store. Raises StoreUnavailable if it fails, or at once while it hangs."""
-        self._enter()
+        self.circuit.enter()
         began_s = self._clock()
         try:
             answer = function()
         except StoreUnavailable:
-            self._failed(self._clock() - began_s)
+            if self._clock() - began_s >= SLOW_S:
+                self.circuit.failed()
             raise
-        self._succeeded()
+        self.circuit.succeeded()
         return answer
-
-    def _enter(self) -> None:
-        with self._lock:
-            if self._next_probe_s is None:
-                return
-            if self._clock() < self._next_probe_s:
-                raise StoreUnavailable("the history store hangs; it is tried again every second")
-            self._next_probe_s = self._clock() + self.probe_s
-
-    def _failed(self, seconds: float) -> None:
-        with self._lock:
-            if self._next_probe_s is not None or seconds < SLOW_S:
-                return
-            self._failures += 1
-            if self._failures >= self.most_failures:
-                log.error("the history store hangs; requests go on without histories")
-                self._next_probe_s = self._clock() + self.probe_s
-
-    def _succeeded(self) -> None:
-        with self._lock:
-            if self._next_probe_s is not None:
-                log.info("the history store answers again")
-            self._failures, self._next_probe_s = 0, None

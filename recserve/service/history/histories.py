@@ -21,6 +21,7 @@ from recserve.features.history.history import (
     StoreUnavailable,
     user_key,
 )
+from recserve.features.history.timed_reads import TimedReads
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryEvent, HistoryResponse
 from recserve.schemas.items import InvalidRequest, MissingField, Rejection, UserRef
 from recserve.service.catalog.snapshot import Snapshot
@@ -103,13 +104,21 @@ class Histories:
         store: The store.
         blocks: True if a call may wait for a network.
         default_value: Value of an event that does not have one.
+        timed: Reads histories for requests within a time limit; None waits for the store.
         owns_store: True if `close` closes the store; False while another service owns it.
     """
 
-    def __init__(self, store: HistoryStore, blocks: bool, default_value: float = 1.0) -> None:
+    def __init__(
+        self,
+        store: HistoryStore,
+        blocks: bool,
+        default_value: float = 1.0,
+        timed: TimedReads | None = None,
+    ) -> None:
         self.store = store
         self.blocks = blocks
         self.default_value = default_value
+        self.timed = timed
         self.owns_store = True
 
     def read(
@@ -117,7 +126,7 @@ class Histories:
     ) -> History:
         """Returns the history of a request.
 
-        If the store fails, the history is empty and `degraded` names the reason.
+        If the store fails or is too slow, the history is empty and `degraded` names the reason.
 
         Args:
             user: The user whose history is read from the store.
@@ -133,7 +142,7 @@ class Histories:
             raise MissingField("user", "is required without a history")
         _check_user("user.id", user.id)
         try:
-            stored = self.store.get(user.id)
+            stored = (self.timed or self.store).get(user.id)
         except StoreUnavailable as error:
             log.warning("the history store failed: %s", error)
             return replace(EMPTY_HISTORY, degraded=("history_unavailable",))
@@ -201,6 +210,8 @@ class Histories:
     def close(self) -> None:
         """Closes the store, unless another service owns it."""
         if self.owns_store:
+            if self.timed is not None:
+                self.timed.close()
             self.store.close()
 
     def _inline(self, item_ids: Sequence[str], snapshot: Snapshot) -> History:

@@ -3,7 +3,8 @@
 For every length m of the matched end, the occurrences that match m tokens give a tree of their
 continuations. A node's probability is its share of these occurrences. A longer match may draft
 more nodes. The drafter proposes the m whose draft has the largest sum of probabilities, which is
-its expected accept length. It searches the text itself and a store of earlier outputs.
+its expected accept length. It searches the text itself and a store of earlier outputs with the
+same salt.
 
 Source: SuffixDecoding (arXiv 2411.04975), section 3.
 """
@@ -86,16 +87,20 @@ class _Query:
         num_nodes: Most nodes of the draft.
         depth: Most levels of the draft.
         only_chain: True if the draft must not fork.
+        salt: Salt of the sequence.
     """
 
     text: str
     num_nodes: int
     depth: int
     only_chain: bool
+    salt: bytes
 
 
 class SuffixDrafter(Drafter):
-    """Searches each sequence's own text, and a store of outputs that all sequences share.
+    """Searches each sequence's own text, and a store of the outputs of all sequences.
+
+    A sequence finds the outputs of sequences with its own salt only.
 
     Args:
         limits: Size of the drafts.
@@ -127,7 +132,7 @@ class SuffixDrafter(Drafter):
         depth = min(budget.depth, budget.num_nodes, self.limits.depth)
         if not depth:
             return empty_draft()
-        query = _Query(text, budget.num_nodes, depth, only_chains(context))
+        query = _Query(text, budget.num_nodes, depth, only_chains(context), context.salt)
         guess = self._better(_Guess(), query, None)
         if self._store is not None:
             guess = self._better(guess, query, self._store)
@@ -181,7 +186,7 @@ class SuffixDrafter(Drafter):
         text, found = query.text, dict[int, list[str]]()
         if len(text) < length:
             return found
-        for place in islice(_ends(text, length, store), self.limits.occurrences):
+        for place in islice(_ends(query, length, store), self.limits.occurrences):
             if place in seen:
                 continue
             seen.add(place)
@@ -231,14 +236,14 @@ class SuffixDrafter(Drafter):
         self._texts.forget(context_id)
         context = self._contexts.pop(context_id, None)
         if context is not None and context.num_output and self._store is not None:
-            self._store.add(to_string(context.tokens[context.num_prompt :]))
+            self._store.add(to_string(context.tokens[context.num_prompt :]), context.salt)
 
 
-def _ends(text: str, length: int, store: OutputStore | None) -> Iterable[tuple[str, int]]:
+def _ends(query: _Query, length: int, store: OutputStore | None) -> Iterable[tuple[str, int]]:
     """Returns earlier occurrences of the last `length` tokens: a string, and the next index."""
     if store is None:
-        return zip(repeat(text), earlier_ends(text, length))
-    return store.ends(text[-length:])
+        return zip(repeat(query.text), earlier_ends(query.text, length))
+    return store.ends(query.text[-length:], query.salt)
 
 
 def _children(group: list[str], path: str, least: float) -> list[tuple[int, str, list[str]]]:

@@ -1,4 +1,4 @@
-"""Clients with different API keys share no cached prefix, for items and for text."""
+"""Clients with different API keys share no cached prefix and no learned drafts."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -93,3 +93,32 @@ def test_requests_at_once_keep_their_salts(service):
         assert len(texts) >= 1
         computed = service.engine.stats().prefix_missed_tokens
         assert computed >= 2 * 70, "each key computes the prompt itself"
+
+
+@pytest.mark.parametrize("keys", [(ONE, TWO), (ONE,)])
+def test_a_drafter_learns_from_outputs_of_the_same_key_only(service, keys):
+    body = {
+        "model": "toy",
+        "prompt": "a prompt",
+        "max_tokens": 48,
+        "temperature": 0.9,
+        "seed": 3,
+        "speculation": {"drafter": "suffix"},
+    }
+
+    def ask(client, key):
+        answer = client.post(
+            "/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}
+        )
+        assert answer.status_code == 200, answer.text
+        said = answer.json()
+        metrics = said["metrics"]["speculative_decoding"]
+        return said["choices"][0]["text"], metrics["num_accepted_tokens"], metrics["num_drafts"]
+
+    with live(service, api_keys=keys) as client:
+        fresh = ask(client, ONE)
+        learned = ask(client, ONE)
+        assert learned[0] == fresh[0] and learned[1] > fresh[1]
+        for key in keys[1:]:
+            assert ask(client, key) == fresh, "as on a server that has written nothing yet"
+            assert ask(client, key)[1] > fresh[1]
