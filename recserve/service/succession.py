@@ -125,7 +125,8 @@ def hand_over(
 
     Args:
         old: The service that has answered so far. Close it when its requests have ended.
-        new: Its successor, from `open_successor`.
+        new: Its successor, from `open_successor`, or a service that it has replaced and that has
+            not been closed.
         publish: Makes new requests go to the new service. It must not fail.
         override: True if changes since the old service began win over the new bundle's own data.
 
@@ -137,6 +138,7 @@ def hand_over(
     """
     before, after = _parts(old), _parts(new)
     carried, seen = NOTHING, None
+    after.items.successor = after.users.successor = None  # it may have been replaced before
     for _ in range(PASSES):
         if seen is before.runtime.snapshot.items:
             break

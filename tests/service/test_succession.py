@@ -116,6 +116,30 @@ def test_a_rollback_brings_the_old_bundle_with_all_later_changes(bundles):
     assert other.item("item000007").title == "back again" and is_hidden(other, "item000009")
 
 
+@pytest.mark.parametrize("name", ["two", "other"])
+def test_a_service_that_was_replaced_answers_again_with_all_later_changes(bundles, name):
+    one = bundles.current
+    put(one, item_id="new", title="blue kettle")
+    one.hide_item("item000007")
+    later = bundles.to(name, close=False)
+    put(later, item_id="new", title="green kettle")
+    put(later, item_id="item000007", title="back again")
+    hand_over(later, one, lambda: None, override=True)
+    bundles.current = one
+    assert one.item("new").title == "green kettle" and one.item("item000007").title == "back again"
+    put(one, item_id="newer", title="red kettle")
+    put(later, item_id="late", title="late kettle")  # a request that is in flight on the successor
+    assert one.item("newer").title == "red kettle" and one.item("late").title == "late kettle"
+    user = one.samples(1, 1)["users"][0]
+    later.close()
+    assert one.history(user).events  # the store belongs to the service that answers
+    one.close()
+    bundles.current = Service.open(
+        bundles.folder / "one", f"lmdb:{bundles.folder.parent}/history", "cpu", bundles.options
+    )
+    assert bundles.current.item("late").title == "late kettle"
+
+
 def test_changes_that_reach_the_old_service_later_are_applied_to_the_new_one(bundles):
     old = bundles.current
     new = bundles.to("other", close=False)
