@@ -13,6 +13,7 @@ tries few cases; the table says how many of those of a full campaign.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -55,6 +56,7 @@ def main() -> int:
     given = options()
     console = Console(width=None if sys.stdout.isatty() else 160)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers too
     checks = registry.chosen(given.only)
     if given.plan:
         console.print(plan(checks, given.minutes * 60))

@@ -39,10 +39,14 @@ def run_isolated(check: Check, site: Site, seconds: float, late_s: float = LATE_
         target=_run, args=(check, site, seconds, answer), name=check.number
     )
     child.start()
-    child.join(limit_s)
+    assert child.pid is not None
+    try:
+        child.join(limit_s)
+    except BaseException:  # the campaign is interrupted
+        end_tree(child.pid)
+        raise
     reason = f"ended after {limit_s:.0f} s without a result"
     if child.exitcode is None:
-        assert child.pid is not None
         end_tree(child.pid)
         child.join()
     elif answer.exists():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import numpy as np
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
 from benchmarks.campaign.site import ADMIN, ADMIN_KEY, ServerProcess, Site
-from benchmarks.campaign.traffic import Body, percentile, slate_bodies
+from benchmarks.campaign.traffic import Body, apart, percentile, slate_bodies
 from tests.support.bundle_shelf import DROPPED
 
 NAMES = ("two", "other", "one")
@@ -89,7 +90,7 @@ def reload(site: Site, budget: Budget) -> Finding:
     bundles = site.shelf()
     bodies = slate_bodies(np.random.default_rng(site.seed), NUM_BODIES, beam_width=50)
     settings = {"bundle": bundles / "one", "bundles_dir": bundles, "admin_keys": [ADMIN_KEY]}
-    steady: list[float] = []
+    quiet: list[list[float]] = []
     during: list[float] = []
     with site.server(**settings, kv_bytes=2**22) as server:
         client = SwapClient(server.url, bodies, 0.005)
@@ -103,7 +104,7 @@ def reload(site: Site, budget: Budget) -> Finding:
             for _ in range(ROUNDS):
                 client.begin()
                 time.sleep(0.3 * part_s)
-                steady += client.begin()
+                quiet.append(client.begin())
                 for number in Budget(0.7 * part_s).cases(1000 // ROUNDS, least=len(NAMES)):
                     name = NAMES[number % len(NAMES)]
                     states.append(swapped(server, "load", {"path": name})[1]["state"])
@@ -119,17 +120,22 @@ def reload(site: Site, budget: Budget) -> Finding:
         catalogues.setdefault(model, set()).add(catalogue)
     mixed = sum(len(found) != 1 for found in catalogues.values())
     foreign = len({catalogue for _, catalogue, _ in client.seen}) - 2
+    steady = [ms for part in quiet for ms in part]
+    # Phases without a replacement are equal but for the noise of the machine.
+    noise = apart([ms for part in quiet[::2] for ms in part], [ms for p in quiet[1::2] for ms in p])
+    p99 = Figure("p99 / p99 without", percentile(during, 99) / percentile(steady, 99), 1.2)
     return Finding(
         len(states),
         (
             Figure("requests that failed", len(client.failed), 0),
             Figure("replacements that failed", sum(s != "ready" for s in states), 0),
             Figure("models seen with two catalogues", mixed + max(0, foreign), 0),
-            Figure("p99 / p99 without", percentile(during, 99) / percentile(steady, 99), 1.2),
+            replace(p99, judged=noise <= p99.bound),
             Figure("resident memory grows by", resident[-1] / resident[0] - 1, 0.01),
             Figure("slowest rollback in ms", max(back_s) * 1e3, 100),
         ),
         f"{len(steady)} requests without a replacement, {len(during)} during them, medians "
-        f"{percentile(steady, 50):.1f} and {percentile(during, 50):.1f} ms; "
-        + "; ".join(client.failed[:2]),
+        f"{percentile(steady, 50):.1f} and {percentile(during, 50):.1f} ms; the p99 of equal "
+        f"phases differs by a factor of {noise:.2f}, and the ratio is judged if that is within the "
+        "bound; " + "; ".join(client.failed[:2]),
     )

@@ -19,6 +19,7 @@ from benchmarks.campaign.checks.security import auc
 from benchmarks.campaign.checks.soak import growth
 from benchmarks.campaign.fault_proxy import FaultProxy
 from benchmarks.campaign.openapi_bodies import RequestSource
+from benchmarks.campaign.traffic import apart
 from benchmarks.experiments.ab_power import ALPHA, EFFECT, drawn_trace, paired_p, replay
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
@@ -129,6 +130,7 @@ def test_the_law_of_a_sound_rule_and_of_one_that_is_told_another_draft(shape):
 
 
 def test_small_statistics():
+    assert apart([1.0, 1.0], [3.0, 3.0]) == apart([3.0, 3.0], [1.0, 1.0]) == 3.0
     assert auc([1.0, 2.0], [3.0, 4.0]) == 1.0 and auc([3.0, 1.0], [2.0, 2.0]) == 0.5
     draw = random.Random(0)
     assert len({mutated(b"abcdefgh", draw) for _ in range(50)}) > 40
