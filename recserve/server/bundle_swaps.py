@@ -17,6 +17,7 @@ from recserve.schemas.admin import BundleStatus, ServedBundle
 from recserve.server.errors import AdminDisabled, NotReady, SwapConflict, UnknownBundle
 from recserve.server.lifecycle import EXPECTED_ERRORS, Lifecycle
 from recserve.service import Service
+from recserve.service.low_priority import at_low_priority
 from recserve.service.succession import hand_over, probe
 
 log = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ class BundleSwaps:
 
     def _opened(self, old: Service, folder: Path, force: bool) -> Service:
         bundle = Bundle.open(folder)
-        bundle.verify()
+        at_low_priority(bundle.verify)
         self.lifecycle.predecessor.drop()  # its memory and its journal are needed now
         self.loader.check(old, bundle, force)
         self._tell(OPEN, f"opening {folder.name}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -10,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from recserve.bundle.bundle import Bundle
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import ItemsRequest, RecommendRequest, UserRef
 from recserve.service import Service, ServiceOptions
 from recserve.service import memory as memory_module
+from recserve.service import succession as succession_module
 from recserve.service.errors import UnknownItem
+from recserve.service.low_priority import NICENESS, at_low_priority
 from recserve.service.memory import needed_bytes
 from recserve.service.recommend.attribution import Signer
 from recserve.service.succession import UnfitBundle, check_successor, hand_over, open_successor
@@ -180,6 +184,40 @@ def test_histories_are_shared_and_known_users_get_no_events_twice(bundles):
     one.delete_user(user)  # a request that is still in flight on the old service
     assert other.history(user).events == []
     one.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+def test_a_successor_is_opened_at_low_priority_and_its_engine_has_the_usual_one(
+    bundles, monkeypatch
+):
+    def niceness(thread: int) -> int:
+        return os.getpriority(os.PRIO_PROCESS, thread)
+
+    opened_at = []
+    original = succession_module.open_parts
+
+    def watched(*arguments):
+        opened_at.append(niceness(threading.get_native_id()))
+        return original(*arguments)
+
+    monkeypatch.setattr(succession_module, "open_parts", watched)
+    usual = niceness(threading.get_native_id())
+    before = set(threading.enumerate())
+    two = bundles.to("two")
+    (engine,) = {t for t in threading.enumerate() if t.name == "engine"} - before
+    assert opened_at == [min(usual + NICENESS, 19)] and niceness(engine.native_id) == usual
+    assert niceness(threading.get_native_id()) == usual
+    assert two.recommend(RecommendRequest(history=["item000001"], k=3)).items
+
+
+def test_an_error_while_opening_is_the_callers(bundles):
+    def damaged() -> None:
+        raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        at_low_priority(damaged)
+    with pytest.raises(BundleError):
+        open_successor(bundles.current, bundles.folder / "nothing", "cpu", bundles.options)
 
 
 def test_tokens_stay_valid(bundles):
