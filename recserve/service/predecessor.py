@@ -34,9 +34,9 @@ class Predecessor:
 
     def keep(self, service: Service) -> None:
         """Holds a service whose requests have ended, and closes the one that it held before."""
-        self.drop()
-        service.engine.forget_all()
         with self._lock:
+            self._close()
+            service.engine.forget_all()
             self._service = service
             self._timer = threading.Timer(self._kept_s, self._expire, (weakref.ref(service),))
             self._timer.daemon = True
@@ -45,21 +45,15 @@ class Predecessor:
     def take(self) -> Service | None:
         """Gives the service away, to answer again. Returns None without a working one."""
         with self._lock:
-            working = self._service is not None and self._service.alive
-            if working:
+            if self._service is not None and self._service.alive:
                 return self._release()
-        self.drop()
-        return None
+            self._close()
+            return None
 
     def drop(self) -> None:
-        """Closes the service and frees its memory."""
+        """Closes the service and frees its memory. When it returns, its journal is free too."""
         with self._lock:
-            service = self._release()
-        if service is not None:
-            references = weakref.ref(service), weakref.ref(service.engine)
-            service.close()
-            del service
-            _collect(references)
+            self._close()
 
     def _release(self) -> Service | None:
         service, self._service = self._service, None
@@ -68,11 +62,18 @@ class Predecessor:
             self._timer = None
         return service
 
+    def _close(self) -> None:
+        service = self._release()
+        if service is not None:
+            references = weakref.ref(service), weakref.ref(service.engine)
+            service.close()
+            del service
+            _collect(references)
+
     def _expire(self, expected: weakref.ref[Service]) -> None:
         with self._lock:
-            current = self._service is expected()
-        if current:
-            self.drop()
+            if self._service is not None and self._service is expected():
+                self._close()
 
 
 def _collect(closed: tuple[weakref.ref[Service], weakref.ref[Engine]]) -> None:
