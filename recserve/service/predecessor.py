@@ -41,6 +41,7 @@ class Predecessor:
             self._timer = threading.Timer(self._kept_s, self._expire, (weakref.ref(service),))
             self._timer.daemon = True
             self._timer.start()
+        release_freed()  # what loading its successor needed meanwhile
 
     def take(self) -> Service | None:
         """Gives the service away, to answer again. Returns None without a working one."""
