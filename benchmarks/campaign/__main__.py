@@ -1,25 +1,34 @@
 """Runs the reliability campaign and prints each figure beside its bound.
 
     python -m benchmarks.campaign --minutes 10 [--only R2 R4] [--json F.json] [--markdown F.md]
+    python -m benchmarks.campaign --minutes 60 --plan
+    python -m benchmarks.campaign --minutes 60 --json F.json --resume
 
-Every check starts real server processes on loopback. The exit status is 1 if a figure misses its
-bound or a check ends with an error. A check that cannot run says why, and counts as not run. With
-few minutes a check tries few cases; the table says how many of those of a full campaign.
+Every check starts real server processes on loopback, and runs in a process of its own. The files
+are written after every check. The exit status is 1 if a figure misses its bound or a check ends
+with an error. A check that cannot run says why, and counts as not run. With few minutes a check
+tries few cases; the table says how many of those of a full campaign.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from benchmarks.campaign import registry
-from benchmarks.campaign.report import document, markdown, summary, table
-from benchmarks.campaign.runner import FAILED, Outcome, run_all
+from benchmarks.campaign.check import Check
+from benchmarks.campaign.isolation import run_isolated
+from benchmarks.campaign.records import document, read_done
+from benchmarks.campaign.report import markdown, plan, summary, table
+from benchmarks.campaign.runner import FAILED, Listener, Outcome, run_all
 from benchmarks.campaign.site import Site
 from benchmarks.support.runs import machine, write_json
 
@@ -32,7 +41,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything that is drawn")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
-    return parser.parse_args()
+    parser.add_argument("--plan", action="store_true", help="print the minutes of each check only")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out the checks that the file of --json has"
+    )
+    given = parser.parse_args()
+    if given.resume and given.json is None:
+        parser.error("--resume needs the --json of the interrupted campaign")
+    return given
 
 
 def main() -> int:
@@ -40,26 +56,46 @@ def main() -> int:
     given = options()
     console = Console(width=None if sys.stdout.isatty() else 160)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers too
     checks = registry.chosen(given.only)
+    if given.plan:
+        console.print(plan(checks, given.minutes * 60))
+        return 0
     facts = machine()
+    there = given.resume and given.json.exists()
+    done = read_done(given.json, checks, given.seed) if there else {}
+    if done:
+        console.print(f"already there: {', '.join(done)}", highlight=False)
 
-    def tell(outcome: Outcome) -> None:
+    def begins(check: Check, seconds: float) -> None:
+        now = time.strftime("%H:%M:%S")
+        console.print(f"{now} {check.number} {check.name}: up to {seconds:.0f} s", highlight=False)
+
+    def ended(outcome: Outcome, outcomes: Sequence[Outcome]) -> None:
         head = f"{outcome.check.number} {outcome.check.name}: {outcome.state}"
         console.print(f"{head} in {outcome.seconds:.0f} s {outcome.reason}", highlight=False)
+        if given.json:
+            write_json(given.json, document(outcomes, facts, given.seed, given.minutes))
+        if given.markdown:
+            given.markdown.write_text(markdown(outcomes, facts), encoding="utf-8")
 
     with tempfile.TemporaryDirectory(prefix="recserve-campaign-") as folder:
         site = Site(Path(folder), given.seed)
-        outcomes = run_all(checks, site, given.minutes * 60, tell, skip=not given.only)
-    seconds = sum(outcome.seconds for outcome in outcomes)
+        listener = Listener(begins, ended)
+        outcomes = run_all(
+            checks,
+            site,
+            given.minutes * 60,
+            listener,
+            skip=not given.only,
+            done=done,
+            run=run_isolated,
+        )
     console.print(table(outcomes))
     for outcome in outcomes:
         if outcome.finding is not None and outcome.finding.note:
             console.print(f"{outcome.check.number}: {outcome.finding.note}", highlight=False)
     console.print(summary(outcomes))
-    if given.json:
-        write_json(given.json, document(outcomes, facts))
-    if given.markdown:
-        given.markdown.write_text(markdown(outcomes, facts, seconds), encoding="utf-8")
     return int(any(outcome.state == FAILED for outcome in outcomes))
 
 

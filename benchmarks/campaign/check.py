@@ -22,17 +22,24 @@ class Figure:
         value: The value.
         bound: The largest value that is allowed, or the smallest one if `at_least`.
         at_least: Whether the bound is a lower one.
+        judged: False if the run was too short or too noisy to compare the value with the bound.
     """
 
     name: str
     value: float
     bound: float
     at_least: bool = False
+    judged: bool = True
 
     @property
     def holds(self) -> bool:
         """Whether the value is within the bound. A value that is not a number is not."""
         return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    @property
+    def misses(self) -> bool:
+        """Whether the value is judged and outside the bound."""
+        return self.judged and not self.holds
 
     @property
     def words(self) -> str:

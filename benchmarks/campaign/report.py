@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.campaign.runner import FAILED, Outcome
+from benchmarks.campaign.check import Check, Figure
+from benchmarks.campaign.runner import FAILED, NOT_JUDGED, Outcome, planned
 
 HEADS = ("", "check", "figure", "value", "bound", "cases", "s", "state")
 
@@ -22,7 +23,6 @@ def rows(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
             yield (*first, outcome.reason, "", "", "", f"{outcome.seconds:.0f}", outcome.state)
             continue
         for number, figure in enumerate(finding.figures):
-            state = outcome.state if figure.holds else FAILED
             yield (
                 *(first if not number else ("", "")),
                 figure.name,
@@ -30,8 +30,26 @@ def rows(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
                 figure.words,
                 f"{finding.cases:,} of {check.cases:,}" if not number else "",
                 f"{outcome.seconds:.0f}" if not number else "",
-                state if not number or not figure.holds else "",
+                outcome.state if not number else _state(figure),
             )
+
+
+def _state(figure: Figure) -> str:
+    """Returns what a figure says beside the state of its check."""
+    if not figure.judged:
+        return NOT_JUDGED
+    return FAILED if figure.misses else ""
+
+
+def plan(checks: Sequence[Check], seconds: float) -> Table:
+    """Returns how a campaign divides its time."""
+    made = Table(title=f"plan of {seconds / 60:g} minutes", title_justify="left")
+    for head in ("", "check", "least", "minutes"):
+        made.add_column(head, justify="left" if head in {"", "check"} else "right")
+    for check, share in zip(checks, planned(checks, seconds), strict=True):
+        least = f"{check.minimum_s / 60:.1f}"
+        made.add_row(check.number, check.name, least, f"{share / 60:.1f}")
+    return made
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
@@ -50,8 +68,9 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"{count} {state}" for state, count in counts.most_common())
 
 
-def markdown(outcomes: Sequence[Outcome], machine: dict[str, Any], seconds: float) -> str:
+def markdown(outcomes: Sequence[Outcome], machine: dict[str, Any]) -> str:
     """Returns the table, the notes and the machine as Markdown."""
+    seconds = sum(outcome.seconds for outcome in outcomes)
     lines = [
         f"{summary(outcomes)}; {seconds:.0f} s on {machine['processor']}, "
         f"{machine['cores']} cores, load {machine['load_before']} before.",
@@ -66,34 +85,3 @@ def markdown(outcomes: Sequence[Outcome], machine: dict[str, Any], seconds: floa
         if outcome.finding is not None and outcome.finding.note
     ]
     return "\n".join([*lines, "", *notes, ""])
-
-
-def document(outcomes: Sequence[Outcome], machine: dict[str, Any]) -> dict[str, Any]:
-    """Returns everything as JSON."""
-    return {
-        "machine": machine,
-        "checks": [
-            {
-                "number": outcome.check.number,
-                "name": outcome.check.name,
-                "measures": outcome.check.measures,
-                "state": outcome.state,
-                "reason": outcome.reason,
-                "seconds": round(outcome.seconds, 1),
-                "cases": outcome.finding.cases if outcome.finding else 0,
-                "full_cases": outcome.check.cases,
-                "note": outcome.finding.note if outcome.finding else "",
-                "figures": [
-                    {
-                        "name": figure.name,
-                        "value": figure.value,
-                        "bound": figure.bound,
-                        "at_least": figure.at_least,
-                        "holds": bool(figure.holds),
-                    }
-                    for figure in (outcome.finding.figures if outcome.finding else ())
-                ],
-            }
-            for outcome in outcomes
-        ],
-    }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.campaign.check import Budget, Check, Finding, NotRun
 from benchmarks.campaign.site import Site
 
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+PASSED, FAILED, NOT_JUDGED, NOT_RUN = "passed", "failed", "not judged", "not run"
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,60 @@ class Outcome:
 
     @property
     def state(self) -> str:
-        """PASSED, FAILED or NOT_RUN."""
-        if self.finding is not None:
-            return PASSED if all(figure.holds for figure in self.finding.figures) else FAILED
-        return FAILED if self.crashed else NOT_RUN
+        """PASSED, FAILED, NOT_JUDGED or NOT_RUN.
+
+        One figure outside its bound fails the check. Otherwise one figure that is not judged leaves
+        the check not judged.
+        """
+        if self.finding is None:
+            return FAILED if self.crashed else NOT_RUN
+        if any(figure.misses for figure in self.finding.figures):
+            return FAILED
+        return PASSED if all(figure.judged for figure in self.finding.figures) else NOT_JUDGED
+
+
+RunOne = Callable[[Check, Site, float], Outcome]
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What is told about a campaign while it runs.
+
+    Attributes:
+        begins: Called with each check before it runs, and with the seconds that it may take.
+        ended: Called after each check with its outcome and with all outcomes so far.
+    """
+
+    begins: Callable[[Check, float], None] = lambda check, seconds: None
+    ended: Callable[[Outcome, Sequence[Outcome]], None] = lambda outcome, outcomes: None
+
+
+def share_s(checks: Sequence[Check], left_s: float) -> float:
+    """Returns the time of the first check: its minimum and a share of what is beyond all minima."""
+    first = checks[0]
+    extra = max(0.0, left_s - sum(one.minimum_s for one in checks))
+    weights = sum(one.weight for one in checks)
+    return first.minimum_s + (extra * first.weight / weights if weights else 0.0)
+
+
+def planned(checks: Sequence[Check], seconds: float) -> list[float]:
+    """Returns the seconds of each check in a campaign whose checks use all of their time."""
+    plan = []
+    for number in range(len(checks)):
+        plan.append(share_s(checks[number:], seconds - sum(plan)))
+    return plan
 
 
 def run_all(
     checks: Sequence[Check],
     site: Site,
     seconds: float,
-    tell: Callable[[Outcome], None],
-    clock: Callable[[], float] = time.monotonic,
+    listener: Listener,
+    *,
     skip: bool = True,
+    done: Mapping[str, Outcome] | None = None,
+    run: RunOne | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[Outcome]:
     """Runs checks in order.
 
@@ -56,24 +97,28 @@ def run_all(
     Args:
         checks: The checks, the most valuable first.
         site: Where they work.
-        seconds: Time of the campaign.
-        tell: Called with each outcome.
-        clock: Returns seconds.
+        seconds: Time of the campaign, including that of `done`.
+        listener: Told before and after each check.
         skip: Whether checks are left out when the time is used up.
+        done: Outcomes of an earlier part of this campaign, by number. They are not run again.
+        run: Runs one check; None means `run_one`.
+        clock: Returns seconds.
     """
-    began = clock()
-    outcomes = []
-    for number, check in enumerate(checks):
-        left = seconds - (clock() - began)
-        outcome = Outcome(check, reason=f"needs {check.minimum_s:g} s; {left:.0f} s are left")
+    done, run = done or {}, run or run_one
+    end = clock() + seconds - sum(outcome.seconds for outcome in done.values())
+    rest = [check for check in checks if check.number not in done]
+    found = dict(done)
+    for number, check in enumerate(rest):
+        left = end - clock()
+        outcome = Outcome(check, reason=f"needs {check.minimum_s:g} s; {max(left, 0):.0f} s left")
         if left >= check.minimum_s or not skip:
-            later = checks[number:]
-            extra = max(0.0, left - sum(one.minimum_s for one in later))
-            share = extra * check.weight / sum(one.weight for one in later)
-            outcome = run_one(check, site, check.minimum_s + share)
-        outcomes.append(outcome)
-        tell(outcome)
-    return outcomes
+            share = share_s(rest[number:], left)
+            listener.begins(check, share)
+            outcome = run(check, site, share)
+        found[check.number] = outcome
+        so_far = [found[one.number] for one in checks if one.number in found]
+        listener.ended(outcome, so_far)
+    return [found[check.number] for check in checks]
 
 
 def run_one(check: Check, site: Site, seconds: float) -> Outcome:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -167,22 +168,35 @@ class Site:
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.folder, self.seed = folder, seed
-        self._count = 0
+        self._name, self._count = "work", 0
+
+    def begin(self, name: str) -> None:
+        """Names the scratch folders after a check; several processes share the site's folder."""
+        self._name, self._count = name, 0
 
     @functools.cached_property
     def bundle(self) -> Path:
         """A bundle of 500 items and 40 users with untrained models. It must not be changed."""
-        return tiny_bundle(self.folder / "tiny")
+        return self._once("tiny", tiny_bundle) / "bundle"
 
     @functools.cached_property
     def llm(self) -> Path:
         """The folder of an untrained language model on bytes."""
-        return tiny_llm(self.folder / LLM_NAME, self.seed)
+        return self._once(LLM_NAME, lambda folder: tiny_llm(folder, self.seed))
+
+    def _once(self, name: str, make: Callable[[Path], object]) -> Path:
+        """Returns a folder that the first check that needs it makes."""
+        folder, partial = self.folder / name, self.folder / f"{name}.partial"
+        if not folder.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+            make(partial)
+            partial.rename(folder)
+        return folder
 
     def scratch(self) -> Path:
         """Returns a new folder."""
         self._count += 1
-        folder = self.folder / f"work-{self._count}"
+        folder = self.folder / f"{self._name}-{self._count}"
         folder.mkdir()
         return folder
 

@@ -81,6 +81,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent)) if len(values) else float("nan")
 
 
+def apart(some: Sequence[float], others: Sequence[float], percent: float = 99) -> float:
+    """Returns the larger percentile of two samples over the smaller one; at least 1."""
+    low, high = sorted((percentile(some, percent), percentile(others, percent)))
+    return high / low
+
+
 def latencies_ms(exchanges: Sequence[HttpExchange], status: int = 200) -> list[float]:
     """Returns the latencies of the answers with a status."""
     return [one.latency_ms for one in exchanges if one.status == status]

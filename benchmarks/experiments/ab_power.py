@@ -32,7 +32,13 @@ from recserve.experiments.statistics.blocks import (
     time_blocks,
 )
 from recserve.experiments.statistics.intervals import compare
-from recserve.experiments.statistics.scores import STATISTICS, Observations
+from recserve.experiments.statistics.scores import (
+    STATISTICS,
+    BlockScores,
+    Observations,
+    Statistic,
+    sign_test,
+)
 
 STRETCH = 500  # mean length of a resampled stretch, in shots
 ALPHA = 0.05
@@ -86,8 +92,8 @@ def stationary(length: int, size: int, drawn: np.random.Generator) -> np.ndarray
     return (origin[which] + np.arange(size) - heads[which]) % length
 
 
-def replay(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int) -> dict:
-    """One experiment: p-value and log error per statistic."""
+def observed(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int) -> Observations:
+    """One experiment: the latencies of both arms, with time blocks as the package makes them."""
     drawn = np.random.default_rng(seed)
     rows = stationary(len(trace), shots, drawn)
     if mode == "paired":
@@ -104,10 +110,23 @@ def replay(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int) -
     values = np.where(treated, values * (1 + effect), values)
     tau = difference_time(values, treated, order)
     blocks = time_blocks(order, count_blocks(shots, tau))
-    observed = Observations(values, treated, blocks)
-    result = {"p": {}, "error": {}, "blocks": observed.num_blocks}
+    return Observations(values, treated, blocks)
+
+
+def paired_p(
+    trace: np.ndarray, shots: int, effect: float, seed: int, statistic: Statistic
+) -> float:
+    """The p-value of one paired experiment, as `compare` has it; without its intervals."""
+    scores = BlockScores(observed(trace, "paired", shots, effect, seed), statistic)
+    return sign_test(scores.scaled(0.0))
+
+
+def replay(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int) -> dict:
+    """One experiment: p-value and log error per statistic."""
+    drawn = observed(trace, mode, shots, effect, seed)
+    result = {"p": {}, "error": {}, "blocks": drawn.num_blocks}
     for statistic in STATISTICS:
-        effect_ = compare(observed, statistic)
+        effect_ = compare(drawn, statistic)
         result["p"][statistic] = effect_.p_value
         result["error"][statistic] = effect_.log_error
     return result

@@ -103,7 +103,6 @@ def run_demo(data: Path | None, port: int, once: bool) -> int:
     """
     console = Console(highlight=False)
     folder = prepare(data, console)
-    show_answers(folder / "bundle", console)
     show_completion(folder / LLM, console)
     if once:
         return 0
@@ -116,13 +115,18 @@ def run_demo(data: Path | None, port: int, once: bool) -> int:
 
 
 def prepare(data: Path | None, console: Console) -> Path:
-    """Returns the folder of the demo for this data; builds and trains it if it does not exist."""
+    """Returns the folder of the demo for this data, and prints answers of its bundle.
+
+    Builds and trains what does not exist. The answers come first: they need no language model.
+    """
     folder = cache_folder() / fingerprint(data)
     if folder.is_dir():
         say(console, f"using the bundle of an earlier run: {folder / 'bundle'}")
+        show_answers(folder / "bundle", console)
         return folder
     with new_folder(folder) as making:
         make_bundle(data, making, console)
+        show_answers(making / "bundle", console)
         make_llm(making / LLM, console)
     say(console, f"saved for the next run: {folder / 'bundle'}")
     return folder

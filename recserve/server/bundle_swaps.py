@@ -17,6 +17,7 @@ from recserve.schemas.admin import BundleStatus, ServedBundle
 from recserve.server.errors import AdminDisabled, NotReady, SwapConflict, UnknownBundle
 from recserve.server.lifecycle import EXPECTED_ERRORS, Lifecycle
 from recserve.service import Service
+from recserve.service.low_priority import at_low_priority
 from recserve.service.succession import hand_over, probe
 
 log = logging.getLogger(__name__)
@@ -200,14 +201,12 @@ class BundleSwaps:
         name = folder.name
 
         def load(old: Service) -> Service:
-            bundle = Bundle.open(folder)
-            self.loader.check(old, bundle, force)
-            bundle.verify()
-            self._tell(OPEN, f"opening {name}")
-            new = self.loader.successor(old, folder)
+            kept = self.lifecycle.predecessor.take() if rollback else None
+            new = self._opened(old, folder, force) if kept is None else kept
             try:
-                self._tell(PROBE, f"testing {name}")
-                probe(new)
+                if kept is None:
+                    self._tell(PROBE, f"testing {name}")
+                    probe(new)
                 self._fits(new, force)
             except BaseException:
                 new.close()
@@ -235,6 +234,14 @@ class BundleSwaps:
         else:
             log.info("%s", self._message)
             self._end("ready", "loaded", self._message)
+
+    def _opened(self, old: Service, folder: Path, force: bool) -> Service:
+        bundle = Bundle.open(folder)
+        at_low_priority(bundle.verify)
+        self.lifecycle.predecessor.drop()  # its memory and its journal are needed now
+        self.loader.check(old, bundle, force)
+        self._tell(OPEN, f"opening {folder.name}")
+        return self.loader.successor(old, folder)
 
     def _fits(self, new: Service, force: bool) -> None:
         try:

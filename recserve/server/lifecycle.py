@@ -7,16 +7,14 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from recserve.engine.engine import Engine
 from recserve.metrics import Gauges
 from recserve.server.errors import NotReady
 from recserve.service import Service
-from recserve.service.memory import release_freed
+from recserve.service.predecessor import Predecessor
 
 log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005  # while a bundle is loaded; Python's own value is 5 ms
@@ -31,6 +29,7 @@ class Lifecycle:
         loaded: Set when loading has ended, with or without success.
         failure: The error that ended loading; None unless loading failed.
         draining: True once the server takes no new requests.
+        predecessor: Holds the service that was replaced last.
     """
 
     def __init__(self, load: Callable[[], Service]) -> None:
@@ -43,8 +42,8 @@ class Lifecycle:
         self._service: Service | None = None
         self._thread: threading.Thread | None = None
         self._replacing = threading.Lock()
-        # A request belongs to the generation in which it began. An old service is closed once no
-        # request of its generation or of an earlier one is left.
+        # A request belongs to the generation in which it began. An old service is put aside once
+        # no request of its generation or of an earlier one is left.
         self._generation = 0
         self._unanswered: Counter[int] = Counter()
         self._changed = threading.Condition()
@@ -52,6 +51,7 @@ class Lifecycle:
         self.loaded = threading.Event()
         self.failure: BaseException | None = None
         self.draining = False
+        self.predecessor = Predecessor()
 
     @property
     def in_flight(self) -> int:
@@ -124,7 +124,8 @@ class Lifecycle:
     ) -> None:
         """Replaces the service; the old one answers until then, and finishes its requests.
 
-        It returns after the old service has been closed, so it runs on a thread of its own.
+        It returns when those have ended, so it runs on a thread of its own. The old service is
+        the predecessor then.
 
         Args:
             load: Opens the new service beside the old one.
@@ -145,10 +146,7 @@ class Lifecycle:
                 new.close()
                 raise
             self._await_requests()
-            old.close()
-            gone = weakref.ref(old), weakref.ref(old.engine)
-            del old
-            _collect(gone)
+            self.predecessor.keep(old)
 
     def close(self) -> None:
         """Waits for a load or a replacement in progress, then closes the service."""
@@ -156,6 +154,7 @@ class Lifecycle:
         if self._thread is not None:
             self._thread.join()
         with self._replacing:
+            self.predecessor.drop()
             if self._service is not None:
                 self._service.close()
                 gc.unfreeze()
@@ -191,12 +190,3 @@ def _undisturbed() -> Iterator[None]:
     finally:
         gc.enable()
         sys.setswitchinterval(interval_s)
-
-
-def _collect(gone: tuple[weakref.ref[Service], weakref.ref[Engine]]) -> None:
-    """Frees a closed service. Reference counts do most of it; a collection is the last resort."""
-    if any(reference() is not None for reference in gone):
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-    release_freed()

@@ -118,7 +118,7 @@ def open_parts(
     options: ServiceOptions,
     predecessor: ItemParts | None = None,
 ) -> ItemParts:
-    """Opens a bundle and starts its engine.
+    """Opens a bundle and starts its engine, unless the bundle will replace another one.
 
     Args:
         folder: Folder of the bundle.
@@ -127,7 +127,7 @@ def open_parts(
         device: Device of the models.
         options: The other options.
         predecessor: Parts that this bundle will replace. Their store and signing key are shared,
-            and the store gets the bundle's events of new users only.
+            and the store gets the bundle's events of new users only. The caller starts the engine.
 
     Raises:
         BundleError: If the bundle is damaged: every file is compared with its hash.
@@ -154,7 +154,8 @@ def open_parts(
     )
     try:
         engine.record(snapshot.trie)
-        engine.start()
+        if predecessor is None:
+            engine.start()
         runtime = Runtime(
             engine=engine,
             snapshot=snapshot,

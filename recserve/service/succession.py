@@ -19,6 +19,7 @@ from recserve.bundle.bundle import CATALOG, Bundle
 from recserve.schemas.items import Candidate, RankRequest, RecommendRequest
 from recserve.service.catalog.carry_over import CarriedItems, carry_over
 from recserve.service.catalog.live_items import LiveItems
+from recserve.service.low_priority import at_low_priority
 from recserve.service.memory import SERVED, available_bytes, needed_bytes
 from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions
@@ -79,6 +80,7 @@ def open_successor(
     """Opens a bundle beside a service. The new service shares its store and signing key.
 
     The new service owns no store until `hand_over`; closing it before leaves the old one intact.
+    The work is done on a thread of low priority, because the old service answers requests.
 
     Args:
         old: The current service, which goes on answering.
@@ -96,7 +98,8 @@ def open_successor(
     options = options or ServiceOptions()
     if options.text is None and "text" in old.engine.schedulers:
         raise UnfitBundle("the new service would have no language model; pass one in the options")
-    parts = open_parts(bundle, None, device, options, _parts(old))
+    parts = at_low_priority(lambda: open_parts(bundle, None, device, options, _parts(old)))
+    parts.runtime.engine.start()  # here, so that the engine's thread has the usual priority
     text = None if options.text is None else options.text.model
     return Service(parts.runtime.engine, parts, text)
 
@@ -125,7 +128,8 @@ def hand_over(
 
     Args:
         old: The service that has answered so far. Close it when its requests have ended.
-        new: Its successor, from `open_successor`.
+        new: Its successor, from `open_successor`, or a service that it has replaced and that has
+            not been closed.
         publish: Makes new requests go to the new service. It must not fail.
         override: True if changes since the old service began win over the new bundle's own data.
 
@@ -137,6 +141,7 @@ def hand_over(
     """
     before, after = _parts(old), _parts(new)
     carried, seen = NOTHING, None
+    after.items.successor = after.users.successor = None  # it may have been replaced before
     for _ in range(PASSES):
         if seen is before.runtime.snapshot.items:
             break

@@ -57,6 +57,7 @@ def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):
         "without drafts the same text",
     ):
         assert words in out
+    assert out.index("recommend: exact ") < out.index("llm, about")
     assert out.count("item0") >= demo.SLATE_SIZE + demo.ROWS_SHOWN
     assert out.count(" ms (queue ") == 4
     (folder,) = (small / "recserve" / "demo").iterdir()

@@ -151,6 +151,8 @@ def test_requests_during_swaps_get_one_bundles_answer_and_no_error(server, bundl
             thread.join()
     assert wrong == []
     assert set(seen) == set(expected)
+    assert engines() == running + 1  # the one that a rollback needs
+    server.app.state.lifecycle.predecessor.drop()
     assert engines() == running
     gc.unfreeze()
     gc.collect()
@@ -174,6 +176,39 @@ def test_rollback_restores_the_previous_bundle_with_later_items(server):
     assert "1 items put" in found["message"]
     assert server.get("/v1/items/late").json()["title"] == "blue kettle"
     assert server.get("/version").json()["model_version"] == found["current"]["model_version"]
+
+
+def test_a_rollback_opens_no_file_while_the_previous_service_is_there(server, monkeypatch):
+    lifecycle, opened = server.app.state.lifecycle, []
+    loader = server.app.state.swaps.loader
+    successor = loader.successor
+
+    def counted(old, folder):
+        opened.append(folder.name)
+        return successor(old, folder)
+
+    monkeypatch.setattr(loader, "successor", counted)
+    first, before = lifecycle.service, server.post("/v1/recommend", json=REQUESTS[0][1]).json()
+    loaded(server, "other")
+    for name in ("one", "other", "one"):
+        assert server.post("/admin/bundle:rollback", headers=ADMIN).status_code == 202
+        assert ended(server)["current"]["path"] == name
+    assert opened == ["other"] and lifecycle.service is first
+    assert content(server.post("/v1/recommend", json=REQUESTS[0][1]).json()) == content(before)
+    lifecycle.predecessor.drop()
+    assert server.post("/admin/bundle:rollback", headers=ADMIN).status_code == 202
+    assert ended(server)["current"]["path"] == "other" and opened == ["other", "other"]
+
+
+def test_the_kept_service_has_no_cached_prefix_and_is_closed_before_another_is_opened(server):
+    lifecycle = server.app.state.lifecycle
+    first = lifecycle.service
+    server.post("/v1/recommend", json=REQUESTS[0][1])
+    assert first.gauges().kv_pages["cached"] > 0
+    loaded(server, "other")
+    assert first.alive and first.gauges().kv_pages["cached"] == 0
+    loaded(server, "two")
+    assert not first.alive and lifecycle.service.alive
 
 
 def test_a_rollback_to_a_bundle_that_was_replaced_is_refused(server, bundles):

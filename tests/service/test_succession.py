@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -10,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from recserve.bundle.bundle import Bundle
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import ItemsRequest, RecommendRequest, UserRef
 from recserve.service import Service, ServiceOptions
 from recserve.service import memory as memory_module
+from recserve.service import succession as succession_module
 from recserve.service.errors import UnknownItem
+from recserve.service.low_priority import NICENESS, at_low_priority
 from recserve.service.memory import needed_bytes
 from recserve.service.recommend.attribution import Signer
 from recserve.service.succession import UnfitBundle, check_successor, hand_over, open_successor
@@ -116,6 +120,30 @@ def test_a_rollback_brings_the_old_bundle_with_all_later_changes(bundles):
     assert other.item("item000007").title == "back again" and is_hidden(other, "item000009")
 
 
+@pytest.mark.parametrize("name", ["two", "other"])
+def test_a_service_that_was_replaced_answers_again_with_all_later_changes(bundles, name):
+    one = bundles.current
+    put(one, item_id="new", title="blue kettle")
+    one.hide_item("item000007")
+    later = bundles.to(name, close=False)
+    put(later, item_id="new", title="green kettle")
+    put(later, item_id="item000007", title="back again")
+    hand_over(later, one, lambda: None, override=True)
+    bundles.current = one
+    assert one.item("new").title == "green kettle" and one.item("item000007").title == "back again"
+    put(one, item_id="newer", title="red kettle")
+    put(later, item_id="late", title="late kettle")  # a request that is in flight on the successor
+    assert one.item("newer").title == "red kettle" and one.item("late").title == "late kettle"
+    user = one.samples(1, 1)["users"][0]
+    later.close()
+    assert one.history(user).events  # the store belongs to the service that answers
+    one.close()
+    bundles.current = Service.open(
+        bundles.folder / "one", f"lmdb:{bundles.folder.parent}/history", "cpu", bundles.options
+    )
+    assert bundles.current.item("late").title == "late kettle"
+
+
 def test_changes_that_reach_the_old_service_later_are_applied_to_the_new_one(bundles):
     old = bundles.current
     new = bundles.to("other", close=False)
@@ -156,6 +184,40 @@ def test_histories_are_shared_and_known_users_get_no_events_twice(bundles):
     one.delete_user(user)  # a request that is still in flight on the old service
     assert other.history(user).events == []
     one.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+def test_a_successor_is_opened_at_low_priority_and_its_engine_has_the_usual_one(
+    bundles, monkeypatch
+):
+    def niceness(thread: int) -> int:
+        return os.getpriority(os.PRIO_PROCESS, thread)
+
+    opened_at = []
+    original = succession_module.open_parts
+
+    def watched(*arguments):
+        opened_at.append(niceness(threading.get_native_id()))
+        return original(*arguments)
+
+    monkeypatch.setattr(succession_module, "open_parts", watched)
+    usual = niceness(threading.get_native_id())
+    before = set(threading.enumerate())
+    two = bundles.to("two")
+    (engine,) = {t for t in threading.enumerate() if t.name == "engine"} - before
+    assert opened_at == [min(usual + NICENESS, 19)] and niceness(engine.native_id) == usual
+    assert niceness(threading.get_native_id()) == usual
+    assert two.recommend(RecommendRequest(history=["item000001"], k=3)).items
+
+
+def test_an_error_while_opening_is_the_callers(bundles):
+    def damaged() -> None:
+        raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        at_low_priority(damaged)
+    with pytest.raises(BundleError):
+        open_successor(bundles.current, bundles.folder / "nothing", "cpu", bundles.options)
 
 
 def test_tokens_stay_valid(bundles):

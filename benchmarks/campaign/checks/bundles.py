@@ -175,9 +175,9 @@ def damaged(site: Site, budget: Budget) -> Finding:
                 with server.client(headers=ADMIN) as client:
                     while (said := client.get("/admin/bundle").json())["state"] == "loading":
                         pass
-                if said["state"] != "failed":
-                    accepted.append(damage.__name__)
-                    swapped(server, "load", {"path": "one"})
+                    if said["state"] != "failed":
+                        accepted.append(damage.__name__)
+                        swapped(client, "load", {"path": "one"})
             elif refused.status_code >= 500:
                 accepted.append(f"{damage.__name__}: {refused.status_code}")
             answer = server.post("/v1/recommend", body).json()

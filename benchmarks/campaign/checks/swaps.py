@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import numpy as np
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
-from benchmarks.campaign.site import ADMIN, ADMIN_KEY, ServerProcess, Site
-from benchmarks.campaign.traffic import Body, percentile, slate_bodies
+from benchmarks.campaign.site import ADMIN, ADMIN_KEY, Site
+from benchmarks.campaign.traffic import Body, apart, percentile, slate_bodies
 from tests.support.bundle_shelf import DROPPED
 
 NAMES = ("two", "other", "one")
+NUM_BODIES = 20_000  # so many that hardly a history comes twice: a cached prefix would be one
+NUM_ROLLBACKS = 4
+ROUNDS = 8
 
 
 class SwapClient(threading.Thread):
@@ -61,13 +65,14 @@ class SwapClient(threading.Thread):
                 self.seen.add((said["model_version"], catalogue, dropped))
 
 
-def swapped(server: ServerProcess, route: str, body: Body | None = None) -> tuple[float, dict]:
+def swapped(
+    admin: httpx.Client, route: str, body: Body | None = None, poll_s: float = 0.05
+) -> tuple[float, dict]:
     """Starts a replacement and waits for it; returns the seconds and the status."""
     began = time.monotonic()
-    with server.client(headers=ADMIN) as client:
-        client.post(f"/admin/bundle:{route}", json=body).raise_for_status()
-        while (found := client.get("/admin/bundle").json())["state"] == "loading":
-            time.sleep(0.01)
+    admin.post(f"/admin/bundle:{route}", json=body).raise_for_status()
+    while (found := admin.get("/admin/bundle").json())["state"] == "loading":
+        time.sleep(poll_s)
     return time.monotonic() - began, found
 
 
@@ -75,28 +80,40 @@ def swapped(server: ServerProcess, route: str, body: Body | None = None) -> tupl
     "R5", "reload", "model and catalogue replaced under load", cases=1000, minimum_s=20, weight=2
 )
 def reload(site: Site, budget: Budget) -> Finding:
-    """Loads three bundles in turn while a client asks for slates, then rolls back."""
+    """Loads three bundles in turn while a client asks for slates, then rolls back.
+
+    Phases with and without replacements alternate, so that both see the same machine. Histories do
+    not recur: otherwise the phases without would be answered from the prefix cache, which is empty
+    in a new bundle.
+    """
     bundles = site.shelf()
-    bodies = slate_bodies(np.random.default_rng(site.seed), 200, beam_width=50)
+    bodies = slate_bodies(np.random.default_rng(site.seed), NUM_BODIES, beam_width=50)
     settings = {"bundle": bundles / "one", "bundles_dir": bundles, "admin_keys": [ADMIN_KEY]}
-    with site.server(**settings, kv_bytes=2**22) as server:
+    quiet: list[list[float]] = []
+    during: list[float] = []
+    with (
+        site.server(**settings, kv_bytes=2**22) as server,
+        server.client(headers=ADMIN) as admin,  # once: making a client takes processor time
+    ):
         client = SwapClient(server.url, bodies, 0.005)
         client.start()
         try:
             states, resident = [], []
             for name in NAMES:  # the first round fills caches and pools
-                states.append(swapped(server, "load", {"path": name})[1]["state"])
+                states.append(swapped(admin, "load", {"path": name})[1]["state"])
             resident.append(server.resident_bytes())
-            client.begin()
-            time.sleep(budget.share(0.15, 2))
-            steady = client.begin()
-            for number in budget.cases(1000, 0.8, len(NAMES)):
-                name = NAMES[number % len(NAMES)]
-                states.append(swapped(server, "load", {"path": name})[1]["state"])
-                if name == NAMES[-1]:
-                    resident.append(server.resident_bytes())
-            during = client.begin()
-            back_s = min(swapped(server, "rollback")[0] for _ in range(2))
+            part_s = budget.share(0.9) / ROUNDS
+            for _ in range(ROUNDS):
+                client.begin()
+                time.sleep(0.3 * part_s)
+                quiet.append(client.begin())
+                for number in Budget(0.7 * part_s).cases(1000 // ROUNDS, least=len(NAMES)):
+                    name = NAMES[number % len(NAMES)]
+                    states.append(swapped(admin, "load", {"path": name})[1]["state"])
+                    if name == NAMES[-1]:
+                        resident.append(server.resident_bytes())
+                during += client.begin()
+            back_s = [swapped(admin, "rollback", poll_s=0.005)[0] for _ in range(NUM_ROLLBACKS)]
         finally:
             client.stopped.set()
             client.join()
@@ -105,16 +122,22 @@ def reload(site: Site, budget: Budget) -> Finding:
         catalogues.setdefault(model, set()).add(catalogue)
     mixed = sum(len(found) != 1 for found in catalogues.values())
     foreign = len({catalogue for _, catalogue, _ in client.seen}) - 2
+    steady = [ms for part in quiet for ms in part]
+    # Phases without a replacement are equal but for the noise of the machine.
+    noise = apart([ms for part in quiet[::2] for ms in part], [ms for p in quiet[1::2] for ms in p])
+    p99 = Figure("p99 / p99 without", percentile(during, 99) / percentile(steady, 99), 1.2)
     return Finding(
         len(states),
         (
             Figure("requests that failed", len(client.failed), 0),
             Figure("replacements that failed", sum(s != "ready" for s in states), 0),
             Figure("models seen with two catalogues", mixed + max(0, foreign), 0),
-            Figure("p99 / p99 without", percentile(during, 99) / percentile(steady, 99), 1.2),
+            replace(p99, judged=noise <= p99.bound),
             Figure("resident memory grows by", resident[-1] / resident[0] - 1, 0.01),
-            Figure("rollback in ms", back_s * 1e3, 100),
+            Figure("slowest rollback in ms", max(back_s) * 1e3, 100),
         ),
-        f"{len(steady)} requests without a replacement, {len(during)} during them; "
-        + "; ".join(client.failed[:2]),
+        f"{len(steady)} requests without a replacement, {len(during)} during them, medians "
+        f"{percentile(steady, 50):.1f} and {percentile(during, 50):.1f} ms; the p99 of equal "
+        f"phases differs by a factor of {noise:.2f}, and the ratio is judged if that is within the "
+        "bound; " + "; ".join(client.failed[:2]),
     )

@@ -50,13 +50,12 @@ def category_matrix(
         categories.
     """
     number = {name: i for i, name in enumerate(names)}
-    lists = [
-        sorted(
-            (number[name] for name in _item_categories(paths) if name in number),
-            key=lambda c: (-weights[c], c),
-        )[:MAX_CATEGORIES]
-        for paths in categories
-    ]
+    rarest: dict[tuple[str, ...], list[int]] = {}  # items share their paths
+    for paths in map(tuple, categories):
+        if paths not in rarest:
+            known = (number[name] for name in _item_categories(paths) if name in number)
+            rarest[paths] = sorted(known, key=lambda c: (-weights[c], c))[:MAX_CATEGORIES]
+    lists = [rarest[tuple(paths)] for paths in categories]
     width = max(map(len, lists), default=0)
     matrix = np.full((len(lists), max(width, 1)), len(number), dtype=np.int32)
     for row, found in enumerate(lists):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.features.catalog.live_catalog import with_short_log
 from recserve.kernels.trie.trie import Trie
 from recserve.service.errors import UnknownVersion
 
@@ -41,12 +42,19 @@ class VersionArchive:
     - at most MAX_OLDER earlier versions, published at least MIN_INTERVAL_S apart. They reach two
       hours back when change sets arrive without a pause.
 
-    A version stores only the changes since the bundle. An older version gives up its own base trie
-    and uses the bundle's, because a base of its own would hold the whole catalogue again.
+    A version stores only the changes since the bundle. An older version gives up what it does not
+    share with later ones:
+
+    - its own base trie, which holds the whole catalogue; it uses the bundle's;
+    - its log, which also holds the earlier records of each item; it gets one with the latest only.
     """
 
     def __init__(
-        self, items: CatalogVersion, base_trie: Trie, now: Callable[[], float] = time.monotonic
+        self,
+        items: CatalogVersion,
+        base_trie: Trie,
+        now: Callable[[], float] = time.monotonic,
+        shortened: Callable[[CatalogVersion], CatalogVersion] = with_short_log,
     ) -> None:
         """Starts an archive with the version of the bundle.
 
@@ -54,8 +62,9 @@ class VersionArchive:
             items: The version of the bundle.
             base_trie: Trie of the bundle.
             now: Clock in seconds.
+            shortened: Returns a version with the same content and a short log.
         """
-        self._now = now
+        self._now, self._shortened = now, shortened
         self._first = ArchivedVersion(items, base_trie, now())
         self._newest: OrderedDict[str, ArchivedVersion] = OrderedDict()
         self._older: OrderedDict[str, ArchivedVersion] = OrderedDict()
@@ -77,7 +86,8 @@ class VersionArchive:
             name, version = self._newest.popitem(last=False)
             last = next(reversed(self._older.values()), self._first)
             if version.since_s - last.since_s >= MIN_INTERVAL_S:
-                self._older[name] = replace(version, base_trie=self._first.base_trie)
+                items = self._shortened(version.items)
+                self._older[name] = ArchivedVersion(items, self._first.base_trie, version.since_s)
         while len(self._older) > MAX_OLDER:
             self._older.popitem(last=False)
 

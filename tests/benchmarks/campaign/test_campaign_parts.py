@@ -13,11 +13,14 @@ import pytest
 
 from benchmarks.campaign.checks.bundles import DAMAGES
 from benchmarks.campaign.checks.fuzzing import mutated
+from benchmarks.campaign.checks.offline import POWER_PAIRS
 from benchmarks.campaign.checks.sampling_law import SHAPES, first_tokens, p_value, pair
 from benchmarks.campaign.checks.security import auc
-from benchmarks.campaign.checks.soak import stable_slope
+from benchmarks.campaign.checks.soak import growth
 from benchmarks.campaign.fault_proxy import FaultProxy
 from benchmarks.campaign.openapi_bodies import RequestSource
+from benchmarks.campaign.traffic import apart
+from benchmarks.experiments.ab_power import ALPHA, EFFECT, drawn_trace, paired_p, replay
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
 from recserve.service import Service
@@ -127,7 +130,25 @@ def test_the_law_of_a_sound_rule_and_of_one_that_is_told_another_draft(shape):
 
 
 def test_small_statistics():
+    assert apart([1.0, 1.0], [3.0, 3.0]) == apart([3.0, 3.0], [1.0, 1.0]) == 3.0
     assert auc([1.0, 2.0], [3.0, 4.0]) == 1.0 and auc([3.0, 1.0], [2.0, 2.0]) == 0.5
-    assert stable_slope([0, 10, 20, 30, 40], [100, 120, 140, 990, 180]) == 2.0
     draw = random.Random(0)
     assert len({mutated(b"abcdefgh", draw) for _ in range(50)}) > 40
+
+
+def test_growth_ignores_a_spike_and_says_how_sure_it_is():
+    million = [n * 10**6 for n in range(20)]
+    steady = growth(million, [n * 2**20 + (n == 7) * 2**30 for n in range(20)])
+    assert steady.low <= steady.estimate == 1.0 <= steady.high
+    random = np.random.default_rng(0)
+    flat = growth(million, random.integers(0, 2**20, 20).tolist())
+    assert flat.low < 0 < flat.high < 1
+    assert np.isnan(growth([5, 5], [1, 2]).estimate)
+
+
+def test_the_power_of_the_latency_tool_needs_its_pairs():
+    trace = drawn_trace(20_000, 0)
+    found = [paired_p(trace, POWER_PAIRS, EFFECT, seed, "p99") < ALPHA for seed in range(12)]
+    few = [paired_p(trace, 1000, EFFECT, seed, "p99") < ALPHA for seed in range(12)]
+    assert sum(found) >= 9 > 4 >= sum(few)
+    assert paired_p(trace, 2000, 0.0, 1, "p99") == replay(trace, "paired", 2000, 0.0, 1)["p"]["p99"]

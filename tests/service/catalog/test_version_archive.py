@@ -33,7 +33,7 @@ def version(number):
 def filled(count, every_s):
     """Versions 1 to count, one every so many seconds, each over a base of its own."""
     clock = [0.0]
-    kept = VersionArchive(version(0), Base(), lambda: clock[0])
+    kept = VersionArchive(version(0), Base(), lambda: clock[0], lambda items: items)
     bases = []
     for number in range(1, count + 1):
         clock[0] += every_s
@@ -101,3 +101,18 @@ def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monke
     assert scores(slate(service)) == pytest.approx(expected, abs=1e-5)
     put(service, item_like(service, "c"))
     assert set(scores(slate(service))) == set(expected) | {"c"}
+
+
+def test_a_version_of_long_ago_holds_no_record_that_was_replaced(service, monkeypatch):
+    monkeypatch.setattr(module, "MAX_NEWEST", 1)
+    monkeypatch.setattr(module, "MIN_INTERVAL_S", 0.0)
+    put(service, item_like(service, "a"))
+    for number in range(20):
+        wanted = put(service, {"item_id": "a", "title": f"title {number}"})
+    put(service, {"item_id": "a", "title": "later"})
+    archived = service.items._archive.get(wanted.catalog_version).items
+    assert len(archived.log) == 1 < len(service.runtime.snapshot.items.log)
+    service.rollback_items(RollbackRequest(catalog_version=wanted.catalog_version))
+    assert service.item("a").title == "title 19"
+    put(service, {"item_id": "a", "title": "last"})
+    assert service.item("a").title == "last"

@@ -1,0 +1,52 @@
+"""The service that was replaced last waits for a rollback, and not for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recserve.engine.engine_config import EngineConfig
+from recserve.service import Service, ServiceOptions
+from recserve.service.predecessor import Predecessor
+from tests.support.tiny_bundle import shared_bundle
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[[str], Service]:
+    def open_one(name: str) -> Service:
+        options = ServiceOptions(engine=EngineConfig(kv_bytes=2**20), journal=tmp_path / name)
+        return Service.open(shared_bundle(), f"lmdb:{tmp_path / name}.store", "cpu", options)
+
+    return open_one
+
+
+def test_it_holds_one_service_and_gives_it_away_once(opened):
+    held, first, second = Predecessor(), opened("first"), opened("second")
+    assert held.take() is None
+    held.keep(first)
+    held.keep(second)
+    assert not first.alive and second.alive
+    assert held.take() is second and held.take() is None
+    held.drop()
+    assert second.alive
+    second.close()
+
+
+def test_it_closes_the_service_after_some_time(opened):
+    held, service = Predecessor(kept_s=0.05), opened("only")
+    held.keep(service)
+    end = time.monotonic() + 30
+    while service.alive:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert held.take() is None
+
+
+def test_a_service_that_has_stopped_is_not_given_away(opened):
+    held, service = Predecessor(), opened("only")
+    held.keep(service)
+    service.engine.close()
+    assert held.take() is None and not service.alive
