@@ -1,8 +1,8 @@
 """Decoder operations on a CPU in C: products with packed weights, norms, RoPE and the gate.
 
 torch composes a norm of seven operators and RoPE of eight. oneDNN takes ten microseconds to start
-a product. With small matrices this overhead is most of a layer's time. `native_library.py` compiles
-the sources. Without a compiler torch does the same work.
+a product. With small matrices this overhead is most of a layer's time. `native_library.py` finds or
+compiles the library. Without one torch does the same work.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ RETURNS = {**dict.fromkeys(COUNTING, N), "int8_depth": INT}
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Returns the compiled functions, or None (with a log line) if no library is usable."""
-    compiler = find_compiler()
-    if compiler is None:
-        log.info("no C compiler found; using the torch kernels instead")
-        return None
     try:
-        loaded = load_library(compiler)
+        loaded = load_library(find_compiler())
+        if loaded is None:
+            log.warning(
+                "this package has no compiled C kernels for this processor, and there is no C "
+                "compiler: torch computes instead, and a request takes up to twice as long"
+            )
+            return None
         for name, arguments in SIGNATURES.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, RETURNS.get(name)
