@@ -258,7 +258,7 @@ def test_a_library_without_a_function_is_refused(monkeypatch, tmp_path):
     assert native.library.__wrapped__() is None
 
 
-@pytest.mark.parametrize("level", chosen(tuple(LEVELS), "x86-64"))
+@pytest.mark.parametrize("level", chosen(tuple(LEVELS), *list(LEVELS)[:1]))
 def test_the_instruction_set_can_be_lowered_or_says_what_is_missing(level):
     """In a process of its own, as `RECSERVE_ISA` is read when the library is first loaded."""
     needed = {
@@ -279,5 +279,5 @@ def test_the_instruction_set_can_be_lowered_or_says_what_is_missing(level):
 
 def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("RECSERVE_ISA", "avx9")
-    with pytest.raises(ValueError, match="RECSERVE_ISA is 'avx9'; choose one of .*x86-64-v3"):
+    with pytest.raises(ValueError, match="RECSERVE_ISA is 'avx9'; choose one of .*native"):
         instruction_set()
