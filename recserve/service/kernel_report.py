@@ -24,7 +24,7 @@ def measured_kernels() -> str:
     if dispatch.KERNELS != "auto":
         return f"not measured: RECSERVE_KERNELS is {dispatch.KERNELS}"
     if native.library() is None:
-        return "torch, as there is no C compiler"
+        return "torch, as there are no compiled C kernels and no C compiler"
     parts = []
     for dtype in (torch.float32, torch.bfloat16):
         choices = {
@@ -106,5 +106,5 @@ def _forced(dtype: torch.dtype) -> str | None:
     if dispatch.KERNELS != "auto":
         return f"RECSERVE_KERNELS is {dispatch.KERNELS}"
     if native.library() is None:
-        return "no C compiler"
+        return "no compiled C kernels and no C compiler"
     return None if dtype in native.TYPES else f"C has no products of {products.type_name(dtype)}"

@@ -83,7 +83,7 @@ def compile_sources(compiler: str, folder: Path, level: str | None = None) -> Pa
         folder: Folder for the objects and the library.
         level: Key of `LEVELS`; None means `instruction_set()`.
     """
-    flags = [*_target(level or instruction_set()), *FLAGS.split()]
+    flags = [*target_flags(level or instruction_set()), *FLAGS.split()]
     sources = [str(source) for source in SOURCES if source.suffix == ".c"]
     objects = [f"{Path(source).stem}.o" for source in sources]
     for command in (
@@ -118,12 +118,12 @@ def compile_levels(compiler: str, folder: Path) -> None:
 
 def packaged_name(level: str) -> str:
     """Returns the start of the file name of a level's library: level, and hash of its sources."""
-    parts = [*map(str.encode, (*_target(level), FLAGS))]
+    parts = [*map(str.encode, (*target_flags(level), FLAGS))]
     parts += [source.read_bytes() for source in SOURCES]
     return f"{level}-{_digest(parts)}"
 
 
-def _target(level: str) -> list[str]:
+def target_flags(level: str) -> list[str]:
     """Returns the compiler's flags for a level or for "native"."""
     base = level.removesuffix("-bf16")
     return [f"-march={base}", *(["-mavx512bf16"] if base != level else [])]
