@@ -13,7 +13,6 @@ from recserve.kernels import dispatch
 from recserve.kernels.cpu import cpu_attention, native, products
 from recserve.kernels.cpu.choice import KernelChoice
 from recserve.kernels.cpu.cpu_plan import Form
-from recserve.kernels.int8 import WeightFormat
 from recserve.models.packing import PackedLinear
 
 SHAPES = ((768, 256), (256, 256), (1408, 256), (256, 704))  # a decoder of 256 with 4 heads
@@ -80,7 +79,7 @@ def _kernels(runner: Runner) -> dict[str, str]:
 
 
 def _why_products(
-    shape: tuple[int, int], dtype: torch.dtype, stored: WeightFormat | None = None
+    shape: tuple[int, int], dtype: torch.dtype, stored: products.PackedFormat | None = None
 ) -> str:
     return _forced(dtype) or products.total([shape], dtype, stored).times
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.cpu_plan import Form
+from recserve.kernels.cpu.half_panels import HalfPanels
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
 from recserve.kernels.int8 import Int8Weight
@@ -39,6 +40,8 @@ def c_results() -> dict[str, Tensor]:
                 "gate": native.silu_mul(typed),
                 "attention": attend(q, q, q, k, v),
             }
+            if dtype == torch.float32:
+                outs["halves"] = HalfPanels.of(weight.half().float(), None)(typed)
             found |= {f"{kind} {name}": out.float() for kind, out in outs.items()}
     return found
 

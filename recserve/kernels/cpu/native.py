@@ -31,6 +31,7 @@ SIGNATURES = {
     "silu_mul": (INT, P, P, N, N),
     "rope_write": (INT, P, P, P, P, P, P, P, N, N, N, N),
     "linear": (INT, P, P, P, P, N, N, N),
+    "linear_halves": (P, P, P, P, N, N, N),
     "linear_int8": (INT, P, P, P, P, P, N, N, N),
     "int8_depth": (INT, N),
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
@@ -97,7 +98,7 @@ def multiplies(weight: Tensor) -> bool:
 class Product(ctypes.Structure):
     """`Product` of functions.h."""
 
-    _fields_ = [("panels", P), ("bias", P), ("scales", P), ("steps", N), ("size", N)]
+    _fields_ = [("panels", P), ("bias", P), ("scales", P), ("steps", N), ("size", N), ("halves", N)]
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,17 @@ class Panels:
         return Panels(packed, padded, size)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights and of the activations."""
+        return self.weight.dtype
+
+    @property
     def product(self) -> Product:
         """Struct for a C function. It holds addresses, so these panels must outlive it."""
         weight = self.weight
-        return Product(weight.data_ptr(), self.bias.data_ptr(), None, weight.shape[1], self.size)
+        return Product(
+            weight.data_ptr(), self.bias.data_ptr(), None, weight.shape[1], self.size, False
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x W^T + b.

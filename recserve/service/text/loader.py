@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from recserve.kernels.cpu.products import PackedFormat
 from recserve.kernels.int8 import WeightFormat
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import DTYPES, load_language_model, read_folder
@@ -107,8 +108,14 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         example_prompt=_example_prompt(folder),
         aliases=settings.aliases,
     )
-    pack_weights(network, settings.weights)
+    pack_weights(network, settings.weights or _exact_format(folder, network))
     return LoadedText(network, drafters, model)
+
+
+def _exact_format(folder: Path, network: LanguageModel) -> PackedFormat | None:
+    """Returns float16 if the network computes in float32 and its folder holds float16 numbers."""
+    widened = network.tokens.weight.dtype == torch.float32
+    return "float16" if widened and read_folder(folder)[1] == torch.float16 else None
 
 
 def _example_prompt(folder: Path) -> str | None:

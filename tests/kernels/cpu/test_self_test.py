@@ -16,7 +16,7 @@ from recserve.kernels.cpu.processor import LEVELS, missing_flags
 pytestmark = pytest.mark.slow
 SELF_TEST = Path(__file__).with_name("self_test.c")
 CROSS = ("aarch64-linux-gnu-gcc", "qemu-aarch64")
-KERNELS = {"product", "int8 product", "attention", "norm", "gate"}
+KERNELS = {"product", "int8 product", "half product", "attention", "norm", "gate"}
 
 
 def build(compiler: str, folder: Path, *flags: str) -> Path:
