@@ -39,8 +39,9 @@ class ServerConfig(BaseSettings):
         llm: Hugging Face folder of a language model to serve.
         llm_name: Name of the language model in requests. By default the folder's name.
         llm_aliases: Further names of the language model in requests.
-        llm_dtype: Type of the language model's weights. `auto` takes the fastest on this machine.
-            By default the folder's own type, or float32 on a CPU where that is faster.
+        llm_dtype: Type of the language model's weights. `auto` takes the fastest that fits this
+            machine. By default the folder's own type, or float32 on a CPU where that is faster and
+            fits.
         chat_template: Jinja file to use instead of the chat template in the model's folder.
         drafters: `NAME`, or `NAME=DIR` for a drafter with weights. The first one is the default
             of requests.
@@ -85,8 +86,8 @@ class ServerConfig(BaseSettings):
         stall_timeout_s: Time after which a step of the engine counts as hanging, and `ready` is
             answered with 503.
         threads: Threads of torch. By default torch's own choice.
-        dtype: Type of the recommender's weights and KV cache. `auto` takes the fastest on this
-            machine. By default float32 on a CPU, and `auto` on CUDA.
+        dtype: Type of the recommender's weights and KV cache. `auto` takes the fastest that fits
+            this machine. By default float32 on a CPU, and `auto` on CUDA.
         weights: `int8` stores the matrices of the recommender's decoder and of the language model
             in 8 bits. By default the model's own type.
         load_aware: True drafts text only as far as drafting pays under the current load.

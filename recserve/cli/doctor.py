@@ -114,7 +114,10 @@ def check_device() -> Finding:
 
     found = f"CPU, {threads}, {instructions()}"
     if native.library() is None:
-        advice = "no C compiler (cc) that works, so layers take up to twice as long: install gcc"
+        advice = (
+            "no compiled C kernels for this processor in the package, and no C compiler (cc) that "
+            "works, so layers take up to twice as long: install gcc"
+        )
         return Finding("device", "warn", f"{found}; {advice}")
     return Finding("device", "ok", f"{found}, layers compiled for it")
 

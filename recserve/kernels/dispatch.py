@@ -25,6 +25,7 @@ from recserve.kernels import accept_reference, reference
 from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
 from recserve.kernels.cpu import native, products
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
+from recserve.kernels.cpu.half_panels import multiplies_halves
 from recserve.kernels.cpu.int8_panels import multiplies_int8
 from recserve.kernels.fp8 import Stored
 from recserve.kernels.host import on_device
@@ -92,6 +93,21 @@ def packs_int8(weights: Sequence[Tensor]) -> bool:
     if KERNELS == "c":
         return True
     choice = products.choose(weights, "int8")
+    log.info("measured %s", choice)
+    return choice.in_c
+
+
+def packs_halves(weights: Sequence[Tensor]) -> bool:
+    """Returns whether products with these weights of a model, stored in float16, run in C.
+
+    Args:
+        weights: float32 weights [n, m]. All of their numbers must be float16 numbers.
+    """
+    if not uses_c() or not weights or not all(map(multiplies_halves, weights)):
+        return False
+    if KERNELS == "c":
+        return True
+    choice = products.choose(weights, "float16")
     log.info("measured %s", choice)
     return choice.in_c
 

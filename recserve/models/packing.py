@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.choice import MARGIN
+from recserve.kernels.cpu.half_panels import HalfPanels
 from recserve.kernels.cpu.int8_panels import Int8Panels, multiplies_int8
 from recserve.kernels.cpu.native import LANES, Panels
 from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
-from recserve.kernels.cpu.products import OneDnnWeight, onednn_packs
-from recserve.kernels.int8 import Int8Weight, TorchInt8Product, WeightFormat
+from recserve.kernels.cpu.products import OneDnnWeight, PackedFormat, onednn_packs
+from recserve.kernels.int8 import Int8Weight, TorchInt8Product
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
@@ -44,7 +45,7 @@ class PackedLinear(nn.Module):
         weight: Tensor,
         bias: Tensor | None = None,
         in_c: bool | None = None,
-        stored: WeightFormat | None = None,
+        stored: PackedFormat | None = None,
     ) -> None:
         """Packs a weight [n, m] and a bias [n] for which `packable` is true.
 
@@ -61,13 +62,17 @@ class PackedLinear(nn.Module):
         if in_c is None:
             in_c = dispatch.packs([weight]) if stored is None else dispatch.packs_int8([weight])
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-        self._product = _int8(weight, bias, in_c) if stored else _packed(weight, bias, in_c)
+        self._product: Panels | Int8Panels | HalfPanels | OneDnnWeight | TorchInt8Product
+        if stored == "float16":
+            self._product = HalfPanels.of(weight, bias)
+        else:
+            self._product = _int8(weight, bias, in_c) if stored else _packed(weight, bias, in_c)
 
     @property
-    def panels(self) -> Panels | Int8Panels | None:
+    def panels(self) -> Panels | Int8Panels | HalfPanels | None:
         """The packed weight if the product runs in C, else None."""
         product = self._product
-        return product if isinstance(product, Panels | Int8Panels) else None
+        return product if isinstance(product, Panels | Int8Panels | HalfPanels) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiplies x [..., m] and returns [..., n]."""
@@ -100,7 +105,7 @@ def packable(weight: Tensor, in_c: bool | None = None) -> bool:
 
 
 @torch.no_grad()
-def pack_weights(model: nn.Module, stored: WeightFormat | None = None) -> None:
+def pack_weights(model: nn.Module, stored: PackedFormat | None = None) -> None:
     """Replaces every linear layer by its packed form, in place.
 
     The head of a language model is packed too if it is the embedding. Weights that this machine
@@ -111,12 +116,17 @@ def pack_weights(model: nn.Module, stored: WeightFormat | None = None) -> None:
     Args:
         model: The model.
         stored: Format of the packed weights. None means their own type. `int8` packs weights on any
-            device. Embeddings and norms keep their type.
+            device. Embeddings and norms keep their type. `float16` packs float32 weights where
+            that loses nothing and C is fast, and has no effect elsewhere.
     """
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     tied = model.tokens if isinstance(model, LanguageModel) and model.head is None else None
     weights = [linear.weight for linear in linears] + ([] if tied is None else [tied.weight])
-    if stored is None:
+    if stored == "float16" and not dispatch.packs_halves(weights):
+        stored = None
+    if stored == "float16":
+        in_c = True
+    elif stored is None:
         in_c = dispatch.packs([weight for weight in weights if native.multiplies(weight)])
     else:
         in_c = dispatch.packs_int8(weights)
@@ -166,7 +176,7 @@ def _together(decoder: Decoder) -> NativeLayers | None:
         panels = [x.panels for x in linears if isinstance(x, PackedLinear) and x.panels is not None]
         norms = [layer.attention_norm.weight, layer.mlp_norm.weight]
         heads = [layer.q_norm.weight, layer.k_norm.weight] if c.qk_norm else [None, None]
-        types = {p.dtype if isinstance(p, Int8Panels) else p.weight.dtype for p in panels}
+        types = {p.dtype for p in panels}
         types |= {norm.dtype for norm in (*norms, decoder.norm.weight)}
         if len(panels) < len(linears) or len(types) > 1:
             return None

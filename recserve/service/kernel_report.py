@@ -13,7 +13,6 @@ from recserve.kernels import dispatch
 from recserve.kernels.cpu import cpu_attention, native, products
 from recserve.kernels.cpu.choice import KernelChoice
 from recserve.kernels.cpu.cpu_plan import Form
-from recserve.kernels.int8 import WeightFormat
 from recserve.models.packing import PackedLinear
 
 SHAPES = ((768, 256), (256, 256), (1408, 256), (256, 704))  # a decoder of 256 with 4 heads
@@ -24,7 +23,7 @@ def measured_kernels() -> str:
     if dispatch.KERNELS != "auto":
         return f"not measured: RECSERVE_KERNELS is {dispatch.KERNELS}"
     if native.library() is None:
-        return "torch, as there is no C compiler"
+        return "torch, as there are no compiled C kernels and no C compiler"
     parts = []
     for dtype in (torch.float32, torch.bfloat16):
         choices = {
@@ -80,7 +79,7 @@ def _kernels(runner: Runner) -> dict[str, str]:
 
 
 def _why_products(
-    shape: tuple[int, int], dtype: torch.dtype, stored: WeightFormat | None = None
+    shape: tuple[int, int], dtype: torch.dtype, stored: products.PackedFormat | None = None
 ) -> str:
     return _forced(dtype) or products.total([shape], dtype, stored).times
 
@@ -106,5 +105,5 @@ def _forced(dtype: torch.dtype) -> str | None:
     if dispatch.KERNELS != "auto":
         return f"RECSERVE_KERNELS is {dispatch.KERNELS}"
     if native.library() is None:
-        return "no C compiler"
+        return "no compiled C kernels and no C compiler"
     return None if dtype in native.TYPES else f"C has no products of {products.type_name(dtype)}"

@@ -1,9 +1,12 @@
-"""How much memory a bundle needs, and how much is free."""
+"""How much memory a bundle or a model needs, and how much is free."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,11 +14,16 @@ import torch
 from recserve.bundle.bundle import Bundle
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.cache_size import DEFAULT_BYTES
+from recserve.kernels.int8 import WeightFormat
+
+log = logging.getLogger(__name__)
 
 MEMORY_INFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 # Loading holds the file and its packed copy at the same time.
 COPIES = 2
+# Share of the free memory that a model's weights may take. The rest is for caches and activations.
+WEIGHTS_SHARE = 0.9
 SERVED = ("recommender", "ranker")
 
 
@@ -41,6 +49,72 @@ def available_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     found = [free for free in (_machine_bytes(MEMORY_INFO), _cgroup_bytes(CGROUP)) if free]
     return min(found, default=None)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Size of a model that is about to get its type.
+
+    Attributes:
+        num_weights: Number of weights.
+        loaded_bytes: Memory that the weights already take on the device. It becomes free while they
+            are converted and packed.
+        weights: Format of the matrices; None means the model's type.
+    """
+
+    num_weights: int
+    loaded_bytes: int = 0
+    weights: WeightFormat | None = None
+
+    def fits(self, dtype: torch.dtype, free: int) -> bool:
+        """Returns whether the weights in a type leave a tenth of the memory to everything else.
+
+        Args:
+            dtype: The type.
+            free: Bytes that are free on the device.
+        """
+        return self.num_weights * dtype.itemsize <= WEIGHTS_SHARE * (free + self.loaded_bytes)
+
+    def in_type(self, dtype: torch.dtype) -> str:
+        """Returns the size in a type, for messages."""
+        return f"{self.num_weights * dtype.itemsize / 1e9:,.1f} GB in {str(dtype)[6:]}"
+
+
+def fitting_dtypes(
+    candidates: Sequence[torch.dtype], size: ModelSize, device: torch.device
+) -> Sequence[torch.dtype]:
+    """Returns the types in which a model's weights fit into the free memory.
+
+    With 8-bit weights the smallest type always counts as fitting, because the matrices take less
+    once they are packed.
+
+    Args:
+        candidates: Types to judge.
+        size: Size of the model.
+        device: Device of the model.
+
+    Raises:
+        ValueError: If no type fits.
+    """
+    free = available_bytes(device)
+    if free is None:
+        return candidates
+    room = f"{(free + size.loaded_bytes) / 1e9:,.1f} GB"
+    fitting = [dtype for dtype in candidates if size.fits(dtype, free)]
+    for dtype in candidates:
+        if dtype not in fitting:
+            log.warning(
+                "dtype auto: weights of %s do not fit into the %s that are free",
+                size.in_type(dtype), room,
+            )  # fmt: skip
+    smallest = min(candidates, key=lambda dtype: dtype.itemsize)
+    if fitting or size.weights == "int8":
+        return fitting or [smallest]
+    raise ValueError(
+        f"dtype auto: the model's weights take {size.in_type(smallest)}, and they may take "
+        f"{WEIGHTS_SHARE:.0%} of the {room} that are free; free some, or set `weights: int8` "
+        f"({size.num_weights / 1e9:,.1f} GB). A dtype by name is loaded without this check"
+    )
 
 
 def release_freed() -> None:

@@ -25,6 +25,7 @@ from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.memory import ModelSize, fitting_dtypes
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +88,8 @@ def load_models(
         bundle: The open bundle.
         snapshot: The bundle's catalogue, whose rows the models bind to.
         device: Device of the models.
-        dtype: Element type of the recommender and its heads; "auto" picks the fastest one here.
-            None is float32 on a CPU and "auto" on CUDA.
+        dtype: Element type of the recommender and its heads; "auto" picks the fastest one that
+            fits here. None is float32 on a CPU and "auto" on CUDA.
         weights: Format of the recommender's decoder weights; None means the element type.
 
     Raises:
@@ -101,7 +102,9 @@ def load_models(
     if bundle.has("recommender"):
         codes = torch.from_numpy(catalog.index.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
-        recommender.to(resolve_dtype(dtype, recommender.config.decoder, device))
+        count = _parameters(recommender)
+        size = ModelSize(count, loaded_bytes=count * torch.float32.itemsize, weights=weights)
+        recommender.to(resolve_dtype(dtype, recommender.config.decoder, device, size))
         if weights is not None:
             pack_weights(recommender.decoder, weights)  # `pack` packs the rest
         recommender.pack()
@@ -204,25 +207,38 @@ def resolve_device(name: Device) -> torch.device:
 
 
 def resolve_dtype(
-    name: DTypeName | None, decoder: DecoderConfig, device: torch.device
+    name: DTypeName | None,
+    decoder: DecoderConfig,
+    device: torch.device,
+    size: ModelSize | None = None,
 ) -> torch.dtype:
-    """Returns the torch dtype for a name; "auto" is the dtype with the fastest matrix products.
+    """Returns the torch dtype for a name; "auto" is the fastest dtype that fits into memory.
 
-    bfloat16 rounds every weight to 8 significant bits, so scores differ in the third digit.
+    The fastest dtype is that of the fastest matrix products. bfloat16 rounds every weight to 8
+    significant bits, so scores differ in the third digit. "auto" never stores weights in 8 bits,
+    which would change answers more.
 
     Args:
         name: Name of a dtype, or "auto". None is float32 on a CPU and "auto" on CUDA.
         decoder: Shapes of the products that "auto" measures on a CPU.
         device: Device of the model.
+        size: Size that "auto" compares with the free memory; None does not compare.
+
+    Raises:
+        ValueError: If the name is "auto" and the model fits in no dtype.
     """
     if name is None and device.type != "cuda":
         name = "float32"
     if name is not None and name != "auto":
         return DTYPES[name]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if native else torch.float32
-    found = fastest_dtype(decoder, (torch.float32, torch.bfloat16))
+    candidates: tuple[torch.dtype, ...] = torch.float32, torch.bfloat16
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        candidates = (torch.bfloat16,)
+    fitting = candidates if size is None else fitting_dtypes(candidates, size, device)
+    if device.type == "cuda" or len(fitting) == 1:
+        log.info("dtype auto: %s", str(fitting[0])[6:])
+        return fitting[0]
+    found = fastest_dtype(decoder, fitting)
     log.info("dtype auto: %s is the fastest on this processor", str(found)[6:])
     return found
 

@@ -24,7 +24,7 @@ class ServiceOptions:
 
     Attributes:
         engine: Sizes and modes of the engine.
-        dtype: Element type of the recommender; "auto" is the fastest on this machine. None means
+        dtype: Element type of the recommender; "auto" is the fastest that fits. None means
             float32 on a CPU and "auto" on CUDA.
         signing_key: Key of attribution tokens; None draws a random key. Tokens of a random key are
             not valid in another process.

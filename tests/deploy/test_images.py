@@ -77,6 +77,8 @@ def test_the_health_check_asks_the_port_of_the_command(image):
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_copied_files_are_in_the_build_context(image):
+    copied = {word for name, rest in instructions(image) if name == "COPY" for word in rest.split()}
+    assert {"pyproject.toml", "setup.py", "recserve"} <= copied  # setup.py compiles the kernels
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
     for name, rest in instructions(image):
         if name == "COPY":

@@ -1,16 +1,22 @@
 """The sdist builds a wheel, and the wheel works without the checkout.
 
-C sources, the playground, types and the command are in it.
+C sources, the compiled C kernels, the playground, types and the command are in it.
 """
 
 import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from recserve.kernels.cpu import native_library
+from recserve.kernels.cpu.processor import LEVELS, best_level, missing_flags
+from tests.support.c_results import c_results
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -28,6 +34,7 @@ print(library.find_compiler() is None or native.library() is not None)
 """
 
 
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
 
 
@@ -54,23 +61,32 @@ def sdist(tmp_path_factory) -> Path:
     return built
 
 
-@pytest.fixture(scope="module")
-def installed(sdist, tmp_path_factory) -> Path:
-    """A folder with the content of the wheel that the sdist builds."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    options = ["--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(folder), str(sdist)], check=True)
+def wheel_of(sdist: Path, folder: Path, **environment: str) -> Path:
+    """Builds a wheel of the sdist into a folder."""
+    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(folder)]
+    subprocess.run([*PIP, "wheel", *options, str(sdist)], check=True, env=os.environ | environment)
     (wheel,) = folder.glob("recserve-*.whl")
-    site = folder / "site"
-    subprocess.run([*pip, "install", *options, "--target", str(site), str(wheel)], check=True)
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """The wheel that this machine builds of the sdist."""
+    return wheel_of(sdist, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel) -> Path:
+    """A folder with the content of the wheel."""
+    site = wheel.with_name("site")
+    subprocess.run([*PIP, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
     return site
 
 
-def run(site: Path, folder: Path, *command: str) -> str:
+def run(site: Path, folder: Path, *command: str, **changes: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(folder / "cache")}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=folder, env=environment | changes, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -95,3 +111,48 @@ def test_the_command_works_in_an_empty_folder(installed, tmp_path):
     command = str(installed / "bin" / "recserve")
     assert "recommend" in run(installed, tmp_path, sys.executable, command, "--help")
     assert run(installed, tmp_path, sys.executable, command, "--version").startswith("recserve ")
+
+
+def test_a_wheel_with_compiled_kernels_names_its_platform(wheel):
+    libraries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    python, abi, platform = wheel.stem.split("-")[2:]
+    assert (python, abi) == ("py3", "none")
+    if native_library.find_compiler() is None:
+        assert (platform, libraries) == ("any", [])
+        return
+    assert platform.endswith(os.uname().machine) and "linux" in platform
+    folder = "recserve/kernels/cpu/compiled"
+    for level in LEVELS:
+        (found,) = (name for name in libraries if native_library.packaged_name(level) in name)
+        assert found.startswith(f"{folder}/{level}-")
+    assert len(libraries) == len(LEVELS)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_the_wheel_fits_every_machine(sdist, tmp_path, compiler):
+    wheel = wheel_of(sdist, tmp_path, CC=compiler)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+@pytest.mark.skipif(native_library.find_compiler() is None, reason="no C compiler here")
+@pytest.mark.parametrize("level", [*LEVELS, None])
+def test_packaged_kernels_need_no_compiler_and_compute_the_same(installed, tmp_path, level):
+    """None stands for the best level of this machine."""
+    if level is not None and missing_flags(level):
+        pytest.skip(f"this processor lacks {', '.join(missing_flags(level))}")
+    nothing = tmp_path / "bin"
+    nothing.mkdir()
+    path = tmp_path / "results.safetensors"
+    name = run(
+        installed, tmp_path, sys.executable, "-m", "tests.support.c_results", str(path),
+        PYTHONPATH=f"{installed}{os.pathsep}{ROOT}", PATH=str(nothing), CC="cc",
+        RECSERVE_ISA=level or "",
+    )  # fmt: skip
+    assert name.startswith(native_library.packaged_name(level or best_level()))
+    assert not list(tmp_path.rglob("*.so"))  # nothing was compiled
+    found, expected = load_file(path), c_results()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        near = 1e-5 if "float32" in key else 2e-2
+        torch.testing.assert_close(found[key], value, rtol=near, atol=near, msg=f"{level} {key}")

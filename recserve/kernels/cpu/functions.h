@@ -14,11 +14,12 @@ typedef struct {
 } Tree;
 
 /* x W^T + b. panels: [ceil(size / PANEL), steps, PANEL (x 2)]. bias, scales: [ceil(size / PANEL) *
- * PANEL] float32. scales: NULL, or the scales of 8-bit panels. */
+ * PANEL] float32. scales: NULL, or the scales of 8-bit panels. halves: whether the panels hold
+ * float16, one for each step, for float32 x. */
 typedef struct {
     const char *panels;
     const float *bias, *scales;
-    int64_t steps, size;
+    int64_t steps, size, halves;
 } Product;
 
 /* Weights of a layer. query_norm, key_norm: [dim], or NULL without these norms. */
@@ -40,6 +41,8 @@ void rope_write(int type, const char *qkv, const float *cos, const float *sin, c
                 int64_t kv_heads, int64_t dim);
 void linear(int type, const char *x, const char *panels, const float *bias, char *out, int64_t rows,
             int64_t steps, int64_t size);
+void linear_halves(const char *x, const char *panels, const float *bias, char *out, int64_t rows,
+                   int64_t steps, int64_t size);
 void linear_int8(int type, const char *x, const int8_t *panels, const float *scales,
                  const float *bias, char *out, int64_t rows, int64_t steps, int64_t size);
 void apply_product(int type, const Product *weights, const char *x, char *out, int64_t rows);

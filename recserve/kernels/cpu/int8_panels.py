@@ -58,6 +58,7 @@ class Int8Panels:
             self.scales.data_ptr(),
             self.inner,
             self.size,
+            False,
         )
 
     @property

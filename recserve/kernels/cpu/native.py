@@ -1,8 +1,8 @@
 """Decoder operations on a CPU in C: products with packed weights, norms, RoPE and the gate.
 
 torch composes a norm of seven operators and RoPE of eight. oneDNN takes ten microseconds to start
-a product. With small matrices this overhead is most of a layer's time. `native_library.py` compiles
-the sources. Without a compiler torch does the same work.
+a product. With small matrices this overhead is most of a layer's time. `native_library.py` finds or
+compiles the library. Without one torch does the same work.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SIGNATURES = {
     "silu_mul": (INT, P, P, N, N),
     "rope_write": (INT, P, P, P, P, P, P, P, N, N, N, N),
     "linear": (INT, P, P, P, P, N, N, N),
+    "linear_halves": (P, P, P, P, N, N, N),
     "linear_int8": (INT, P, P, P, P, P, N, N, N),
     "int8_depth": (INT, N),
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
@@ -49,12 +50,14 @@ RETURNS = {**dict.fromkeys(COUNTING, N), "int8_depth": INT}
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Returns the compiled functions, or None (with a log line) if no library is usable."""
-    compiler = find_compiler()
-    if compiler is None:
-        log.info("no C compiler found; using the torch kernels instead")
-        return None
     try:
-        loaded = load_library(compiler)
+        loaded = load_library(find_compiler())
+        if loaded is None:
+            log.warning(
+                "this package has no compiled C kernels for this processor, and there is no C "
+                "compiler: torch computes instead, and a request takes up to twice as long"
+            )
+            return None
         for name, arguments in SIGNATURES.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, RETURNS.get(name)
@@ -95,7 +98,7 @@ def multiplies(weight: Tensor) -> bool:
 class Product(ctypes.Structure):
     """`Product` of functions.h."""
 
-    _fields_ = [("panels", P), ("bias", P), ("scales", P), ("steps", N), ("size", N)]
+    _fields_ = [("panels", P), ("bias", P), ("scales", P), ("steps", N), ("size", N), ("halves", N)]
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,17 @@ class Panels:
         return Panels(packed, padded, size)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights and of the activations."""
+        return self.weight.dtype
+
+    @property
     def product(self) -> Product:
         """Struct for a C function. It holds addresses, so these panels must outlive it."""
         weight = self.weight
-        return Product(weight.data_ptr(), self.bias.data_ptr(), None, weight.shape[1], self.size)
+        return Product(
+            weight.data_ptr(), self.bias.data_ptr(), None, weight.shape[1], self.size, False
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x W^T + b.

@@ -1,9 +1,16 @@
 """Builds, caches, verifies and loads the library of the compiled C sources.
 
-The system's C compiler builds the sources in this folder on first use, which takes two seconds. The
-result is cached in the user's cache folder. The file name contains a fingerprint of everything the
-code depends on, and the sha256 of the content. A file is loaded only if its content has this hash
-and only this user can write to it. Without a compiler torch does the same work.
+A wheel carries the sources compiled for every level of instruction sets (`LEVELS`). Without a
+fitting library the system's C compiler builds the sources in this folder on first use, which takes
+some seconds. The result is cached in the user's cache folder. Without a compiler torch does the
+same work.
+
+A file name contains a fingerprint of everything the code depends on, and the sha256 of the content.
+So an outdated or damaged file is never loaded. A cached file is loaded only if nobody but this user
+can write to it. A packaged file is loaded only if nobody can write to it who cannot also change the
+Python code beside it.
+
+setup.py imports this file where torch is not installed.
 """
 
 from __future__ import annotations
@@ -16,13 +23,17 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recserve.kernels.cpu.processor import instruction_set, processor
+from recserve.kernels.cpu.processor import LEVELS, best_level, instruction_set, processor
 
 log = logging.getLogger(__name__)
 
-SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+HERE = Path(__file__).resolve().parent
+PACKAGED = HERE / "compiled"  # only in wheels
+SOURCES = sorted(HERE.glob("*.[ch]"))
 FLAGS = "-O3 -std=gnu11 -fPIC -fopenmp -ffp-contract=fast -fno-math-errno -Wno-psabi"
 
 
@@ -31,21 +42,27 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CC", "cc"))
 
 
-def load_library(compiler: str) -> ctypes.CDLL:
-    """Loads the cached library, or compiles it and caches it if the folder is writable.
+def load_library(compiler: str | None) -> ctypes.CDLL | None:
+    """Loads the packaged library, or the cached one, or compiles it and caches it.
 
     Args:
-        compiler: Path of the C compiler.
+        compiler: Path of the C compiler; None without one.
+
+    Returns:
+        The library, or None if none is packaged for this processor and there is no compiler.
 
     Raises:
         OSError: If the library cannot be written or loaded.
         subprocess.CalledProcessError: If the compiler fails; `stderr` says why.
     """
+    packaged = _load_packaged()
+    if packaged is not None or compiler is None:
+        return packaged
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # A relative folder could hold code of the working directory's owner.
     cache = home / "recserve" if home.is_absolute() else None
     name = f"native-{fingerprint(compiler)}"
-    cached = None if cache is None else _find(cache, name)
+    cached = None if cache is None else _find(cache, name, _is_private)
     if cached is not None:
         return ctypes.CDLL(str(cached))
     log.info("compiling the C sources for %s", instruction_set())
@@ -56,12 +73,17 @@ def load_library(compiler: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(built))
 
 
-def compile_sources(compiler: str, folder: Path) -> Path:
+def compile_sources(compiler: str, folder: Path, level: str | None = None) -> Path:
     """Compiles the sources into `folder` and returns the library.
 
     OpenMP is not linked. torch has already loaded its runtime, so both share its threads.
+
+    Args:
+        compiler: Path of the C compiler.
+        folder: Folder for the objects and the library.
+        level: Key of `LEVELS`; None means `instruction_set()`.
     """
-    flags = [f"-march={instruction_set()}", *FLAGS.split()]
+    flags = [*target_flags(level or instruction_set()), *FLAGS.split()]
     sources = [str(source) for source in SOURCES if source.suffix == ".c"]
     objects = [f"{Path(source).stem}.o" for source in sources]
     for command in (
@@ -70,6 +92,57 @@ def compile_sources(compiler: str, folder: Path) -> Path:
     ):
         subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return folder / "native.so"
+
+
+def compile_levels(compiler: str, folder: Path) -> None:
+    """Compiles a library for each level of this kind of machine, as a wheel carries them.
+
+    Args:
+        compiler: Path of the C compiler.
+        folder: Folder for the libraries. It is made if there is at least one level.
+
+    Raises:
+        OSError: If a library cannot be written.
+        subprocess.CalledProcessError: If the compiler fails; `stderr` says why.
+    """
+
+    def compile_level(level: str) -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            content = compile_sources(compiler, Path(scratch), level).read_bytes()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _file_name(packaged_name(level), content)).write_bytes(content)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(compile_level, LEVELS))
+
+
+def packaged_name(level: str) -> str:
+    """Returns the start of the file name of a level's library: level, and hash of its sources."""
+    parts = [*map(str.encode, (*target_flags(level), FLAGS))]
+    parts += [source.read_bytes() for source in SOURCES]
+    return f"{level}-{_digest(parts)}"
+
+
+def target_flags(level: str) -> list[str]:
+    """Returns the compiler's flags for a level or for "native"."""
+    base = level.removesuffix("-bf16")
+    return [f"-march={base}", *(["-mavx512bf16"] if base != level else [])]
+
+
+def _load_packaged() -> ctypes.CDLL | None:
+    """Loads the library that a wheel carries for this processor, or returns None."""
+    level = instruction_set()
+    found = best_level() if level == "native" else level
+    path = None if found is None else _find(PACKAGED, packaged_name(found), _is_like_code)
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        log.warning("the packaged library for %s cannot be loaded: %s", found, error)
+        return None
+    log.info("the C kernels are the packaged ones for %s", found)
+    return library
 
 
 def fingerprint(compiler: str) -> str:
@@ -84,24 +157,39 @@ def fingerprint(compiler: str) -> str:
     binary = f"{os.path.realpath(compiler)} {found.st_size} {found.st_mtime_ns}"
     about = (FLAGS, instruction_set(), binary, processor().name, *sorted(processor().flags))
     parts = [*map(str.encode, about), version, *(source.read_bytes() for source in SOURCES)]
+    return _digest(parts)
+
+
+def _digest(parts: Sequence[bytes]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _find(cache: Path, name: str) -> Path | None:
-    """Returns an intact library of this name in a private folder, or None."""
-    if not _is_private(cache):
+def _find(folder: Path, name: str, is_safe: Callable[[Path], bool]) -> Path | None:
+    """Returns an intact library of this name, or None.
+
+    Args:
+        folder: Folder of the libraries.
+        name: Start of the file name.
+        is_safe: Whether folder and file are protected well enough to load what they hold.
+    """
+    if not folder.is_dir() or not is_safe(folder):
         return None
-    for path in sorted(cache.glob(f"{name}-*.so")):
+    for path in sorted(folder.glob(f"{name}-*.so")):
         try:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            content = path.read_bytes()
         except OSError:
             continue
-        if path.name != f"{name}-{digest}.so":
-            log.warning("%s is damaged; compiling the C sources again", path)
-            path.unlink(missing_ok=True)
-        elif _is_private(path):
+        if path.name != _file_name(name, content):
+            log.warning("%s is damaged and is not used", path)
+            if folder != PACKAGED:
+                path.unlink(missing_ok=True)
+        elif is_safe(path):
             return path
     return None
+
+
+def _file_name(name: str, content: bytes) -> str:
+    return f"{name}-{hashlib.sha256(content).hexdigest()}.so"
 
 
 def _store(built: Path, cache: Path, name: str) -> None:
@@ -117,7 +205,7 @@ def _store(built: Path, cache: Path, name: str) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(cache / f"{name}-{hashlib.sha256(content).hexdigest()}.so")
+        part.replace(cache / _file_name(name, content))
         handle = os.open(cache, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -129,13 +217,29 @@ def _store(built: Path, cache: Path, name: str) -> None:
 
 def _is_private(path: Path) -> bool:
     """Returns whether this user owns the path and is the only one who may write to it."""
+    return _may_write(path, {f"user {os.geteuid()}"})
+
+
+def _is_like_code(path: Path) -> bool:
+    """Returns whether all who may write to the path may also change this package's code."""
+    return _may_write(path, {"user 0", f"user {os.geteuid()}", *_writers(Path(__file__))})
+
+
+def _may_write(path: Path, trusted: set[str]) -> bool:
+    """Returns whether only these may write to the path."""
     try:
-        found = path.stat(follow_symlinks=False)
+        others = _writers(path) - trusted
     except OSError:
         return False
-    if stat.S_ISLNK(found.st_mode):
-        found = path.stat()
-    if found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return True
-    log.warning("%s can be written by others: the cached C library is not used", path)
-    return False
+    if others:
+        log.warning("%s can be written by others: this C library is not used", path)
+    return not others
+
+
+def _writers(path: Path) -> set[str]:
+    """Returns who may write to a file or folder: its owner, and perhaps its group and everyone."""
+    found = path.stat()
+    writers = {f"user {found.st_uid}"}
+    if found.st_mode & stat.S_IWGRP:
+        writers.add(f"group {found.st_gid}")
+    return writers | ({"everyone"} if found.st_mode & stat.S_IWOTH else set())

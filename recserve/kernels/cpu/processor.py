@@ -2,6 +2,8 @@
 
 `RECSERVE_ISA` lowers the instruction set of the C sources, so that a machine can act as an older
 one. torch has its own settings for this: `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
+
+The build of a wheel imports this file where torch is not installed.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 WIDEST = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd", "sve")
-# Levels of x86-64, with the flags that each adds to the level before it.
-LEVELS = {
-    "x86-64": ("sse2",),
-    "x86-64-v2": ("sse4_2", "ssse3", "popcnt"),
-    "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
-    "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+# Levels of instruction sets, with the flags that each adds to the level before it.
+LEVELS_OF_MACHINES: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "x86-64": ("sse2",),
+        "x86-64-v2": ("sse4_2", "ssse3", "popcnt"),
+        "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
+        "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+        "x86-64-v4-bf16": ("avx512_bf16",),
+    },
+    "aarch64": {"armv8-a": ("asimd",)},
 }
+LEVELS = LEVELS_OF_MACHINES.get(platform.machine(), {})
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,11 @@ def missing_flags(level: str) -> list[str]:
     return sorted(needed - processor().flags)
 
 
+def best_level() -> str | None:
+    """Returns the highest level whose instructions this processor has, or None without one."""
+    return next((level for level in reversed(LEVELS) if not missing_flags(level)), None)
+
+
 @functools.cache
 def processor() -> Processor:
     """Returns the processor of this machine."""
@@ -75,6 +85,8 @@ def processor() -> Processor:
 
 def instructions() -> str:
     """Describes for the log which instructions the processor, the C sources and torch use."""
+    import torch
+
     widest = [name for name in WIDEST if name in processor().flags]
     torch_uses = torch.backends.cpu.get_cpu_capability()
     return f"{', '.join(widest) or 'none of note'}; C {instruction_set()}; torch {torch_uses}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,13 @@ from torch import Tensor
 
 from recserve.kernels.cpu import choice, native
 from recserve.kernels.cpu.choice import KernelChoice
+from recserve.kernels.cpu.half_panels import HalfPanels, multiplies_halves
 from recserve.kernels.cpu.int8_panels import Int8Panels, multiplies_int8
 from recserve.kernels.cpu.native import TYPES, Panels
-from recserve.kernels.int8 import Int8Weight, TorchInt8Product, WeightFormat
+from recserve.kernels.int8 import Int8Weight, TorchInt8Product
 
+# Formats of packed weights other than the activations' type. float16 is used where it is exact.
+PackedFormat = Literal["int8", "float16"]
 ROWS = 64  # The layout for 64 rows is as fast for one row, and the arithmetic is the same for all.
 MEASURED_ROWS = (1, 128)  # a decoding step, and a prompt
 # elements of a weight that are measured; times of larger weights are scaled
@@ -45,7 +48,7 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
 
 
-def choose(weights: Sequence[Tensor], stored: WeightFormat | None = None) -> KernelChoice:
+def choose(weights: Sequence[Tensor], stored: PackedFormat | None = None) -> KernelChoice:
     """Measures products with weights [n, m] of one type in C and torch, with today's threads.
 
     Args:
@@ -56,7 +59,7 @@ def choose(weights: Sequence[Tensor], stored: WeightFormat | None = None) -> Ker
 
 
 def total(
-    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, stored: WeightFormat | None = None
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, stored: PackedFormat | None = None
 ) -> KernelChoice:
     """Measures products with weights of these shapes (n, m) and adds up their times.
 
@@ -81,7 +84,7 @@ def total(
 
 @functools.cache
 def _measured(
-    size: int, inner: int, dtype: torch.dtype, threads: int, stored: WeightFormat | None = None
+    size: int, inner: int, dtype: torch.dtype, threads: int, stored: PackedFormat | None = None
 ) -> KernelChoice:
     with torch.inference_mode():
         weight = torch.ones(size, inner).to(dtype)
@@ -92,6 +95,8 @@ def _measured(
             rounded = Int8Weight.of(weight)
             other = TorchInt8Product(rounded, None)
             ours = Int8Panels.of(rounded, None, dtype) if multiplies_int8(weight) else other
+        elif stored == "float16" and multiplies_halves(weight):
+            other, ours = OneDnnWeight(weight, None), HalfPanels.of(weight, None)
         else:
             theirs = OneDnnWeight(weight, None) if onednn_packs(dtype) else None
             other = theirs or functools.partial(F.linear, weight=weight)
@@ -103,7 +108,7 @@ def _measured(
         )
 
 
-def type_name(dtype: torch.dtype, stored: WeightFormat | None = None) -> str:
+def type_name(dtype: torch.dtype, stored: PackedFormat | None = None) -> str:
     """Returns the name of a product's types for the log, e.g. "float32" or "int8 x float32"."""
     name = str(dtype).removeprefix("torch.")
     return name if stored is None else f"{stored} x {name}"

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 
+from recserve.kernels.cpu.products import PackedFormat
 from recserve.kernels.int8 import WeightFormat
-from recserve.models.language_model import LanguageModel
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import DTYPES, load_language_model, read_folder
 from recserve.models.packing import fastest_dtype, pack_weights
+from recserve.service.memory import ModelSize, available_bytes
 from recserve.service.model_loader import resolve_dtype
 from recserve.service.text.model import TextModel
 from recserve.speculation.drafter import Drafter
@@ -32,8 +34,8 @@ class TextSettings:
     Attributes:
         folder: Folder of the model.
         name: Name in requests; None means the folder's name.
-        dtype: A type's name, or `auto` for the fastest type. None means the type of the weights, or
-            float32 on a CPU where that is faster.
+        dtype: A type's name, or `auto` for the fastest type that fits. None means the type of the
+            weights, or float32 on a CPU where that is faster and fits.
         chat_template: File of a chat template; None means the folder's own.
         drafters: `NAME` or `NAME=DIR`; the first is the default of requests.
         aliases: Further names in requests.
@@ -106,8 +108,14 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         example_prompt=_example_prompt(folder),
         aliases=settings.aliases,
     )
-    pack_weights(network, settings.weights)
+    pack_weights(network, settings.weights or _exact_format(folder, network))
     return LoadedText(network, drafters, model)
+
+
+def _exact_format(folder: Path, network: LanguageModel) -> PackedFormat | None:
+    """Returns float16 if the network computes in float32 and its folder holds float16 numbers."""
+    widened = network.tokens.weight.dtype == torch.float32
+    return "float16" if widened and read_folder(folder)[1] == torch.float16 else None
 
 
 def _example_prompt(folder: Path) -> str | None:
@@ -123,14 +131,26 @@ def _dtype(settings: TextSettings, device: torch.device) -> torch.dtype:
     if settings.dtype not in (None, "auto"):
         return DTYPES[settings.dtype]
     config, stored = read_folder(settings.folder)
+    size = ModelSize(_count_weights(config), weights=settings.weights)
     if settings.dtype == "auto":
-        return resolve_dtype("auto", config.decoder, device)
+        return resolve_dtype("auto", config.decoder, device, size)
     if device.type == "cuda" or stored == torch.float32:
         return stored
     found = fastest_dtype(config.decoder, (stored, torch.float32))
+    free = available_bytes(device)
+    if free is not None and not size.fits(found, free):
+        return stored
     if found != stored:
         log.info("%s computes in float32, which is faster on this processor", settings.folder.name)
     return found
+
+
+def _count_weights(config: LanguageModelConfig) -> int:
+    """Returns the number of served weights; a head that is the embedding is packed beside it."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    tied = model.tokens.weight.numel() if model.head is None else 0
+    return sum(p.numel() for p in model.parameters()) + tied
 
 
 def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Drafter]:

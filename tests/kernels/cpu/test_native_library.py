@@ -1,6 +1,7 @@
-"""How the compiled C sources are cached: a damaged, foreign or outdated file is never loaded."""
+"""Where the C library comes from: a damaged, foreign or outdated file is never loaded."""
 
 import ctypes
+import hashlib
 import os
 import stat
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from recserve.kernels.cpu import native, native_library
-from recserve.kernels.cpu.processor import LEVELS, instruction_set, processor
+from recserve.kernels.cpu import processor as processor_module
+from recserve.kernels.cpu.processor import LEVELS, best_level, instruction_set, processor
 from tests.support.grids import chosen
+from tests.support.paths import ROOT
 
 COMPILER = native_library.find_compiler()
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler here")
@@ -43,8 +46,28 @@ def cache(tmp_path, monkeypatch, built):
     return folder, compiled
 
 
+@pytest.fixture
+def packaged(tmp_path, monkeypatch, built):
+    """The library that a wheel would carry for this processor."""
+    level = best_level()
+    if level is None:
+        pytest.skip("no level of instruction sets is known for this machine")
+    folder = tmp_path / "compiled"
+    folder.mkdir(mode=0o755)
+    monkeypatch.setattr(native_library, "PACKAGED", folder)
+    return put(folder, native_library.packaged_name(level), built.read_bytes())
+
+
+def put(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / f"{name}-{hashlib.sha256(content).hexdigest()}.so"
+    path.write_bytes(content)
+    path.chmod(0o644)
+    return path
+
+
 def load() -> ctypes.CDLL:
     library = native_library.load_library(COMPILER)
+    assert library is not None
     assert all(hasattr(library, name) for name in native.SIGNATURES)
     return library
 
@@ -113,6 +136,106 @@ def test_a_relative_or_unusable_cache_folder_is_not_used(cache, tmp_path, monkey
     assert list(folder.iterdir()) == [kept]
 
 
+def test_a_packaged_library_needs_no_compiler_and_no_cache(packaged, cache, monkeypatch):
+    folder, compiled = cache
+    monkeypatch.setattr(native_library, "fingerprint", None)  # it would ask the compiler
+    assert load()._name == str(packaged)
+    library = native_library.load_library(None)
+    assert library is not None and library._name == str(packaged)
+    assert not compiled and not folder.exists()
+
+
+@pytest.mark.parametrize("change", ["SOURCES", "FLAGS"])
+def test_a_library_of_other_sources_or_flags_is_not_loaded(
+    packaged, cache, monkeypatch, tmp_path, change
+):
+    if change == "SOURCES":
+        edited = tmp_path / native_library.SOURCES[0].name
+        edited.write_bytes(native_library.SOURCES[0].read_bytes() + b"\n")
+        monkeypatch.setattr(native_library, "SOURCES", [edited, *native_library.SOURCES[1:]])
+    else:
+        monkeypatch.setattr(native_library, "FLAGS", f"{native_library.FLAGS} -O2")
+    assert native_library.load_library(None) is None
+    assert load()._name != str(packaged)
+    assert packaged.exists() and len(cache[1]) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"not a library"])
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_damaged_packaged_library_is_left_alone_and_the_sources_compiled(
+    packaged, cache, content, fits, caplog
+):
+    packaged.write_bytes(content)
+    if fits:  # the hash of the content does not tell, but the system cannot load it
+        packaged.unlink()
+        packaged = put(packaged.parent, packaged.name.rpartition("-")[0], content)
+    assert native_library.load_library(None) is None
+    load()
+    assert packaged.exists() and len(cache[1]) == 1
+    assert ("cannot be loaded" if fits else "is damaged") in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_a_packaged_library_that_more_may_write_than_the_code_is_not_loaded(
+    packaged, cache, monkeypatch, which, mode, caplog, tmp_path
+):
+    code = tmp_path / "native_library.py"
+    code.write_text("")
+    code.chmod(0o644)
+    monkeypatch.setattr(native_library, "__file__", str(code))
+    (packaged.parent if which == "folder" else packaged).chmod(mode)
+    assert native_library.load_library(None) is None
+    assert "can be written by others" in caplog.text
+    load()
+    assert len(cache[1]) == 1
+    # Whoever may change the code may also change the library.
+    code.chmod(mode)
+    library = native_library.load_library(None)
+    assert library is not None and library._name == str(packaged)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_packaged_library_belongs_to_the_owner_of_the_code(
+    packaged, cache, monkeypatch, tmp_path
+):
+    code = tmp_path / "native_library.py"
+    code.write_text("")
+    monkeypatch.setattr(native_library, "__file__", str(code))
+    os.chown(packaged, 65534, 65534)
+    assert native_library.load_library(None) is None
+    os.chown(code, 65534, 65534)
+    assert native_library.load_library(None) is not None
+
+
+def test_the_best_level_is_the_highest_whose_flags_are_there(monkeypatch):
+    levels = processor_module.LEVELS_OF_MACHINES["x86_64"]
+    monkeypatch.setattr(processor_module, "LEVELS", levels)
+    flags: set[str] = set()
+    for level, added in levels.items():
+        for flag in sorted(added):
+            assert best_level_with(flags, monkeypatch) != level
+            flags.add(flag)
+        assert best_level_with(flags, monkeypatch) == level
+    assert best_level_with({"asimd"}, monkeypatch) is None
+
+
+def best_level_with(flags: set[str], monkeypatch) -> str | None:
+    found = processor_module.Processor("", "", frozenset(flags))
+    monkeypatch.setattr(processor_module, "processor", lambda: found)
+    return best_level()
+
+
+def test_the_build_of_a_wheel_needs_no_installed_package():
+    code = "from recserve.kernels.cpu import native_library as n; print(len(n.SOURCES), n.PACKAGED)"
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    number, folder = ran.stdout.split()
+    assert int(number) == len(native_library.SOURCES)
+    assert Path(folder).parent == Path(native_library.__file__).parent
+
+
 def test_the_fingerprint_counts_the_compiler_itself_and_the_instruction_set(tmp_path, monkeypatch):
     wrappers = []
     for number, flag in enumerate(["-O1", "-O2"]):
@@ -135,7 +258,7 @@ def test_a_library_without_a_function_is_refused(monkeypatch, tmp_path):
     assert native.library.__wrapped__() is None
 
 
-@pytest.mark.parametrize("level", chosen(tuple(LEVELS), "x86-64"))
+@pytest.mark.parametrize("level", chosen(tuple(LEVELS), *list(LEVELS)[:1]))
 def test_the_instruction_set_can_be_lowered_or_says_what_is_missing(level):
     """In a process of its own, as `RECSERVE_ISA` is read when the library is first loaded."""
     needed = {
@@ -156,5 +279,5 @@ def test_the_instruction_set_can_be_lowered_or_says_what_is_missing(level):
 
 def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("RECSERVE_ISA", "avx9")
-    with pytest.raises(ValueError, match="RECSERVE_ISA is 'avx9'; choose one of .*x86-64-v3"):
+    with pytest.raises(ValueError, match="RECSERVE_ISA is 'avx9'; choose one of .*native"):
         instruction_set()

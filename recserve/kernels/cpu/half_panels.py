@@ -1,0 +1,94 @@
+"""Products of float32 rows with weights that are stored in float16 without loss, in C (products.c).
+
+A step of one row costs what reading the weights costs. Weights of a float16 checkpoint are half as
+many bytes as in float32, and the sums have the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recserve.kernels.cpu.native import PANEL, Product, compiled, library
+
+
+def multiplies_halves(weight: Tensor) -> bool:
+    """Returns whether `HalfPanels` can hold a weight [n, m]: float32, and exact in float16."""
+    if not weight.is_cpu or weight.dtype != torch.float32 or weight.ndim != 2:
+        return False
+    if library() is None:
+        return False
+    half = weight.half()
+    return bool(half.isfinite().all()) and torch.equal(half.float(), weight)
+
+
+@dataclass(frozen=True)
+class HalfPanels:
+    """A weight [size, m] in float16 and its bias in the layout that the C products read.
+
+    Attributes:
+        weight: [ceil(size / PANEL), m, PANEL] float16. Zero rows pad the last panel.
+        bias: [ceil(size / PANEL) * PANEL] float32.
+        size: n, the number of outputs.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    size: int
+
+    @staticmethod
+    def of(weight: Tensor, bias: Tensor | None) -> HalfPanels:
+        """Packs a weight [n, m] for which `multiplies_halves` is true, and a bias [n]."""
+        size = weight.shape[0]
+        rows = F.pad(weight.half(), (0, 0, 0, -size % PANEL))
+        packed = rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2).contiguous()
+        padded = torch.zeros(rows.shape[0])
+        if bias is not None:
+            padded[:size] = bias
+        return HalfPanels(packed, padded, size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the activations."""
+        return torch.float32
+
+    @property
+    def product(self) -> Product:
+        """Struct for a C function. It holds addresses, so these panels must outlive it."""
+        weight = self.weight
+        return Product(
+            weight.data_ptr(), self.bias.data_ptr(), None, weight.shape[1], self.size, True
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns x W^T + b.
+
+        Args:
+            x: [..., m] float32.
+
+        Returns:
+            [..., size] float32.
+
+        Raises:
+            ValueError: If x has another type or width.
+        """
+        x = x.contiguous()
+        inner = self.weight.shape[1]
+        if x.dtype != torch.float32 or x.shape[-1] != inner:
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)}; expected torch.float32 [..., {inner}]"
+            )
+        out = x.new_empty(*x.shape[:-1], self.size)
+        compiled().linear_halves(
+            x.data_ptr(),
+            self.weight.data_ptr(),
+            self.bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // inner,
+            inner,
+            self.size,
+        )
+        return out
