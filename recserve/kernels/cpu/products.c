@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#define AHEAD 8 /* steps from a prefetch to its use */
+#define AHEAD 16 /* steps from a prefetch to its use */
 #define SPAN 256 /* steps that are summed before they are added to the total */
 
 /* Adds the products of a step to a sum. x is one float, or two bfloat16, for all lanes. */
@@ -30,8 +30,7 @@ INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
 }
 
 /* Adds the products of `count` rows of x with `width` vectors of a panel, over `span` steps. ahead:
- * whether to prefetch all of the panel, because other strips read the rest of its lines next. totals:
- * rows of VECTORS vectors. */
+ * whether to prefetch, for all strips of the tile. totals: rows of VECTORS vectors. */
 INLINE void strip(int type, int count, int width, int ahead, const char *x, const char *panel,
                   floats *totals, int64_t steps, int64_t span) {
     floats sums[ROWS][VECTORS] = {};
@@ -60,7 +59,7 @@ INLINE void tile(int type, int count, const char *x, const char *panel, const fl
         for (int v = 0; v < VECTORS; v++) totals[r * VECTORS + v] = load(FLOAT32, bias, v * LANES);
     for (int64_t k = 0; k < steps; k += SPAN, panel += SPAN * 4 * PANEL) {
         int64_t span = k + SPAN < steps ? SPAN : steps - k;
-        strip(type, count, width, width < VECTORS, x + 4 * k, panel, totals, steps, span);
+        strip(type, count, width, 1, x + 4 * k, panel, totals, steps, span);
         for (int v = width; v < VECTORS; v += width)
             strip(type, count, width, 0, x + 4 * k, panel + v * 4 * LANES, totals + v,
                   steps, span);
