@@ -63,7 +63,8 @@ class Job:
         out = folder / "out.json"
         out.unlink(missing_ok=True)
         place = next(p for p in self.places if (self.code / p).is_file())
-        module = place.removesuffix(".py").replace("/", ".")
+        packaged = (self.code / "benchmarks" / "__init__.py").is_file()
+        run = ["-m", place.removesuffix(".py").replace("/", ".")] if packaged else [place]
         # Entries behind the first may hold optional packages such as llama-cpp-python.
         paths = [str(self.code), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         paths = [path for path in paths if Path(path).resolve() != HERE or self.code == HERE]
@@ -72,7 +73,7 @@ class Job:
             "RECSERVE_KERNELS": self.kernels,
         }
         done = subprocess.run(
-            [sys.executable, "-m", module, *self.options, "--json", str(out)],
+            [sys.executable, *run, *self.options, "--json", str(out)],
             cwd=self.code,
             env=environment,
             capture_output=True,
@@ -80,7 +81,7 @@ class Job:
             check=False,
         )
         if not out.exists():
-            raise RuntimeError(f"{self.name}: {module} wrote no result: {done.stderr[-2000:]}")
+            raise RuntimeError(f"{self.name}: {place} wrote no result: {done.stderr[-2000:]}")
         content = json.loads(out.read_text())
         cells: list[dict[str, Any]] = content["cells"]
         return [cell | {"machine": content["machine"]} for cell in cells]
