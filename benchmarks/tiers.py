@@ -193,11 +193,13 @@ def main() -> int:
             for job in jobs(options):
                 for cell in job.run(Path(folder)):
                     facts = cell["machine"] if job.code == HERE else facts
-                    (note_slates if "beams" in cell else note_texts)(
-                        slates if "beams" in cell else texts, job.name, cell
-                    )
+                    if "beams" in cell:
+                        note_slates(slates, job.name, cell)
+                    else:
+                        note_texts(texts, job.name, cell)
                 took = time.perf_counter() - began
-                console.print(f"round {number + 1}: {job.name} · {job.options} · {took:.0f} s")
+                words = f"{job.name}: {' '.join(job.options)}"
+                console.print(f"{took:4.0f} s, round {number + 1}, {words}", soft_wrap=True)
     found = {"slates": medians(slates), "texts": medians(texts)}
     console.print(facts)
     print_table(console, "Slates: 256 x 4, 12,101 items, 200 tokens, fp32", found["slates"])
