@@ -6,8 +6,9 @@
 Decoding is greedy, and every run has its own prompt, so that prefix caches do not help. The model
 is a random Llama of 1024 x 16 with 32,000 tokens, in which no two matrices are equal. The methods
 take turns. The "oracle" drafts 5 tokens that match the text 100 % or 70 % of the time, and
-transformers' assisted generation gets the same drafts. llama.cpp, if installed, decodes plainly.
-With --int8, this engine also decodes plainly with the same weights in 8 bits.
+transformers' assisted generation gets the same drafts. llama.cpp, if installed, decodes plainly
+with the weights as they are, and with bfloat16 weights also in F16. With --int8, this engine and
+llama.cpp (Q8_0) also decode plainly with the same weights in 8 bits.
 The prompt contains half of the text, so that prompt lookup can find it.
 
 Prints a table per dtype with tokens/s and ratios. Prefill is the time to the first commit; decode
@@ -73,6 +74,7 @@ class Bench:
 
     def __init__(self, model: LanguageModel, options: argparse.Namespace, console: Console) -> None:
         self.model, self.options, self.console = model, options, console
+        self.half = model.tokens.weight.dtype != torch.float32
         self.oracles = {
             n: Oracle(a, DRAFTED, model.config.vocab_size) for n, a in AGREEMENTS.items()
         }
@@ -80,9 +82,9 @@ class Bench:
         if options.only != "ours":
             theirs = Theirs(language_llama(model), self.oracles, options.clock)
             self.others = dict.fromkeys(THEIRS, theirs)
-        if options.only != "ours" and not missing():
+        for name, stored in self._llama_cpp_types():
             positions = options.prompt + options.tokens
-            self.others[LLAMA_CPP] = PlainCpp(model, positions, options.threads, options.clock)
+            self.others[name] = PlainCpp(model, stored, positions, options.threads, options.clock)
         self.int8: Ours | None = None
         if options.int8:
             rounded = copy.deepcopy(model)
@@ -91,6 +93,13 @@ class Bench:
         pack_weights(model)
         self.ours = Ours(model, self.oracles, options.clock, options.invariant)
         self.same = True
+
+    def _llama_cpp_types(self) -> list[tuple[str, str | None]]:
+        """Returns the methods of LLAMA_CPP that run, with the type of their weights."""
+        if self.options.only == "ours" or missing():
+            return []
+        wanted = {None: True, "F16": self.half, "Q8_0": self.options.int8}
+        return [(name, stored) for name, stored in LLAMA_CPP.items() if wanted[stored]]
 
     def runs(self) -> dict[str, list[Written]]:
         """Returns the runs of each method without the first, which is a warm-up."""
@@ -121,7 +130,7 @@ class Bench:
             done[name] = other.write(alone, name, tokens)
             if done[name].texts[0] != truth:
                 self.console.print(f"  {name}: run {number} writes another text")
-                self.same &= self.model.tokens.weight.dtype != torch.float32
+                self.same &= self.half or LLAMA_CPP.get(name) is not None
         return done
 
 
@@ -131,7 +140,7 @@ def print_figures(console: Console, title: str, found: dict[str, dict[str, float
     columns = ("tokens/s", "decode tokens/s", "prefill ms", "tokens per step")
     for column in ("method", *columns, "outside the network", "beside", "ratio", "decode ratio"):
         table.add_column(column, justify="left" if column in ("method", "beside") else "right")
-    for name in (*OURS, *INT8, *THEIRS, LLAMA_CPP):
+    for name in (*OURS, *INT8, *THEIRS, *LLAMA_CPP):
         if name not in found:
             continue
         f = found[name]
@@ -146,8 +155,8 @@ def print_figures(console: Console, title: str, found: dict[str, dict[str, float
             BESIDE.get(name, "") if ratios[0] else "",
             *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         )
-    if LLAMA_CPP not in found and missing():
-        table.add_row(LLAMA_CPP, f"not installed: {', '.join(missing())}")
+    if missing():
+        table.add_row("llama.cpp", f"not installed: {', '.join(missing())}")
     console.print(table)
 
 
@@ -164,7 +173,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs per method")
     parser.add_argument("--only", choices=["ours"], help="leave out transformers and llama.cpp")
     parser.add_argument("--invariant", action="store_true", help="the engine's invariant mode")
-    parser.add_argument("--int8", action="store_true", help="add this engine with 8-bit weights")
+    parser.add_argument("--int8", action="store_true", help="add 8-bit weights")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     parser.add_argument("--json", type=Path, help="write the results to this file")

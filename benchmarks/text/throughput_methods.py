@@ -28,7 +28,7 @@ AGREEMENTS = {"oracle-100": 1.0, "oracle-70": 0.7}
 OURS = ("plain", *AGREEMENTS, "ngram", "together")
 INT8 = ("int8", "int8 together")
 THEIRS = ("transformers", "assisted-100", "assisted-70", "lookup")
-LLAMA_CPP = "llama.cpp"
+LLAMA_CPP = {"llama.cpp": None, "llama.cpp F16": "F16", "llama.cpp Q8_0": "Q8_0"}  # stored type
 BESIDE = {
     "plain": "transformers",
     "oracle-100": "assisted-100",
@@ -37,7 +37,9 @@ BESIDE = {
     "together": "plain",
     "int8": "plain",
     "int8 together": "together",
-    LLAMA_CPP: "plain",
+    "llama.cpp": "plain",
+    "llama.cpp F16": "plain",
+    "llama.cpp Q8_0": "int8",
 }
 
 
@@ -150,11 +152,14 @@ class Theirs:
 class PlainCpp:
     """llama.cpp on the same weights, read from a temporary file."""
 
-    def __init__(self, model: LanguageModel, positions: int, threads: int, clock: str) -> None:
+    def __init__(
+        self, model: LanguageModel, stored: str | None, positions: int, threads: int, clock: str
+    ) -> None:
+        """Writes and loads the weights, stored in this type of GGUF; None is their own type."""
         self.now = CLOCKS[clock]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
-            write_gguf(model, path)
+            write_gguf(model, path, stored=stored)
             self.model = LlamaCpp(path, positions, threads, model.tokens.weight.dtype)
 
     def write(self, prompts: list[list[int]], method: str, tokens: int) -> Written:

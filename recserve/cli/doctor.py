@@ -24,6 +24,7 @@ from recserve.service.finding import Finding
 
 if TYPE_CHECKING:
     from recserve.engine.stats import EngineStats
+    from recserve.kernels.int8 import WeightFormat
 
 MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 1024
@@ -37,6 +38,7 @@ def examine(
     store: str | None = None,
     llm: Path | None = None,
     drafters: tuple[str, ...] = (),
+    weights: WeightFormat | None = None,
 ) -> list[Finding]:
     """Runs all checks. A check that raises becomes a finding with state `fail`.
 
@@ -45,6 +47,7 @@ def examine(
         store: URL of a history store to query once.
         llm: Folder of a language model to load, to see which steps are captured as CUDA graphs.
         drafters: Drafters of the language model, in the format of `serve --drafter`.
+        weights: Format of the served models' weights, as for `serve --weights`.
     """
     checks: dict[str, Callable[[], Finding]] = {
         "python": check_python,
@@ -63,7 +66,7 @@ def examine(
     if llm is not None:
         checks["graphs"] = lambda: check_graphs(llm, drafters)
     if bundle is not None or llm is not None:
-        checks["served kernels"] = lambda: check_served_kernels(bundle, llm)
+        checks["served kernels"] = lambda: check_served_kernels(bundle, llm, weights)
     return [_guarded(name, check) for name, check in checks.items()]
 
 
@@ -129,7 +132,9 @@ def check_kernels() -> Finding:
     return Finding("kernels", "ok", measured_kernels())
 
 
-def check_served_kernels(bundle: Path | None, llm: Path | None) -> Finding:
+def check_served_kernels(
+    bundle: Path | None, llm: Path | None, weights: WeightFormat | None = None
+) -> Finding:
     """Lists the kernel of every product and of the attention of these models, with its times."""
     from recserve.bundle.bundle import Bundle
     from recserve.engine.build import EngineModels, build_engine
@@ -141,10 +146,10 @@ def check_served_kernels(bundle: Path | None, llm: Path | None) -> Finding:
     device, models = resolve_device("auto"), EngineModels()
     if bundle is not None:
         opened = Bundle.open(bundle)
-        loaded = load_models(opened, Snapshot.of(opened.catalog(), device), device)
+        loaded = load_models(opened, Snapshot.of(opened.catalog(), device), device, None, weights)
         models = EngineModels(loaded.recommender, loaded.ranker, heads=loaded.heads)
     if llm is not None:
-        models = replace(models, text=load_text(TextSettings(llm), device).network)
+        models = replace(models, text=load_text(TextSettings(llm, weights=weights), device).network)
     lines = [
         f"{model}: {work}: {kernel}"
         for model, found in kernels_in_use(build_engine(models)).items()

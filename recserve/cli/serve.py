@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -188,6 +188,9 @@ def doctor(
         typer.Option(help="Held-out text to try DRAFTER on; default: text of the model's own."),
     ] = None,
     device: DeviceFlag = "auto",
+    weights: Annotated[
+        Literal["int8"] | None, typer.Option(help="List the kernels for weights in 8 bits.")
+    ] = None,
 ) -> None:
     """Check this machine, or a drafter, and print advice; the exit status is 1 if a check fails."""
     from rich.console import Console
@@ -198,11 +201,11 @@ def doctor(
     if path is None:
         if text:
             raise typer.BadParameter("--text is for trying a DRAFTER")
-        findings = examine(bundle, store, llm, tuple(drafter or ()))
+        findings = examine(bundle, store, llm, tuple(drafter or ()), weights)
     else:
         if llm is None or not llm.is_dir():
             raise typer.BadParameter("a DRAFTER needs the folder of its language model (--llm)")
-        if bundle or store or drafter:
+        if bundle or store or drafter or weights:
             raise typer.BadParameter("a DRAFTER is examined alone, with --llm and --text")
         findings = _examine_drafter(path, llm, text or [], device)
     Console().print(findings_table(findings))

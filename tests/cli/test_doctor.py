@@ -6,6 +6,7 @@ from recserve.cli import doctor
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import cpu_attention, native, products
 from recserve.kernels.cpu.choice import KernelChoice
+from tests.support.tiny_llm import tiny_llm
 
 
 def test_this_machine_passes():
@@ -37,6 +38,15 @@ def test_the_choice_between_c_and_torch_is_shown(monkeypatch):
     assert doctor.check_kernels().detail.startswith("torch, as there are no")
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
     assert doctor.check_kernels().detail == "not measured: RECSERVE_KERNELS is torch"
+
+
+def test_kernels_of_served_models_are_listed_for_the_weights_that_serve(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    folder = tiny_llm(tmp_path / "llm")
+    for weights, shown in ((None, False), ("int8", True)):
+        (finding,) = (f for f in doctor.examine(llm=folder, weights=weights) if "served" in f.name)
+        products = [line for line in finding.detail.splitlines() if " products " in line]
+        assert products and all(("int8" in line) == shown for line in products)
 
 
 def test_a_missing_package_is_named():

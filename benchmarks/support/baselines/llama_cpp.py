@@ -44,15 +44,19 @@ def missing() -> list[str]:
     return [package for module, package in packages.items() if find_spec(module) is None]
 
 
-def write_gguf(model: LanguageModel, path: Path, tokenizer: Path | None = None) -> None:
+def write_gguf(
+    model: LanguageModel, path: Path, tokenizer: Path | None = None, stored: str | None = None
+) -> None:
     """Writes a plain Llama as a GGUF file.
 
-    Matrices keep their type and values; norms are float32.
+    Norms are float32.
 
     Args:
         model: The model.
         path: File to write.
         tokenizer: Folder with the tokenizer; None writes no vocabulary.
+        stored: Type of the matrices, a name of `GGMLQuantizationType` such as F16 or Q8_0. None
+            keeps their type and values.
 
     Raises:
         ValueError: If the model has biases, norms of queries and keys, or scaled positions, or the
@@ -81,7 +85,8 @@ def write_gguf(model: LanguageModel, path: Path, tokenizer: Path | None = None) 
     else:
         add_vocabulary(writer, tokenizer)
     kinds = gguf.GGMLQuantizationType
-    matrices = {torch.float32: kinds.F32, torch.bfloat16: kinds.BF16}[model.tokens.weight.dtype]
+    own_types = {torch.float32: kinds.F32, torch.bfloat16: kinds.BF16}
+    matrices = kinds[stored] if stored else own_types[model.tokens.weight.dtype]
     heads = {"attn_q": c.num_heads, "attn_k": c.num_kv_heads}
     for name, weight in named_tensors(model).items():
         own = OUTSIDE.get(name) or _name(name)

@@ -3,10 +3,11 @@
  *
  * A panel is PANEL rows of Q in the order in which they are read. Each step along the sum has
  * `depth` bytes of every row: two for bfloat16 x where the processor multiplies pairs of bfloat16,
- * else one. Integers become floats or pairs in registers, or once for many rows of x. Other bfloat16
- * x becomes floats once per call. All sums are floats. Bytes moved: Q once for up to BLOCK_ROWS
- * rows. Operations: 2 n m per row and 2 n m conversions per six rows. The order of a sum does not
- * depend on the number of rows.
+ * else one. Integers become floats or pairs in registers. If a block has more than one tile of ROWS
+ * rows, the first leaves them in the nearest cache for the others, and each prefetches its share of
+ * the weights that come next. Other bfloat16 x becomes floats once per call. All sums are floats.
+ * Bytes moved: Q once for up to BLOCK_ROWS rows. Operations: 2 n m per row, and n m conversions per
+ * block. The order of a sum does not depend on the number of rows.
  */
 #include "panels.h"
 #include <stdlib.h>
@@ -16,7 +17,6 @@
 #endif
 
 #define BLOCK_ROWS 96 /* rows that share one pass over a panel */
-#define MANY_ROWS 24  /* from so many rows on, a span of weights is converted once */
 #define SPAN 128      /* steps that are summed before they are added to the total */
 
 /* GCC 12 converts bytes with its vector extensions one by one. */
@@ -54,52 +54,87 @@ INLINE floats step(int depth, floats sum, uint32_t x, words w) {
     return sum + (floats)xs * (floats)w;
 }
 
-/* Adds the products of `count` rows of x with `width` vectors of a panel, over `span` steps. wide:
- * whether the weights are converted. stride: steps of a row of x. totals: rows of PANEL floats. */
-INLINE void strip(int depth, int wide, int count, int width, const uint32_t *x, int64_t stride,
-                  const char *weights, int64_t span, float *totals) {
+/* Where a tile has its weights from. The first of several tiles stores what it converts. */
+enum { CONVERT, CONVERT_AND_STORE, CONVERTED };
+
+/* Some steps of a panel, which all rows of a block are multiplied by before the next. */
+typedef struct {
+    const int8_t *panel; /* [steps, PANEL, depth] */
+    uint32_t *converted; /* [steps, PANEL]: the same after conversion */
+    int64_t steps;
+    const int8_t *next; /* where the tile prefetches: its share of the next span */
+    int64_t rate;       /* bytes of `next` per step */
+} Span;
+
+/* Adds the products of `count` rows of x with `width` vectors of a span, from vector `first` on.
+ * ahead: whether to prefetch. stride: steps of a row of x. totals: rows of PANEL floats. */
+INLINE void strip(int depth, int source, int count, int first, int width, int ahead,
+                  const uint32_t *x, int64_t stride, const Span *span, float *totals) {
     floats sums[ROWS][VECTORS] = {};
-    for (int64_t k = 0; k < span; k++) {
-        words w[VECTORS];
+    int group = count < width ? 1 : width; /* vectors of weights that registers hold */
+    int lines = source == CONVERT ? PANEL * depth / 64 : 1;
+    for (int64_t k = 0; k < span->steps; k++) {
+        for (int line = 0; ahead && line < lines; line++)
+            __builtin_prefetch(span->next + k * span->rate + 64 * line);
 #pragma GCC unroll 16
-        for (int v = 0; v < width; v++) {
-            int64_t at = k * PANEL + v * LANES;
-            if (wide)
-                memcpy(&w[v], weights + 4 * at, sizeof w[v]);
-            else
-                w[v] = convert(depth, (const int8_t *)weights + depth * at);
-        }
+        for (int v = 0; v < width; v += group) {
+            words w[VECTORS];
+#pragma GCC unroll 16
+            for (int g = 0; g < group; g++) {
+                int64_t at = k * PANEL + (first + v + g) * LANES;
+                if (source == CONVERTED)
+                    memcpy(&w[g], span->converted + at, sizeof w[g]);
+                else
+                    w[g] = convert(depth, span->panel + depth * at);
+                if (source == CONVERT_AND_STORE)
+                    memcpy(span->converted + at, &w[g], sizeof w[g]);
+            }
 #pragma GCC unroll 6
-        for (int r = 0; r < count; r++)
+            for (int r = 0; r < count; r++)
 #pragma GCC unroll 16
-            for (int v = 0; v < width; v++)
-                sums[r][v] = step(depth, sums[r][v], x[r * stride + k], w[v]);
+                for (int g = 0; g < group; g++)
+                    sums[r][v + g] = step(depth, sums[r][v + g], x[r * stride + k], w[g]);
+        }
     }
     for (int r = 0; r < count; r++)
         for (int v = 0; v < width; v++) {
-            int64_t at = r * PANEL + v * LANES;
+            int64_t at = r * PANEL + (first + v) * LANES;
             store(FLOAT32, totals, at, load(FLOAT32, totals, at) + sums[r][v]);
         }
 }
 
-INLINE void tile(int depth, int wide, int count, const uint32_t *x, int64_t stride,
-                 const char *weights, int64_t span, float *totals) {
+INLINE void tile(int depth, int source, int count, const uint32_t *x, int64_t stride,
+                 const Span *span, float *totals) {
     int width = strip_width(count);
-    for (int v = 0; v < VECTORS; v += width)
-        strip(depth, wide, count, width, x, stride, weights + v * LANES * (wide ? 4 : depth), span,
-              totals + v * LANES);
+    strip(depth, source, count, 0, width, 1, x, stride, span, totals);
+    for (int v = width; v < VECTORS; v += width)
+        strip(depth, source, count, v, width, 0, x, stride, span, totals);
 }
 
-INLINE void tiles(int depth, int wide, int64_t rows, const uint32_t *x, int64_t stride,
-                  const char *weights, int64_t span, float *totals) {
-    for (; rows >= ROWS; rows -= ROWS, x += ROWS * stride, totals += ROWS * PANEL)
-        tile(depth, wide, ROWS, x, stride, weights, span, totals);
+/* Multiplies fewer than ROWS rows. */
+INLINE void last_tile(int depth, int source, int64_t rows, const uint32_t *x, int64_t stride,
+                      const Span *span, float *totals) {
     switch (rows) {
-    case 5: tile(depth, wide, 5, x, stride, weights, span, totals); break;
-    case 4: tile(depth, wide, 4, x, stride, weights, span, totals); break;
-    case 3: tile(depth, wide, 3, x, stride, weights, span, totals); break;
-    case 2: tile(depth, wide, 2, x, stride, weights, span, totals); break;
-    case 1: tile(depth, wide, 1, x, stride, weights, span, totals); break;
+    case 5: tile(depth, source, 5, x, stride, span, totals); break;
+    case 4: tile(depth, source, 4, x, stride, span, totals); break;
+    case 3: tile(depth, source, 3, x, stride, span, totals); break;
+    case 2: tile(depth, source, 2, x, stride, span, totals); break;
+    case 1: tile(depth, source, 1, x, stride, span, totals); break;
+    }
+}
+
+/* Multiplies the rows of a block by a span. */
+INLINE void tiles(int depth, int64_t rows, const uint32_t *x, int64_t stride, Span *span,
+                  float *totals) {
+    if (rows < ROWS) return last_tile(depth, CONVERT, rows, x, stride, span, totals);
+    if (rows == ROWS) return tile(depth, CONVERT, ROWS, x, stride, span, totals);
+    tile(depth, CONVERT_AND_STORE, ROWS, x, stride, span, totals);
+    for (rows -= ROWS; rows > 0; rows -= ROWS) {
+        x += ROWS * stride, totals += ROWS * PANEL, span->next += span->steps * span->rate;
+        if (rows >= ROWS)
+            tile(depth, CONVERTED, ROWS, x, stride, span, totals);
+        else
+            last_tile(depth, CONVERTED, rows, x, stride, span, totals);
     }
 }
 
@@ -108,19 +143,13 @@ INLINE void block(int type, int depth, const uint32_t *x, const int8_t *panel, c
                   const float *bias, char *out, int64_t rows, int64_t steps, int64_t size,
                   int64_t left) {
     float totals[BLOCK_ROWS * PANEL];
-    uint32_t weights[SPAN * PANEL];
+    uint32_t converted[SPAN * PANEL];
+    int64_t bytes = PANEL * depth, share = (rows + ROWS - 1) / ROWS;
     memset(totals, 0, rows * PANEL * sizeof *totals);
-    for (int64_t k = 0; k < steps; k += SPAN, panel += SPAN * PANEL * depth) {
-        int64_t span = k + SPAN < steps ? SPAN : steps - k;
-        if (rows < MANY_ROWS) {
-            tiles(depth, 0, rows, x + k, steps, (const char *)panel, span, totals);
-            continue;
-        }
-        for (int64_t i = 0; i < span * PANEL; i += LANES) {
-            words converted = convert(depth, panel + depth * i);
-            memcpy(weights + i, &converted, sizeof converted);
-        }
-        tiles(depth, 1, rows, x + k, steps, (const char *)weights, span, totals);
+    for (int64_t k = 0; k < steps; k += SPAN, panel += SPAN * bytes) {
+        int64_t some = k + SPAN < steps ? SPAN : steps - k;
+        Span span = {panel, converted, some, panel + some * bytes, (bytes + share - 1) / share};
+        tiles(depth, rows, x + k, steps, &span, totals);
     }
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < left && i < PANEL; i += LANES) {

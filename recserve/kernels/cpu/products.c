@@ -17,7 +17,7 @@
 #include <immintrin.h>
 #endif
 
-#define AHEAD 8 /* steps from a prefetch to its use */
+#define AHEAD 16 /* steps from a prefetch to its use */
 #define SPAN 256 /* steps that are summed before they are added to the total */
 #define MANY_ROWS 24 /* from so many rows on, a panel of float16 becomes float32 once */
 
@@ -51,8 +51,8 @@ INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
 }
 
 /* Adds the products of `count` rows of x with `width` vectors of a panel, over `span` steps. each:
- * bytes of a step of one output, 2 for float16 and else 4. ahead: whether to prefetch all of the
- * panel, because other strips read the rest of its lines next. totals: rows of VECTORS vectors. */
+ * bytes of a step of one output, 2 for float16 and else 4. ahead: whether to prefetch, for all strips
+ * of the tile. totals: rows of VECTORS vectors. */
 INLINE void strip(int type, int each, int count, int width, int ahead, const char *x,
                   const char *panel, floats *totals, int64_t steps, int64_t span) {
     floats sums[ROWS][VECTORS] = {};
@@ -85,7 +85,7 @@ INLINE void tile(int type, int each, int count, const char *x, const char *panel
         for (int v = 0; v < VECTORS; v++) totals[r * VECTORS + v] = load(FLOAT32, bias, v * LANES);
     for (int64_t k = 0; k < steps; k += SPAN, panel += SPAN * each * PANEL) {
         int64_t span = k + SPAN < steps ? SPAN : steps - k;
-        strip(type, each, count, width, width < VECTORS, x + 4 * k, panel, totals, steps, span);
+        strip(type, each, count, width, 1, x + 4 * k, panel, totals, steps, span);
         for (int v = width; v < VECTORS; v += width)
             strip(type, each, count, width, 0, x + 4 * k, panel + v * each * LANES, totals + v,
                   steps, span);
@@ -136,12 +136,12 @@ void linear_halves(const char *x, const char *panels, const float *bias, char *o
     for (int64_t i = 0; i < count; i++) {
         const char *panel = panels + i * steps * 2 * PANEL;
         int64_t first = i * PANEL;
-        if (rows < MANY_ROWS) {
+        char *wide = rows < MANY_ROWS ? NULL : malloc(steps * 4 * PANEL);
+        if (!wide) {
             rows_by_panel(FLOAT32, 2, x, panel, bias + first, out + 4 * first, rows, steps, size,
                           size - first);
             continue;
         }
-        char *wide = malloc(steps * 4 * PANEL);
         for (int64_t k = 0; k < steps * PANEL; k += LANES)
             store(FLOAT32, wide, k, load_halves(panel + 2 * k));
         rows_by_panel(FLOAT32, 4, x, wide, bias + first, out + 4 * first, rows, steps, size,

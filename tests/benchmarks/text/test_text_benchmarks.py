@@ -33,7 +33,7 @@ def test_text_beside_transformers(monkeypatch, tmp_path):
     assert text.main() == 0
     (cell,) = json.loads(written.read_text())["cells"]
     found = cell["figures"]
-    theirs = {*text.THEIRS} if missing() else {*text.THEIRS, text.LLAMA_CPP}
+    theirs = {*text.THEIRS} if missing() else {*text.THEIRS, "llama.cpp"}
     assert set(found) == {*text.OURS, *theirs}
     assert found["oracle-100"]["tokens_per_step"] > found["oracle-70"]["tokens_per_step"] > 1
     assert found["ngram"]["tokens_per_step"] > 1
