@@ -8,7 +8,8 @@
  *
  * Weights that are float16 numbers can be multiplied with float32 rows. They are half as many bytes
  * and become float32 in registers, or once for many rows. The sums have the bits that they have
- * with float32 weights.
+ * with float32 weights. bfloat16 numbers become float32 once for many rows too, where the processor
+ * has no instruction for pairs of them. The bits are those of few rows.
  */
 #include "panels.h"
 #include <stdlib.h>
@@ -19,7 +20,15 @@
 
 #define AHEAD 16 /* steps from a prefetch to its use */
 #define SPAN 256 /* steps that are summed before they are added to the total */
-#define MANY_ROWS 24 /* from so many rows on, a panel of float16 becomes float32 once */
+#define MANY_ROWS 24 /* from so many rows on, a panel of 16-bit weights becomes float32 once */
+
+/* What a step of an output multiplies: a float; two bfloat16; a float and a float16; or half of two
+ * bfloat16, both of them floats by now. */
+enum { FLOATS, PAIRS, HALVES, WIDE_PAIRS };
+
+INLINE int bytes_of(int form) { return form == HALVES ? 2 : 4; }
+INLINE int type_of(int form) { return form == PAIRS || form == WIDE_PAIRS ? BFLOAT16 : FLOAT32; }
+INLINE int64_t span_of(int form) { return form == WIDE_PAIRS ? 2 * SPAN : SPAN; }
 
 /* Loads float16 numbers, which must be finite. */
 INLINE floats load_halves(const char *at) {
@@ -37,11 +46,11 @@ INLINE floats load_halves(const char *at) {
 }
 
 /* Adds the products of a step to a sum. x is one float, or two bfloat16, for all lanes. */
-INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
+INLINE floats step(int form, floats sum, uint32_t x, const char *weights) {
     words w;
     memcpy(&w, weights, sizeof w);
     words xs = x - (words){};
-    if (type == FLOAT32) return sum + (floats)xs * (floats)w;
+    if (form != PAIRS) return sum + (floats)xs * (floats)w;
 #ifdef __AVX512BF16__
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)xs, (__m512bh)w);
 #else
@@ -50,26 +59,27 @@ INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
 #endif
 }
 
-/* Adds the products of `count` rows of x with `width` vectors of a panel, over `span` steps. each:
- * bytes of a step of one output, 2 for float16 and else 4. ahead: whether to prefetch, for all strips
- * of the tile. totals: rows of VECTORS vectors. */
-INLINE void strip(int type, int each, int count, int width, int ahead, const char *x,
-                  const char *panel, floats *totals, int64_t steps, int64_t span) {
+/* Adds the products of `count` rows of x with `width` vectors of a panel, over `span` steps. ahead:
+ * whether to prefetch, for all strips of the tile. totals: rows of VECTORS vectors. */
+INLINE void strip(int form, int count, int width, int ahead, const char *x, const char *panel,
+                  floats *totals, int64_t steps, int64_t span) {
+    int each = bytes_of(form);
     floats sums[ROWS][VECTORS] = {};
     for (int64_t k = 0; k < span; k++, panel += each * PANEL) {
         for (int line = 0; ahead && line < each * PANEL; line += 64)
             __builtin_prefetch(panel + AHEAD * each * PANEL + line);
         floats wide[VECTORS];
 #pragma GCC unroll 16
-        for (int v = 0; each == 2 && v < width; v++) wide[v] = load_halves(panel + v * 2 * LANES);
+        for (int v = 0; form == HALVES && v < width; v++)
+            wide[v] = load_halves(panel + v * 2 * LANES);
 #pragma GCC unroll 6
         for (int r = 0; r < count; r++) {
             uint32_t element;
             memcpy(&element, x + (r * steps + k) * 4, sizeof element);
 #pragma GCC unroll 16
             for (int v = 0; v < width; v++)
-                sums[r][v] = step(type, sums[r][v], element,
-                                  each == 2 ? (const char *)&wide[v] : panel + v * 4 * LANES);
+                sums[r][v] = step(form, sums[r][v], element,
+                                  form == HALVES ? (const char *)&wide[v] : panel + v * 4 * LANES);
         }
     }
     for (int r = 0; r < count; r++)
@@ -77,36 +87,55 @@ INLINE void strip(int type, int each, int count, int width, int ahead, const cha
 }
 
 /* Multiplies `count` rows of x by one panel and stores `left` of its columns. */
-INLINE void tile(int type, int each, int count, const char *x, const char *panel,
-                 const float *bias, char *out, int64_t steps, int64_t size, int64_t left) {
-    int width = strip_width(count);
+INLINE void tile(int form, int count, const char *x, const char *panel, const float *bias,
+                 char *out, int64_t steps, int64_t size, int64_t left) {
+    int width = strip_width(count), each = bytes_of(form);
+    int64_t most = span_of(form);
     floats totals[ROWS * VECTORS];
     for (int r = 0; r < count; r++)
         for (int v = 0; v < VECTORS; v++) totals[r * VECTORS + v] = load(FLOAT32, bias, v * LANES);
-    for (int64_t k = 0; k < steps; k += SPAN, panel += SPAN * each * PANEL) {
-        int64_t span = k + SPAN < steps ? SPAN : steps - k;
-        strip(type, each, count, width, 1, x + 4 * k, panel, totals, steps, span);
+    for (int64_t k = 0; k < steps; k += most, panel += most * each * PANEL) {
+        int64_t span = k + most < steps ? most : steps - k;
+        strip(form, count, width, 1, x + 4 * k, panel, totals, steps, span);
         for (int v = width; v < VECTORS; v += width)
-            strip(type, each, count, width, 0, x + 4 * k, panel + v * each * LANES, totals + v,
+            strip(form, count, width, 0, x + 4 * k, panel + v * each * LANES, totals + v,
                   steps, span);
     }
     for (int r = 0; r < count; r++)
         for (int v = 0; v < VECTORS && v * LANES < left; v++)
-            store_some(type, out, r * size + v * LANES, totals[r * VECTORS + v], left - v * LANES);
+            store_some(type_of(form), out, r * size + v * LANES, totals[r * VECTORS + v],
+                       left - v * LANES);
 }
 
-INLINE void rows_by_panel(int type, int each, const char *x, const char *panel, const float *bias,
-                          char *out, int64_t rows, int64_t steps, int64_t size, int64_t left) {
-    int64_t in = 4 * steps, over = (type == FLOAT32 ? 4 : 2) * size;
+INLINE void rows_by_panel(int form, const char *x, const char *panel, const float *bias, char *out,
+                          int64_t rows, int64_t steps, int64_t size, int64_t left) {
+    int64_t in = 4 * steps, over = (type_of(form) == FLOAT32 ? 4 : 2) * size;
     for (; rows >= ROWS; rows -= ROWS, x += ROWS * in, out += ROWS * over)
-        tile(type, each, ROWS, x, panel, bias, out, steps, size, left);
+        tile(form, ROWS, x, panel, bias, out, steps, size, left);
     switch (rows) {
-    case 5: tile(type, each, 5, x, panel, bias, out, steps, size, left); break;
-    case 4: tile(type, each, 4, x, panel, bias, out, steps, size, left); break;
-    case 3: tile(type, each, 3, x, panel, bias, out, steps, size, left); break;
-    case 2: tile(type, each, 2, x, panel, bias, out, steps, size, left); break;
-    case 1: tile(type, each, 1, x, panel, bias, out, steps, size, left); break;
+    case 5: tile(form, 5, x, panel, bias, out, steps, size, left); break;
+    case 4: tile(form, 4, x, panel, bias, out, steps, size, left); break;
+    case 3: tile(form, 3, x, panel, bias, out, steps, size, left); break;
+    case 2: tile(form, 2, x, panel, bias, out, steps, size, left); break;
+    case 1: tile(form, 1, x, panel, bias, out, steps, size, left); break;
     }
+}
+
+/* Writes the floats of `count` pairs of bfloat16. */
+INLINE void widen(const char *pairs, float *to, int64_t count) {
+    for (int64_t i = 0; i < 2 * count; i += LANES)
+        store_some(FLOAT32, to, i, load_some(BFLOAT16, pairs, i, 2 * count - i), 2 * count - i);
+}
+
+/* Writes a panel of pairs as a panel of floats with twice as many steps. */
+INLINE void widen_panel(const char *panel, float *to, int64_t steps) {
+    for (int64_t k = 0; k < steps; k++, to += 2 * PANEL)
+        for (int64_t i = 0; i < PANEL; i += LANES) {
+            words pairs;
+            memcpy(&pairs, panel + 4 * (k * PANEL + i), sizeof pairs);
+            store(FLOAT32, to, i, (floats)(pairs << 16));
+            store(FLOAT32, to, PANEL + i, (floats)(pairs & 0xffff0000u));
+        }
 }
 
 /* x: [rows, steps (x 2)]. panels: [ceil(size / PANEL), steps, PANEL (x 2)]. bias: [ceil(size /
@@ -114,17 +143,28 @@ INLINE void rows_by_panel(int type, int each, const char *x, const char *panel, 
 void linear(int type, const char *x, const char *panels, const float *bias, char *out, int64_t rows,
             int64_t steps, int64_t size) {
     int64_t count = (size + PANEL - 1) / PANEL;
+    float *wide = NULL;
+#ifndef __AVX512BF16__
+    if (type == BFLOAT16 && rows >= MANY_ROWS) wide = malloc(rows * steps * 2 * sizeof *wide);
+    if (wide) widen(x, wide, rows * steps);
+#endif
 #pragma omp parallel for schedule(static) if (rows * steps * size >= MANY)
     for (int64_t i = 0; i < count; i++) {
         const char *panel = panels + i * steps * 4 * PANEL;
-        int64_t first = i * PANEL;
-        if (type == FLOAT32)
-            rows_by_panel(FLOAT32, 4, x, panel, bias + first, out + 4 * first, rows, steps, size,
-                          size - first);
-        else
-            rows_by_panel(BFLOAT16, 4, x, panel, bias + first, out + 2 * first, rows, steps, size,
-                          size - first);
+        int64_t first = i * PANEL, left = size - first;
+        float *widened = wide ? malloc(steps * 2 * PANEL * sizeof *wide) : NULL;
+        if (type == FLOAT32) {
+            rows_by_panel(FLOATS, x, panel, bias + first, out + 4 * first, rows, steps, size, left);
+        } else if (widened) {
+            widen_panel(panel, widened, steps);
+            rows_by_panel(WIDE_PAIRS, (const char *)wide, (const char *)widened, bias + first,
+                          out + 2 * first, rows, 2 * steps, size, left);
+        } else {
+            rows_by_panel(PAIRS, x, panel, bias + first, out + 2 * first, rows, steps, size, left);
+        }
+        free(widened);
     }
+    free(wide);
 }
 
 /* x: [rows, steps] float32. panels: [ceil(size / PANEL), steps, PANEL] float16. bias: [ceil(size /
@@ -138,13 +178,13 @@ void linear_halves(const char *x, const char *panels, const float *bias, char *o
         int64_t first = i * PANEL;
         char *wide = rows < MANY_ROWS ? NULL : malloc(steps * 4 * PANEL);
         if (!wide) {
-            rows_by_panel(FLOAT32, 2, x, panel, bias + first, out + 4 * first, rows, steps, size,
+            rows_by_panel(HALVES, x, panel, bias + first, out + 4 * first, rows, steps, size,
                           size - first);
             continue;
         }
         for (int64_t k = 0; k < steps * PANEL; k += LANES)
             store(FLOAT32, wide, k, load_halves(panel + 2 * k));
-        rows_by_panel(FLOAT32, 4, x, wide, bias + first, out + 4 * first, rows, steps, size,
+        rows_by_panel(FLOATS, x, wide, bias + first, out + 4 * first, rows, steps, size,
                       size - first);
         free(wide);
     }
