@@ -33,6 +33,7 @@ from recserve.engine.items.graph_search import SearchShape
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
+from recserve.models.packing import PackedLinear
 from recserve.models.recommender import Recommender
 
 ROWS = (1, 64, 256, 1001, 2048)
@@ -133,7 +134,10 @@ def _synchronize(device: str) -> None:
 def products(
     shape: DecoderConfig, dtype: torch.dtype, device: str, counts: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the times of the four products of a layer alone, by number of rows."""
+    """Yields the times of the four products of a layer alone, by number of rows.
+
+    `us_int8` is the time with the weight in 8 bits.
+    """
     size, heads = shape.hidden_size, shape.num_heads * shape.head_dim
     weights = {
         "qkv": (heads + 2 * shape.num_kv_heads * shape.head_dim, size),
@@ -143,6 +147,7 @@ def products(
     }
     for name, (outputs, inputs) in weights.items():
         weight = torch.randn(outputs, inputs, device=device).to(dtype)
+        eight = PackedLinear(weight, in_c=False, stored="int8")
         for rows in counts:
             x = torch.randn(rows, inputs, device=device).to(dtype)
             ms = milliseconds(lambda x=x, w=weight: x @ w.T, device)
@@ -150,6 +155,7 @@ def products(
             yield {
                 "profile": f"product {name}, {rows} rows",
                 "us": ms * 1e3,
+                "us_int8": milliseconds(lambda x=x, w=eight: w(x), device) * 1e3,
                 "tflop_s": 2 * rows * weight.numel() / ms / 1e9,
                 "gb_s": moved / ms / 1e6,
             }

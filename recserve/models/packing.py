@@ -4,14 +4,15 @@ The products are those of `kernels/cpu/native.py`, whose rows do not depend on t
 or oneDNN's, whichever is faster on this machine. oneDNN uses different arithmetic for a single row
 over long sums. `keep_rows_alike` turns this off.
 
-Weights can also be stored in 8 bits, on any device (kernels/int8.py). C then multiplies them as
-they are, and other machines compute the weight from its 8 bits in every product.
+Weights can also be stored in 8 bits, on any device (kernels/int8.py). C and Triton then multiply
+them as they are, and other machines compute the weight from its 8 bits in every product.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,11 @@ from recserve.kernels.int8 import Int8Weight, TorchInt8Product
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from recserve.kernels.triton.int8_linear import TritonInt8Product
+
+Int8Product: TypeAlias = "Int8Panels | TritonInt8Product | TorchInt8Product"
 
 
 class PackedLinear(nn.Module):
@@ -62,7 +68,7 @@ class PackedLinear(nn.Module):
         if in_c is None:
             in_c = dispatch.packs([weight]) if stored is None else dispatch.packs_int8([weight])
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-        self._product: Panels | Int8Panels | HalfPanels | OneDnnWeight | TorchInt8Product
+        self._product: Panels | HalfPanels | OneDnnWeight | Int8Product
         if stored == "float16":
             self._product = HalfPanels.of(weight, bias)
         else:
@@ -88,10 +94,14 @@ def _packed(weight: Tensor, bias: Tensor | None, in_c: bool) -> Panels | OneDnnW
     return OneDnnWeight(weight, bias)
 
 
-def _int8(weight: Tensor, bias: Tensor | None, in_c: bool) -> Int8Panels | TorchInt8Product:
+def _int8(weight: Tensor, bias: Tensor | None, in_c: bool) -> Int8Product:
     rounded = Int8Weight.of(weight)
     if in_c and multiplies_int8(weight):
         return Int8Panels.of(rounded, bias, weight.dtype)
+    if dispatch.in_triton(weight):
+        from recserve.kernels.triton.int8_linear import TritonInt8Product
+
+        return TritonInt8Product(rounded, bias)
     return TorchInt8Product(rounded, bias)
 
 

@@ -61,7 +61,11 @@ def _kernels(runner: Runner) -> dict[str, str]:
     assert isinstance(trunk, DecoderTrunk | RankerTrunk)
     if trunk.device.type != "cpu":
         triton = dispatch.KERNELS in ("auto", "c", "triton")
-        return {"attention": "triton" if triton else "torch", "products": "torch"}
+        kernel = "triton" if triton else "torch"
+        modules = trunk.model.modules()
+        if any(isinstance(m, PackedLinear) and m.stored == "int8" for m in modules):
+            return {"attention": kernel, "products": f"{kernel}: weights in 8 bits"}
+        return {"attention": kernel, "products": "torch"}
     found: Counter[tuple[str, str]] = Counter()
     for module in trunk.model.modules():
         if isinstance(module, PackedLinear):

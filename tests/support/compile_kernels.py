@@ -18,6 +18,7 @@ from recserve.kernels.triton import (
     accept_drawn,
     attention_launch,
     head_topk,
+    int8_linear,
     layer_norm,
     path_move,
     rope_write,
@@ -137,6 +138,13 @@ def small_kernels(dtype):
     }, {
         "hidden": "*" + dtype, "weight": "*" + dtype,
         "rows": "i32", "heads": "i32", "vocabulary": "i32", "weight_stride": "i64",
+    }  # fmt: skip
+    yield int8_linear.int8_linear_kernel, {
+        "INNER": 2048, "HAS_BIAS": dtype != "fp32", "BLOCK_ROWS": int8_linear.MAX_ROWS,
+        "BLOCK_OUTPUTS": int8_linear.BLOCK_OUTPUTS, "BLOCK_SIZE": int8_linear.BLOCK_SIZE,
+    }, {
+        "x": "*" + dtype, "bias": "*" + dtype, "out": "*" + dtype, "values": "*i8",
+        "scales": "*fp32", "rows": "i32", "size": "i32",
     }  # fmt: skip
 
 
