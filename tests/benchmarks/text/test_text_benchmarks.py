@@ -92,7 +92,7 @@ def test_drafters_on_the_reference_checkpoint(options, kinds, monkeypatch, tmp_p
         assert workload["rows"]["none"]["kappa"] == 1.0
         for name in {*workload["rows"]} - {"none"}:
             sums = workload["sums"][name]
-            if sums["drafts"]:
+            if sums["drafted"]:  # load-aware drafts may be cut to nothing
                 kappa = (1 + sum(sums["accepted"]) / sums["drafts"]) * sums["levels"]
                 assert workload["rows"][name]["kappa"] == kappa / sums["drafted"]
         assert all(row["differ"] == 0 for row in workload["rows"].values())
