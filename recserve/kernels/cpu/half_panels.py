@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.cpu.native import PANEL, Product, compiled, library
+from recserve.kernels.cpu.native import Product, checked_rows, compiled, in_panels, library, padded
 
 
 def multiplies_halves(weight: Tensor) -> bool:
@@ -43,12 +42,8 @@ class HalfPanels:
     def of(weight: Tensor, bias: Tensor | None) -> HalfPanels:
         """Packs a weight [n, m] for which `multiplies_halves` is true, and a bias [n]."""
         size = weight.shape[0]
-        rows = F.pad(weight.half(), (0, 0, 0, -size % PANEL))
-        packed = rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2).contiguous()
-        padded = torch.zeros(rows.shape[0])
-        if bias is not None:
-            padded[:size] = bias
-        return HalfPanels(packed, padded, size)
+        packed = in_panels(weight.half(), 1).squeeze(3)
+        return HalfPanels(packed, padded(bias, size), size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,12 +70,8 @@ class HalfPanels:
         Raises:
             ValueError: If x has another type or width.
         """
-        x = x.contiguous()
         inner = self.weight.shape[1]
-        if x.dtype != torch.float32 or x.shape[-1] != inner:
-            raise ValueError(
-                f"x is {x.dtype} {tuple(x.shape)}; expected torch.float32 [..., {inner}]"
-            )
+        x = checked_rows(x, self.dtype, inner)
         out = x.new_empty(*x.shape[:-1], self.size)
         compiled().linear_halves(
             x.data_ptr(),

@@ -176,9 +176,8 @@ void linear_int8(int type, const char *x, const int8_t *panels, const float *sca
     int widens = type != FLOAT32 && depth == 1;
     float *wide = widens ? malloc(most * inner * sizeof *wide) : NULL;
     for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
-        int64_t some = r + BLOCK_ROWS < rows ? BLOCK_ROWS : rows - r, all = some * inner;
-        for (int64_t i = 0; widens && i < all; i += LANES)
-            store_some(FLOAT32, wide, i, load_some(BFLOAT16, x, r * inner + i, all - i), all - i);
+        int64_t some = r + BLOCK_ROWS < rows ? BLOCK_ROWS : rows - r;
+        if (widens) widen(x + r * inner * bytes, wide, some * inner);
         const void *from = widens ? (const void *)wide : x + r * inner * bytes;
 #pragma omp parallel for schedule(static) if (rows * inner * size >= MANY)
         for (int64_t i = 0; i < count; i++) {

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.cpu.native import PANEL, TYPES, Product, compiled, library
+from recserve.kernels.cpu.native import (
+    TYPES,
+    Product,
+    checked_rows,
+    compiled,
+    in_panels,
+    library,
+    padded,
+)
 from recserve.kernels.int8 import Int8Weight
 
 
@@ -41,13 +48,9 @@ class Int8Panels:
         """Packs a weight [n, m] and a bias [n] for activations of a type of `TYPES`."""
         size, inner = weight.values.shape
         depth = compiled().int8_depth(TYPES[dtype], inner)
-        rows = F.pad(weight.values, (0, 0, 0, -size % PANEL))
-        packed = rows.view(-1, PANEL, inner // depth, depth).transpose(1, 2).contiguous()
-        scales, padded = torch.zeros(rows.shape[0]), torch.zeros(rows.shape[0])
-        scales[:size] = weight.scales
-        if bias is not None:
-            padded[:size] = bias
-        return Int8Panels(packed, scales, padded, size, dtype)
+        packed = in_panels(weight.values, depth)
+        scales = padded(weight.scales, size)
+        return Int8Panels(packed, scales, padded(bias, size), size, dtype)
 
     @property
     def product(self) -> Product:
@@ -78,12 +81,8 @@ class Int8Panels:
         Raises:
             ValueError: If x has another type or width.
         """
-        x = x.contiguous()
         inner = self.inner
-        if x.dtype != self.dtype or x.shape[-1] != inner:
-            raise ValueError(
-                f"x is {x.dtype} {tuple(x.shape)}; expected {self.dtype} [..., {inner}]"
-            )
+        x = checked_rows(x, self.dtype, inner)
         out = x.new_empty(*x.shape[:-1], self.size)
         compiled().linear_int8(
             TYPES[x.dtype],

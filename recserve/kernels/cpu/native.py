@@ -101,6 +101,32 @@ class Product(ctypes.Structure):
     _fields_ = [("panels", P), ("bias", P), ("scales", P), ("steps", N), ("size", N), ("halves", N)]
 
 
+def in_panels(weight: Tensor, each: int) -> Tensor:
+    """Returns a weight [n, m] as panels [ceil(n / PANEL), m / each, PANEL, each], zeros at the end.
+
+    Args:
+        weight: The weight, of any type.
+        each: Numbers of an output that follow each other.
+    """
+    rows = F.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
+    return rows.view(-1, PANEL, rows.shape[1] // each, each).transpose(1, 2).contiguous()
+
+
+def padded(values: Tensor | None, size: int) -> Tensor:
+    """Returns values [size], or zeros for None, as [ceil(size / PANEL) * PANEL] float32."""
+    whole = torch.zeros(size + -size % PANEL)
+    if values is not None:
+        whole[:size] = values
+    return whole
+
+
+def checked_rows(x: Tensor, dtype: torch.dtype, inner: int) -> Tensor:
+    """Returns rows x [..., inner] contiguous. Raises ValueError for another type or width."""
+    if x.dtype != dtype or x.shape[-1] != inner:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; expected {dtype} [..., {inner}]")
+    return x.contiguous()
+
+
 @dataclass(frozen=True)
 class Panels:
     """A weight [size, m] and its bias in the layout that the C products read.
@@ -119,13 +145,9 @@ class Panels:
     @staticmethod
     def of(weight: Tensor, bias: Tensor | None) -> Panels:
         """Packs a weight [n, m] and a bias [n]."""
-        size, each = weight.shape[0], 4 // weight.itemsize
-        rows = F.pad(weight, (0, 0, 0, -size % PANEL))
-        packed = rows.view(-1, PANEL, rows.shape[1] // each, each).transpose(1, 2).contiguous()
-        padded = torch.zeros(rows.shape[0])
-        if bias is not None:
-            padded[:size] = bias
-        return Panels(packed, padded, size)
+        size = weight.shape[0]
+        packed = in_panels(weight, 4 // weight.itemsize)
+        return Panels(packed, padded(bias, size), size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,13 +174,9 @@ class Panels:
         Raises:
             ValueError: If x has another type or width than the weight.
         """
-        x = x.contiguous()
         steps = self.weight.shape[1]
         inner = steps * self.weight.shape[3]
-        if x.dtype != self.weight.dtype or x.shape[-1] != inner:
-            raise ValueError(
-                f"x is {x.dtype} {tuple(x.shape)}; expected {self.weight.dtype} [..., {inner}]"
-            )
+        x = checked_rows(x, self.weight.dtype, inner)
         out = x.new_empty(*x.shape[:-1], self.size)
         compiled().linear(
             TYPES[x.dtype],

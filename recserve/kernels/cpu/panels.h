@@ -15,3 +15,9 @@ INLINE int strip_width(int count) {
     while (width * count > SUMS) width /= 2;
     return width;
 }
+
+/* Writes `count` bfloat16 numbers as floats. */
+INLINE void widen(const char *x, float *to, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES)
+        store_some(FLOAT32, to, i, load_some(BFLOAT16, x, i, count - i), count - i);
+}

@@ -121,12 +121,6 @@ INLINE void rows_by_panel(int form, const char *x, const char *panel, const floa
     }
 }
 
-/* Writes the floats of `count` pairs of bfloat16. */
-INLINE void widen(const char *pairs, float *to, int64_t count) {
-    for (int64_t i = 0; i < 2 * count; i += LANES)
-        store_some(FLOAT32, to, i, load_some(BFLOAT16, pairs, i, 2 * count - i), 2 * count - i);
-}
-
 /* Writes a panel of pairs as a panel of floats with twice as many steps. */
 INLINE void widen_panel(const char *panel, float *to, int64_t steps) {
     for (int64_t k = 0; k < steps; k++, to += 2 * PANEL)
@@ -146,7 +140,7 @@ void linear(int type, const char *x, const char *panels, const float *bias, char
     float *wide = NULL;
 #ifndef __AVX512BF16__
     if (type == BFLOAT16 && rows >= MANY_ROWS) wide = malloc(rows * steps * 2 * sizeof *wide);
-    if (wide) widen(x, wide, rows * steps);
+    if (wide) widen(x, wide, rows * steps * 2);
 #endif
 #pragma omp parallel for schedule(static) if (rows * steps * size >= MANY)
     for (int64_t i = 0; i < count; i++) {
