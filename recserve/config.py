@@ -75,6 +75,8 @@ class ServerConfig(BaseSettings):
             `bundles_dir`, and most of the free memory on CUDA.
         kv_dtype: `fp8` stores keys and values in 8 bits. By default the model's own type.
         max_queue: Most requests that may wait for the engine. Another request gets 429.
+        max_running: Most requests that share a forward pass. Fewer are answered sooner when the
+            engine is full; more are answered in all.
         max_connections: Most clients connected at the same time. Another client gets 503.
         header_timeout_s: Time from a connection, or from a request's first byte, to the last
             header.
@@ -140,6 +142,7 @@ class ServerConfig(BaseSettings):
     kv_bytes: int | Literal["auto"] = "auto"
     kv_dtype: Literal["fp8"] | None = None
     max_queue: int = Field(1024, ge=1, le=1_000_000)
+    max_running: int = Field(64, ge=1, le=4096)
     max_connections: int = Field(4096, ge=1, le=1_000_000)
     header_timeout_s: float = Field(10.0, gt=0, le=3600)
     body_timeout_s: float = Field(30.0, gt=0, le=3600)

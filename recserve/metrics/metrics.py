@@ -21,6 +21,12 @@ SECONDS = (
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
 SWAP_RESULTS = ("loaded", "refused")
+# Codes of `degraded` in answers.
+DEGRADED = (
+    *("cold_start", "hurried", "history_unavailable", "history_damaged", "fewer_than_k"),
+    *("unknown_history_items", "unknown_excluded_items", "no_model_items"),
+    *("seen_within_s_ignored", "duplicate_candidates", "shown_at_ignored", "features_ignored"),
+)
 # Tokens at this draft position or deeper count at the last one, POSITIONS - 1.
 POSITIONS = 32
 ROUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
@@ -172,6 +178,12 @@ class Metrics:
             buckets=ROUNDS,
             registry=self.registry,
         )
+        self._degraded = Counter(
+            "recserve_degraded_answers",
+            "Recommendations and rankings that are less than what was asked, by code",
+            ["code"],
+            registry=self.registry,
+        )
         self.tokens = Counter(
             "recserve_text_tokens", "Prompt and completion tokens", ["kind"], registry=self.registry
         )
@@ -217,6 +229,8 @@ class Metrics:
         # Export every reason at 0 from the start, so that alert rules can refer to it.
         for reason in self.reasons:
             self.failed.labels(reason)
+        for code in DEGRADED:
+            self._degraded.labels(code)
         for reason in FINISH_REASONS:
             self.finished.labels(reason)
         for kind in ("prompt", "completion"):
@@ -245,6 +259,11 @@ class Metrics:
     def failure(self, reason: str) -> None:
         """Counts one failed request."""
         self.failed.labels(reason if reason in self.reasons else "other").inc()
+
+    def degraded(self, codes: Iterable[str]) -> None:
+        """Counts the codes of `degraded` of one answer."""
+        for code in codes:
+            self._degraded.labels(code if code in DEGRADED else "other").inc()
 
     def stages(self, milliseconds: Mapping[str, float]) -> None:
         """Counts the stage times of one successful request, in milliseconds by stage."""

@@ -285,6 +285,7 @@ def finished(trace: Trace, answer: A | Exception) -> A:
     if isinstance(answer, Exception):
         raise answer
     trace.answered(getattr(answer, "timing_ms", None), getattr(answer, "strategy", "none"))
+    trace.degraded.extend(getattr(answer, "degraded", ()))
     return answer
 
 

@@ -80,11 +80,11 @@ class Lifecycle:
     def _run(self) -> None:
         began_s = time.monotonic()
         try:
-            service = self._load()
-            # Models and catalogue live as long as the process. Freezing them keeps full garbage
-            # collections from traversing them during a request.
-            gc.collect()
-            gc.freeze()
+            with _undisturbed():
+                service = self._load()
+                # Models and catalogue live as long as the process. Freezing them keeps full garbage
+                # collections from traversing them during a request.
+                gc.freeze()
             self._service = service
             log.info("ready after %.1f s", time.monotonic() - began_s)
         except BaseException as error:

@@ -40,6 +40,8 @@ def served(vllm_model: str | None = None) -> Metrics:
     metrics.drafted("ngram", counts)
     metrics.drafted("suffix", counts)
     metrics.text_tokens(7, 11)
+    metrics.degraded(["cold_start", "fewer_than_k"])
+    metrics.degraded(["a code of an arm's server"])
     metrics.first_token.observe(0.02)
     metrics.inter_token.observe(0.004)
     metrics.token_seconds.observe(0.003)
@@ -57,6 +59,9 @@ def test_what_the_page_holds():
     assert value(found, "process_open_fds") > 2 and value(found, "recserve_process_threads") >= 1
     ended = {r: value(found, "recserve_texts_finished_total", reason=r) for r in ("stop", "abort")}
     assert ended == {"stop": 1, "abort": 1}
+    codes = ("cold_start", "fewer_than_k", "hurried", "other")
+    less = [value(found, "recserve_degraded_answers_total", code=code) for code in codes]
+    assert less == [1, 1, 0, 1]
     assert value(found, "recserve_text_seconds_sum") == 0.5  # not that of the cancelled text
     levels = [
         value(found, "recserve_draft_acceptance_ratio", drafter="ngram", depth=d) for d in "12"
@@ -115,5 +120,6 @@ def test_random_input_adds_no_series():
         metrics.request(word, rng.choice(("beam", word)), rng.random())
         metrics.request("/v1/recommend", word, rng.random())
         metrics.failure(word)
+        metrics.degraded([word])
         metrics.texts_ended([word, None, "stop"], rng.random(), rng.random())
     assert set(samples(metrics)) == before

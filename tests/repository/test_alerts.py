@@ -43,6 +43,11 @@ def first_token(slow: int) -> list[Series]:
     return latency("recserve_first_token_seconds", ("5.0", "10.0"), slow, 1000)
 
 
+def missing(per_minute: int, **labels: str) -> list[Series]:
+    asked = series(COUNT, "0+600x60", route="/v1/recommend")
+    return [series("recserve_degraded_answers_total", f"0+{per_minute}x60", **labels), asked]
+
+
 def pages(used: int) -> list[Series]:
     values = {"used": used, "free": 2, "cached": 1}
     return [series("recserve_kv_pages", f"{n}x60", state=state) for state, n in values.items()]
@@ -75,6 +80,11 @@ CASES = {
     "RecserveHistoryStoreFailing": (
         failing("features_down", 1),
         failing("invalid", 9),
+        {"instance": "a"},
+    ),
+    "RecserveHistoriesMissing": (
+        missing(12, code="history_unavailable"),
+        missing(500, code="cold_start"),
         {"instance": "a"},
     ),
     "RecserveKvCacheFull": (pages(97), pages(30), JOB),

@@ -135,6 +135,12 @@ def test_dead_links_are_found(tmp_path):
     assert dead_links(page) == ["#b", "page.md#c", "no.md"]
 
 
+@pytest.mark.parametrize("page", (ROOT / "docs").rglob("*.md"), ids=lambda page: page.stem)
+def test_tests_and_benchmarks_that_a_page_names_exist(page):
+    named = re.findall(r"`((?:tests|benchmarks)/[\w./]+)`", page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_no_paths_of_one_machine(page):
     assert MACHINE_PATH.findall(page.read_text(encoding="utf-8")) == []

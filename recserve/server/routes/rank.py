@@ -37,7 +37,10 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         works = await exchange.begin(begin, request, body, deadline_s)
         pool = exchange.threads.items if is_large(body) else None
         found = await outcomes(request, works, deadline_s, pool)
-        request_id = trace_of(request.scope).request_id
+        trace = trace_of(request.scope)
+        for outcome in found:
+            if not isinstance(outcome, Exception):
+                trace.degraded.extend(outcome.degraded)
 
         def answer() -> Response:
             results = [
@@ -46,6 +49,6 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
                 else RankOutcome(answer=outcome)
                 for outcome in found
             ]
-            return json_response(RankBatchResponse(request_id=request_id, results=results))
+            return json_response(RankBatchResponse(request_id=trace.request_id, results=results))
 
         return answer() if pool is None else await on_thread(pool, answer)

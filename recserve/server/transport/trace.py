@@ -43,6 +43,7 @@ class Trace:
         status: HTTP status of the response; 0 before it starts.
         answered_s: time.monotonic() value at the answer of the service; None without one.
         experiment: Experiment and arm of the request; None outside experiments.
+        degraded: Codes of `degraded` of all answers in the response.
     """
 
     request_id: str = field(default_factory=random_id)
@@ -53,6 +54,7 @@ class Trace:
     status: int = 0
     answered_s: float | None = None
     experiment: ExperimentLabel | None = None
+    degraded: list[str] = field(default_factory=list)
 
     @property
     def arm(self) -> str:

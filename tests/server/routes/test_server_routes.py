@@ -15,9 +15,11 @@ import pytest
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.catalog.item_journal import JournalError
+from recserve.metrics.metrics import DEGRADED
 from recserve.server.errors import TABLE
 from recserve.service import Service, ServiceOptions
 from tests.support.live_server import live
+from tests.support.paths import ROOT
 from tests.support.tiny_bundle import shared_bundle
 
 KEY, OTHER = "a-key-of-sixteen", "another-key-of-24-chars!"
@@ -108,6 +110,37 @@ def test_rank_and_batch(client, user, samples):
     assert [set(r) for r in results] == [{"answer"}, {"error"}, {"answer"}]
     assert results[0]["answer"]["items"] == body["items"] == results[2]["answer"]["items"]
     assert results[1]["error"]["param"] == "scorer"
+
+
+def test_degraded_answers_are_counted_on_every_route(client, samples):
+    def counted():
+        found = re.findall(r'degraded_answers_total\{code="(\w+)"\} (\d+)', page())
+        return {code: int(number) for code, number in found}
+
+    def page():
+        return client.get("/metrics").text
+
+    before = counted()
+    nobody, twice = {"user": {"id": "nobody-yet"}}, [{"item_id": samples["items"][0]}] * 2
+    ranking = {**nobody, "candidates": twice}
+    assert client.post("/v1/recommend", json=nobody).json()["degraded"] == ["cold_start"]
+    said = client.post("/v1/rank", json=ranking).json()["degraded"]
+    assert said == ["cold_start", "duplicate_candidates"]
+    client.post("/v1/rank:batch", json={"requests": [ranking, ranking]})
+    tensor = {"name": "user_id", "datatype": "BYTES", "shape": [1], "data": ["nobody-yet"]}
+    assert client.post("/v2/models/recommend/infer", json={"inputs": [tensor]}).status_code == 200
+    more = {code: number - before[code] for code, number in counted().items()}
+    assert {code: number for code, number in more.items() if number} == {
+        "cold_start": 5,
+        "duplicate_candidates": 3,
+    }
+
+
+def test_the_page_lists_the_codes_that_are_counted():
+    page = (ROOT / "docs" / "reference" / "http.md").read_text(encoding="utf-8")
+    listed = page.split("Codes of `degraded`:", 1)[1].split("\n\n", 2)[1]
+    cells = [line.split("|")[1] for line in listed.splitlines()[2:]]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(DEGRADED)
 
 
 def test_events_histories_items_models_version(client, samples):
