@@ -278,7 +278,7 @@ def check_searches(path: Path) -> Finding:
 
 
 def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
-    """Lists the searches that a GPU would capture, for a machine without one.
+    """Says in one line what a GPU would capture, for a machine without one.
 
     Args:
         weighs: True if the recommender has a dense head.
@@ -288,10 +288,11 @@ def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
     from recserve.engine.items.search_graphs import SearchLimits, buckets_of
 
     limits = SearchLimits()
-    names = [b.name for b in buckets_of(weighs, "nezha" in strategies, limits.shapes)]
+    count = len(buckets_of(weighs, "nezha" in strategies, limits.shapes))
+    sizes = f"up to {limits.most_requests} requests and {limits.most_beams} beams"
     most = f"within {limits.seconds:.0f} s and {limits.bytes / 2**20:.0f} MiB"
-    wanted = f"on a GPU {len(names)} searches (requests x beams), {most}: {', '.join(names)}"
-    return Finding("searches", "ok", f"none on {device}; {wanted}; {_launched(strategies)}")
+    wanted = f"a GPU captures {count} searches of {sizes}, {most}"
+    return Finding("searches", "ok", f"none on {device}; {wanted}")
 
 
 def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
@@ -307,10 +308,8 @@ def _launched(strategies: Seq[str]) -> str:
 
     limits = SearchLimits()
     others = ", ".join(sorted(n for n in strategies if strategy_classes()[n].replays is None))
-    requests = max(shape.requests for shape in limits.shapes)
-    width = max(shape.width for shape in limits.shapes)
     reasons = [
-        f"more than {requests} requests or {width} beams (size)",
+        f"more than {limits.most_requests} requests or {limits.most_beams} beams (size)",
         f"versions with more than {limits.capacity:,} new items (version)",
         *([f"{others} (no beam search)"] if others else []),
         *(["speculative where a draft pays (drafts)"] if "speculative" in strategies else []),

@@ -73,6 +73,16 @@ class SearchLimits(CaptureLimits):
     shapes: tuple[SearchShape, ...] = SHAPES
     capacity: int = CAPACITY
 
+    @property
+    def most_requests(self) -> int:
+        """Most requests of a captured search."""
+        return max(shape.requests for shape in self.shapes)
+
+    @property
+    def most_beams(self) -> int:
+        """Most beams of a captured search."""
+        return max(shape.width for shape in self.shapes)
+
 
 @dataclass(frozen=True)
 class SearchBucket:
