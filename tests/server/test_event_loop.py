@@ -12,6 +12,7 @@ from recserve.features.history.history import HistoryStore, StoreUnavailable
 from recserve.service import Service
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import Histories
+from recserve.service.pending import Pending
 from recserve.service.recommend.rank import Rankings
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
@@ -68,6 +69,16 @@ def test_a_large_batch_is_prepared_on_a_thread(service, monkeypatch, number):
         said = client.post("/v1/rank:batch", json={"requests": [one] * number}).json()
         assert [list(result) for result in said["results"]] == [["answer"]] * number
     assert {name.startswith("items") for name in threads} == {number > 8}
+
+
+@pytest.mark.parametrize("k", [3, 300])
+def test_a_large_answer_is_made_on_a_thread(service, monkeypatch, k):
+    threads = recorded(monkeypatch, Pending, "wait")
+    with live(service) as client:
+        item = client.get("/playground/samples").json()["items"][0]
+        body = {"history": [item], "k": k}
+        assert len(client.post("/v1/recommend", json=body).json()["items"]) == k
+    assert [name.startswith("items") for name in threads] == [k == 300]
 
 
 class HangingStore(HistoryStore):
