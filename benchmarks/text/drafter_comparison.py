@@ -117,6 +117,11 @@ class TimedTally(Tally):
         self.draft_ms += answer.timing.draft_ms
         self.forward_ms += answer.timing.verify_ms
 
+    def sums(self) -> dict[str, Any]:
+        """Returns the sums, without the depths at which nothing was accepted."""
+        deepest = max((depth for depth, kept in enumerate(self.accepted, 1) if kept), default=0)
+        return asdict(self) | {"accepted": self.accepted[:deepest]}
+
     @property
     def later_steps(self) -> int:
         """Steps after the first of each text, which ends its prompt and has no draft."""
@@ -187,7 +192,7 @@ def measure(cell: Cell, prompts: list[list[int]], options: argparse.Namespace) -
         pairs = zip(texts[PLAIN], texts[name], strict=True)
         tallies[name].differ += sum(a != b for a, b in pairs)
     return {"figures": figures(tallies[name], tallies[PLAIN])} | {
-        "sums": {method: asdict(tally) for method, tally in tallies.items()}
+        "sums": {method: tally.sums() for method, tally in tallies.items()}
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -152,57 +153,39 @@ class Metrics:
         self.strategies = frozenset(strategies)
         self.arms: frozenset[str] = frozenset()
         self.reasons = frozenset(reasons)
-        self.request_seconds = Histogram(
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, buckets=SECONDS, registry=self.registry)
+        self.request_seconds = histogram(
             "recserve_request_seconds",
             "Time from the first byte of a request to the last byte of its response",
             ["route", "strategy", "arm"],
-            buckets=SECONDS,
-            registry=self.registry,
         )
-        self.stage_seconds = Histogram(
-            "recserve_stage_seconds",
-            "Time a request spent in a stage",
-            ["stage"],
-            buckets=SECONDS,
-            registry=self.registry,
+        self.stage_seconds = histogram(
+            "recserve_stage_seconds", "Time a request spent in a stage", ["stage"]
         )
-        self.failed = Counter(
-            "recserve_requests_failed",
-            "Requests without a successful response",
-            ["reason"],
-            registry=self.registry,
+        self.failed = counter(
+            "recserve_requests_failed", "Requests without a successful response", ["reason"]
         )
-        self.rounds = Histogram(
+        self.rounds = histogram(
             "recserve_recommend_rounds",
             "Forward passes over token trees per recommendation",
             buckets=ROUNDS,
-            registry=self.registry,
         )
-        self._degraded = Counter(
+        self._degraded = counter(
             "recserve_degraded_answers",
             "Recommendations and rankings that are less than what was asked, by code",
             ["code"],
-            registry=self.registry,
         )
-        self.tokens = Counter(
-            "recserve_text_tokens", "Prompt and completion tokens", ["kind"], registry=self.registry
+        self.bundle_swaps = counter(
+            "recserve_bundle_swaps", "Replacements of the served bundle, by result", ["result"]
         )
-        self.bundle_swaps = Counter(
-            "recserve_bundle_swaps",
-            "Replacements of the served bundle, by result",
-            ["result"],
-            registry=self.registry,
-        )
-        for result in SWAP_RESULTS:
-            self.bundle_swaps.labels(result)
-        self.first_token = Histogram(
+        self.tokens = counter("recserve_text_tokens", "Prompt and completion tokens", ["kind"])
+        self.first_token = histogram(
             "recserve_first_token_seconds",
             "Time from the first byte of a request to the first piece of its text",
-            buckets=SECONDS,
-            registry=self.registry,
         )
         self.inter_token, self.token_seconds, self.text_seconds, self.text_queue = (
-            Histogram(f"recserve_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
+            histogram(f"recserve_{name}_seconds", text)
             for name, text in (
                 ("inter_token", "Time between two consecutive pieces of one text"),
                 ("time_per_output_token", "Mean time per token of one text, after its first piece"),
@@ -210,37 +193,36 @@ class Metrics:
                 ("text_queue", "Time that a text request waited for the engine"),
             )
         )
-        self.finished = Counter(
-            "recserve_texts_finished", "Ended texts", ["reason"], registry=self.registry
-        )
+        self.finished = counter("recserve_texts_finished", "Ended texts", ["reason"])
+        by_depth = ["drafter", "position"]
         self._drafts = {
-            name: Counter(f"recserve_spec_{name}", text, labels, registry=self.registry)
+            name: counter(f"recserve_spec_{name}", text, labels)
             for name, text, labels in (
                 ("drafts", "Drafts that were verified", ["drafter"]),
                 ("draft_tokens", "Tokens in those drafts", ["drafter"]),
                 ("accepted_tokens", "Accepted tokens of those drafts", ["drafter"]),
-                (
-                    "accepted_per_position",
-                    "Accepted tokens by position in the draft",
-                    ["drafter", "position"],
-                ),
+                ("accepted_per_position", "Accepted tokens by position in the draft", by_depth),
             )
         }
-        # Export every reason at 0 from the start, so that alert rules can refer to it.
-        for reason in self.reasons:
-            self.failed.labels(reason)
-        for code in DEGRADED:
-            self._degraded.labels(code)
-        for reason in FINISH_REASONS:
-            self.finished.labels(reason)
-        for kind in ("prompt", "completion"):
-            self.tokens.labels(kind)
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
+        self._export_at_zero()
         self.registry.register(_EngineCollector(engine))
         add_process_metrics(self.registry)
         if vllm_model is not None:
             texts = self._text_collectors()
             self.registry.register(VllmCollector(texts, engine, vllm_model))
+
+    def _export_at_zero(self) -> None:
+        """Exports every value of a closed label from the start, for alert rules to refer to."""
+        for counter, values in (
+            (self.failed, self.reasons),
+            (self._degraded, DEGRADED),
+            (self.bundle_swaps, SWAP_RESULTS),
+            (self.finished, FINISH_REASONS),
+            (self.tokens, ("prompt", "completion")),
+        ):
+            for value in values:
+                counter.labels(value)
 
     def request(self, route: str | None, strategy: str, seconds: float, arm: str = ARMS[0]) -> None:
         """Counts one request.
