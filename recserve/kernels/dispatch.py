@@ -73,13 +73,7 @@ def packs(weights: Sequence[Tensor]) -> bool:
     Args:
         weights: Weights [n, m]. `native.multiplies` must accept each of them.
     """
-    if not uses_c() or not weights or not all(map(native.multiplies, weights)):
-        return False
-    if KERNELS == "c":
-        return True
-    choice = products.choose(weights)
-    log.info("measured %s", choice)
-    return choice.in_c
+    return _packs(weights, native.multiplies, None)
 
 
 def packs_int8(weights: Sequence[Tensor]) -> bool:
@@ -88,13 +82,7 @@ def packs_int8(weights: Sequence[Tensor]) -> bool:
     Args:
         weights: Weights [n, m] before rounding, of the activations' type.
     """
-    if not uses_c() or not weights or not all(map(multiplies_int8, weights)):
-        return False
-    if KERNELS == "c":
-        return True
-    choice = products.choose(weights, "int8")
-    log.info("measured %s", choice)
-    return choice.in_c
+    return _packs(weights, multiplies_int8, "int8")
 
 
 def packs_halves(weights: Sequence[Tensor]) -> bool:
@@ -103,11 +91,18 @@ def packs_halves(weights: Sequence[Tensor]) -> bool:
     Args:
         weights: float32 weights [n, m]. All of their numbers must be float16 numbers.
     """
-    if not uses_c() or not weights or not all(map(multiplies_halves, weights)):
+    return _packs(weights, multiplies_halves, "float16")
+
+
+def _packs(
+    weights: Sequence[Tensor], takes: Callable[[Tensor], bool], stored: products.PackedFormat | None
+) -> bool:
+    """Returns whether C takes all weights and is forced or measured to be faster."""
+    if not uses_c() or not weights or not all(map(takes, weights)):
         return False
     if KERNELS == "c":
         return True
-    choice = products.choose(weights, "float16")
+    choice = products.choose(weights, stored)
     log.info("measured %s", choice)
     return choice.in_c
 

@@ -72,7 +72,7 @@ def test_each_pair_is_timed_in_turns_after_a_round_to_warm_up(monkeypatch):
 @pytest.mark.parametrize("faster", [C_IS_FASTER, TORCH_IS_FASTER])
 def test_all_products_of_a_model_are_of_the_faster_kind(faster, monkeypatch):
     asked = []
-    monkeypatch.setattr(products, "choose", lambda weights: asked.append(weights) or faster)
+    monkeypatch.setattr(products, "choose", lambda weights, _=None: asked.append(weights) or faster)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 6)).eval()
     x = torch.randn(3, 8)
     with torch.inference_mode():
@@ -147,7 +147,7 @@ def test_the_fastest_type_has_to_be_clearly_faster(monkeypatch):
 
 def test_a_layer_that_stands_alone_is_measured_for_itself(monkeypatch):
     for faster in (C_IS_FASTER, TORCH_IS_FASTER):
-        monkeypatch.setattr(products, "choose", lambda weights, it=faster: it)
+        monkeypatch.setattr(products, "choose", lambda weights, _=None, it=faster: it)
         if packing.packable(torch.zeros(4, 8)):
             layer = PackedLinear(torch.zeros(4, 8))
             assert (layer.panels is not None) == (faster.in_c and native.library() is not None)
