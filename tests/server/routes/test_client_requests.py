@@ -1,6 +1,7 @@
 """Bodies as third-party clients send them, field by field, are taken.
 
-guidellm 0.8.1, lm-eval 0.4.13, litellm 1.106 and langchain-openai 1.7 against a running server.
+guidellm 0.8.1, lm-eval 0.4.13, litellm 1.106, langchain-openai 1.7 and aiperf 0.13 against a
+running server.
 """
 
 import json
@@ -23,7 +24,9 @@ AGENT = [
     {"content": None, "role": "assistant", "tool_calls": [CALL]},
     {"content": "7", "role": "tool", "tool_call_id": "c1"},
 ]
+WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 COMPLETIONS = {
+    "aiperf": {"prompt": "Once upon", **WITH_USAGE, "max_tokens": 4},
     "guidellm": {"prompt": "Once", **STREAM, "max_tokens": 4, "stop": None, "ignore_eos": True},
     "lm-eval, scores": {
         **{"prompt": [[1, 5, 9, 30], [1, 7, 8]], "temperature": 0, "max_tokens": 1},
@@ -39,6 +42,10 @@ COMPLETIONS = {
     },
 }
 CHATS = {
+    "aiperf": {
+        **{"messages": [{"role": "user", "content": "Once upon"}], **WITH_USAGE},
+        "max_completion_tokens": 4,
+    },
     "guidellm": {
         **{"messages": [{"role": "user", "content": [{"type": "text", "text": "Once"}]}], **STREAM},
         **{"max_completion_tokens": 4, "stop": None, "ignore_eos": True},
