@@ -8,7 +8,8 @@ command: WORK/trained holds one folder for each kind, WORK/rows one JSON file fo
 and neither is made twice. A row is one drafter with one tree at one batch size and temperature. It
 runs beside plain decoding, in turns, and fails if a text differs from the plain one.
 
-Trees: `tree` is the drafter's own, `tree-N` has at most N nodes, `chain` and `chain-N` do not fork.
+Trees: `tree` is the drafter's own, `tree-N` has at most N nodes, `chain` and `chain-N` do not fork,
+`static` is EAGLE-1's tree of 25 nodes, for drafters that follow a request's tree.
 The prompts are passages of the validation books. They are in the prefix cache when the clock
 starts, so the figures are those of decoding. The draft cost is the time of a draft, as a share of
 the target's forward pass in plain decoding at the same batch size. A drafter that was trained with
@@ -56,6 +57,15 @@ from recserve.speculation.verifiers.sample import SampleRule
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.text.distilled_text import target_sha256
 
+# Ranks of the nodes of EAGLE-1's published tree (`mc_sim_7b_63`): 4 + 8 + 8 + 3 + 2 by depth.
+EAGLE_1 = tuple(
+    tuple(map(int, path))
+    for path in (
+        *("0", "1", "2", "3", "00", "01", "02", "10", "11", "20", "21", "30"),
+        *("000", "001", "002", "010", "011", "020", "021", "100"),
+        *("0000", "0001", "0002", "00000", "00001"),
+    )
+)
 TURNS = 2  # groups of prompts; the methods take turns group by group
 # What the rows of a table must share.
 SHARED = ("prompts", "length", "tokens", "threads", "clock")
@@ -95,7 +105,8 @@ class Cell:
     def speculation(self) -> Speculation:
         kind, _, number = self.tree.partition("-")
         rule = SampleChains.name if kind == "chain" else SampleRule.name
-        return Speculation(self.arm.drafter, rule, int(number) if number else None)
+        tree = EAGLE_1 if kind == "static" else None
+        return Speculation(self.arm.drafter, rule, int(number) if number else None, tree)
 
 
 @dataclass
@@ -253,8 +264,9 @@ def chosen(names: list[str] | None, known: list[str], flag: str) -> list[str]:
 
 def tree_setting(text: str) -> str:
     kind, dash, number = text.partition("-")
-    if kind not in ("tree", "chain") or (dash and not number.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r}: choose tree, tree-N, chain or chain-N")
+    numbered = kind in ("tree", "chain") and number.isdecimal()
+    if not (numbered if dash else kind in ("tree", "chain", "static")):
+        raise argparse.ArgumentTypeError(f"{text!r}: choose tree, tree-N, chain, chain-N or static")
     return text
 
 

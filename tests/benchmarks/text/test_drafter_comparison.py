@@ -130,8 +130,9 @@ def test_drafters_without_weights_are_measured(target, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--trees", "bush"], "choose tree, tree-N, chain or chain-N"),
-        (["--trees", "tree-x"], "choose tree, tree-N, chain or chain-N"),
+        (["--trees", "bush"], "choose tree, tree-N, chain, chain-N or static"),
+        (["--trees", "tree-x"], "choose tree, tree-N, chain, chain-N or static"),
+        (["--trees", "static-9"], "choose tree, tree-N, chain, chain-N or static"),
         ([], "--target and --text are needed"),
         (["--table", "--prompts", "63"], "--prompts needs at least 2 times the largest of --batch"),
     ],
@@ -142,6 +143,13 @@ def test_wrong_flags_are_named(flags, said, capsys, tmp_path):
     assert said in capsys.readouterr().err
     with pytest.raises(SystemExit, match="--kinds names .'x'.; choose from"):
         comparison.chosen(["x"], ["medusa"], "--kinds")
+
+
+def test_the_static_tree_is_that_of_eagle_1():
+    cell = comparison.Cell(comparison.Arm("eagle", "eagle"), "static", 1, 0.0)
+    paths = cell.speculation.tree
+    assert [sum(len(path) == depth for path in paths) for depth in range(1, 7)] == [4, 8, 8, 3, 2, 0]
+    assert all(len(path) == 1 or path[:-1] in paths for path in paths)
 
 
 def test_weights_of_drafters_with_several_folders(tmp_path):
