@@ -52,7 +52,7 @@ class ServerConfig(BaseSettings):
             bundle. `?ttl_s=SECONDS` at its end sets `history_ttl_s`, also in other commands.
         history_ttl_s: Age in seconds at which stored events are deleted. By default never.
         history_timeout_ms: Time that a request waits for its stored history in Redis or another
-            store on a network. Then it goes on without, and `degraded` says so.
+            store on a network. Then it continues without it, and `degraded` says so.
         journal: Folder for changes of items. By default a folder next to the bundle.
         device: Where the models run.
         bundles_dir: Folder of the bundles that an operator may load while the server runs. With
@@ -103,8 +103,8 @@ class ServerConfig(BaseSettings):
         access_log: True logs one line for each request, without paths and user ids.
         log_format: Format of the log: `text`, or `json` with one object per line.
         slate_log: Folder for a Parquet log of slates and of the events that they led to.
-        slate_log_users: What stands for a user in that log: a hash keyed by `signing_key`, the id,
-            or nothing.
+        slate_log_users: How that log names a user: by a hash keyed by `signing_key`, by the id, or
+            not at all.
         slate_log_rotate_s: Time after which logged rows are written. A crash loses no older ones.
         slate_log_max_bytes: Size of the slate log above which its oldest files are deleted.
         otlp_endpoint: URL of an OpenTelemetry receiver (OTLP over HTTP) for traces. Needs the extra

@@ -1,8 +1,8 @@
 """The salt of the current request: requests with different salts share no cached prefix.
 
-Whoever can send a prompt can tell from the time to the first token whether it was cached. Without
-salts, a client could guess prompts and histories of other clients (CVE-2025-46570). A query takes
-over the salt of the context that it is made in, so that it follows the request to other threads.
+A client can infer from the time to the first token whether its prompt was cached. Without salts, a
+client could guess prompts and histories of other clients (CVE-2025-46570). A query takes over the
+salt of the context that it is made in, so that it follows the request to other threads.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def running(
 
 
 def _check_resources(options: ReplicaOptions) -> None:
-    """Raises ValueError if the fewest replicas do not fit; Ray would wait for ever."""
+    """Raises ValueError if the fewest replicas do not fit; Ray would wait forever."""
     there = ray.cluster_resources()  # type: ignore[no-untyped-call]
     for name, resource, each in (("cpus", "CPU", options.cpus), ("gpus", "GPU", options.gpus)):
         needed, most = options.min_replicas * each, there.get(resource, 0.0)

@@ -50,7 +50,7 @@ async def on_thread(pool: ThreadPoolExecutor, function: Callable[[], A]) -> A:
 
 
 def checked_first(engine: Engine, deadline_s: float, function: Callable[[], A]) -> Callable[[], A]:
-    """Returns a function that refuses a request before it is prepared, where that is in vain.
+    """Returns `function` behind checks that refuse a request before it is prepared.
 
     It raises QueueFull if the engine's queue is full by then, or DeadlineExceeded if the deadline
     (a value of time.monotonic()) has passed.

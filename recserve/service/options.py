@@ -30,11 +30,12 @@ class ServiceOptions:
             not valid in another process.
         journal: Folder of item changes; None means a folder next to the bundle.
         text: A language model that the same engine serves; None for none.
-        history_ttl_s: Age in seconds at which stored events are deleted; None keeps them for ever.
+        history_ttl_s: Age in seconds at which stored events are deleted; None keeps them forever.
             `?ttl_s=SECONDS` at the end of the store's URL does the same.
         weights: Format of the recommender's decoder weights; None means the element type.
         history_timeout_ms: Time that a request waits for its stored history, where the store is on
-            a network. Then it goes on without. None waits as long as the store takes to fail.
+            a network. Then it continues without it. None waits as long as the store takes to
+            fail.
     """
 
     engine: EngineConfig = EngineConfig()

@@ -173,10 +173,10 @@ class Drafter(Pluggable, ABC):
 
     A drafter that reads the target's states sets `reads_states`. The engine then passes it the
     states at every committed position but the last, in order, through `read`, before it calls
-    `propose`. Such a drafter may have keys and values of its own: the entry of position p, made
-    from the state at p - 1 and the token at p, lies in the slot of p. The engine copies, shares and
-    evicts these entries together with the target's. So the drafter keeps no prefix of its own, and
-    a cached prefix is cached for the drafter too.
+    `propose`. Such a drafter may have keys and values of its own. The entry of position p is made
+    from the state at p - 1 and the token at p, and is stored in the slot of p. The engine copies,
+    shares and evicts these entries together with the target's. So the drafter keeps no prefix of
+    its own, and a cached prefix is cached for the drafter too.
 
     To add a drafter, derive from this class in one file, and name the class in
     `drafters/registry.py` or in the entry-point group `recserve.drafters` of a distribution.

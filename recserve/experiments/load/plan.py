@@ -44,8 +44,8 @@ class Design:
 
     Attributes:
         mode: `blocks` draws the order of arms within small blocks of requests. `split` gives each
-            unit one arm for ever, by hash. `paired` sends every request to all arms, one after the
-            other in drawn order.
+            unit one arm permanently, by hash. `paired` sends every request to all arms, one after
+            the other in drawn order.
         seed: Seed of the draws, and of the hash.
         weights: Share of units per arm in `split`; None for equal shares.
     """

@@ -168,7 +168,7 @@ async def run_session(
         workload: What is sent.
         arms: Configurations, the control first.
         design: How requests are divided among them.
-        progress: Told the stage, and where the run is.
+        progress: Receives the stage and the position in the run.
         early: What decides when the run stops early; None runs to the end.
 
     Raises:

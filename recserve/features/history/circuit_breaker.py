@@ -20,7 +20,7 @@ from recserve.features.history.history import (
 )
 
 T = TypeVar("T")
-SLOW_S = 0.1  # a failure that took less costs nobody anything
+SLOW_S = 0.1  # a failure that took less delays no request
 
 
 class CircuitBreaker(HistoryStore):

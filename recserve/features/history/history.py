@@ -177,7 +177,7 @@ class StoreOptions:
         cap: Events per user. A history longer than twice the cap is trimmed to the cap.
         timeout_s: Time limit of a network call.
         map_size_bytes: Largest size of the store's file.
-        ttl_s: Age at which `open_store` deletes an event; None keeps events for ever. It applies to
+        ttl_s: Age at which `open_store` deletes an event; None keeps events forever. It applies to
             every store.
     """
 
@@ -197,7 +197,7 @@ class HistoryStore(Protocol):
 
     Attributes:
         blocks: Whether a read may wait for a network.
-        ttl_s: Age at which events are deleted; None keeps them for ever.
+        ttl_s: Age at which events are deleted; None keeps them forever.
     """
 
     blocks: bool = True

@@ -17,9 +17,9 @@ NUM_THREADS = 32  # as many as the server has for requests that read the store
 class TimedReads:
     """Reads histories for requests, each within `timeout_s`.
 
-    A read that takes longer goes on, on a thread, and its result is dropped. After five reads among
-    ten that took longer or failed, reads are refused at once, but for one per second that tries the
-    store. A change of a history is not limited: it waits until the store says what is stored.
+    A read that takes longer continues on a thread, and its result is dropped. When five of the last
+    ten reads took longer or failed, reads are refused at once, except for one per second that tries
+    the store. A change of a history is not limited: it waits until the store says what is stored.
 
     Attributes:
         store: The store, which need not know of time limits.

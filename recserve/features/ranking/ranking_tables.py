@@ -43,9 +43,9 @@ class RankingSettings:
         has_values: Whether the values of events differ.
         mean_value: Mean value of training events, 0 without values.
         type_names: Names of the event types.
-        conversion_types: Event types that count as conversions. Empty if types do not tell.
+        conversion_types: Event types that count as conversions. Empty if types do not show them.
         conversion_value: Least value that counts as a conversion, or None. If neither types nor
-            values tell, every event counts.
+            values show conversions, every event counts.
         category_names: [G] known categories.
         category_weights: [G] log(number of items / number of items of the category).
         side_names: [S] numeric item attributes.

@@ -6,8 +6,8 @@ some seconds. The result is cached in the user's cache folder. Without a compile
 same work.
 
 A file name contains a fingerprint of everything the code depends on, and the sha256 of the content.
-So an outdated or damaged file is never loaded. A cached file is loaded only if nobody but this user
-can write to it. A packaged file is loaded only if nobody can write to it who cannot also change the
+So an outdated or damaged file is never loaded. A cached file is loaded only if no other user can
+write to it. A packaged file is loaded only if every user who can write to it can also change the
 Python code beside it.
 
 setup.py imports this file where torch is not installed.

@@ -2,7 +2,7 @@
 
 Nodes are numbered breadth-first and, within a level, in lexicographic order of their prefixes. This
 has two consequences. The children of a node are consecutive node numbers. The items under a node
-are a consecutive range of leaf ranks, so the number of allowed items under a prefix is a difference
+are a consecutive range of leaf ranks. So the number of allowed items under a prefix is a difference
 of two prefix sums, at any node and for any filter.
 
     0 -+- 1 -+- 3    ids (0, 2), (0, 5), (1, 4)     first_child  1 3 5 6 6 6 6

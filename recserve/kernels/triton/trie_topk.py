@@ -2,12 +2,12 @@
 
     total[w, c] = log_prob[w] + logit[w, code_c] - log sum_c' exp(logit[w, code_c'])   over children
 
-Bytes moved per beam with m children: 8 for its range, 4 m of codes, m logits, and 8 M written and
-read by the top-k (M children of the level's widest node). Codes and logits are read twice if a node
-has more than one block of children. A filter adds 8 m of leaf ranks and two reads of it per child,
-and two binary searches if the request lists leaves. An overlay with changes adds a binary search
-per program, and two more per child with a filter. Nothing depends on the size of the vocabulary or
-the catalogue. Reference: trie_children.best_children.
+Bytes moved per beam with m children: 8 for its range, 4 m of codes and m logits. The top-k writes
+and reads 8 M more, where M is the number of children of the level's widest node. Codes and logits
+are read twice if a node has more than one block of children. A filter adds 8 m of leaf ranks and
+two reads of it per child, and two binary searches if the request lists leaves. An overlay with
+changes adds a binary search per program, and two more per child with a filter. Nothing depends on
+the size of the vocabulary or the catalogue. Reference: trie_children.best_children.
 
 Each block of children is one program, so that the root's children fill the device too.
 """

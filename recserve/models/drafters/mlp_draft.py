@@ -3,7 +3,7 @@
     z_l = A_l h + sum over j < l of B_lj e(c_j) + b_l        logits_l = E_l (h + W_l silu(z_l))
 
 h is the target's hidden state at the last root token. Everything but silu is a product of a weight
-and a code or a weight and the root, so a step adds one row of a table, and a level costs one
+and a code or a weight and the root. So a step adds one row of a table, and a level costs one
 product with the table E_l W_l [C_level, E].
 Source: per-level MLP heads on (context, prefix), SID-MLP, arXiv 2605.12617.
 """

@@ -7,9 +7,9 @@
     encoder_ffn_input_norm, encoder_ffn            SwiGLU, with SiLU on `up_proj` in this layout
 
 The names may begin with `mtp.`. The authors publish no configuration file, so `config.json` has the
-fields of their training configuration: `max_ahead` is the number of slots, and `hook_list` names
-layers as Hugging Face's `hidden_states` does: 0 is the embedding, -1 the final state, -2 the stream
-before the last layer. All sizes are the target's. Fields and tensors are read, known to change
+fields of their training configuration. `max_ahead` is the number of slots. `hook_list` names layers
+as Hugging Face's `hidden_states` does: 0 is the embedding, -1 the final state, -2 the stream before
+the last layer. All sizes are the target's. Fields and tensors are read, known to change
 nothing, or an error.
 
 Source: ShiLuohe/SpecFormer (SDDE/predicter.py, configs/qwen3.yaml).

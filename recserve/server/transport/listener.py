@@ -26,7 +26,7 @@ NO_SYN = (
 def drop_handshakes(listener: TransportSocket | socket.socket) -> bool:
     """Makes the system ignore clients that begin to connect; handshakes in progress go on.
 
-    Closing a listening socket resets the connections that nobody has accepted. After this call no
+    Closing a listening socket resets the connections that are not accepted yet. After this call no
     new ones come, so all of them can be accepted first. A client that is ignored tries again after
     a second, and is then refused, because the socket has been closed. Only Linux has such filters;
     other systems reset a connection that arrives in the last moment.

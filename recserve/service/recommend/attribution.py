@@ -83,7 +83,7 @@ class Signer:
         return self._decoder.decode(payload)
 
     def user(self, user_id: str) -> str:
-        """Returns the keyed hash that stands for a user in the tokens of this key."""
+        """Returns the keyed hash that identifies a user in the tokens of this key."""
         key = self.key[: hashlib.blake2s.MAX_KEY_SIZE]
         digest = hashlib.blake2s(user_id.encode(), key=key, digest_size=USER_BYTES, person=b"user")
         return base64.urlsafe_b64encode(digest.digest()).decode()

@@ -62,7 +62,7 @@ class SlateRecord:
 
     Attributes:
         time_us: Time of the response in microseconds since 1970.
-        user: What stands for the user; None for an anonymous one.
+        user: Keyed hash or id of the user, or None.
         answer: The response.
     """
 
@@ -110,7 +110,7 @@ class OutcomeRecord:
     Attributes:
         token_id: Id of the slate's attribution token.
         time_us: Time of the event in microseconds since 1970.
-        user: What stands for the user.
+        user: Keyed hash or id of the user, or None.
         event: The event.
         key: Keyed hash of the event's id; None without an id.
     """
@@ -150,7 +150,7 @@ def token_id(token: str) -> str:
 
 
 def logged_user(users: Users, user_id: str | None, signer: Signer) -> str | None:
-    """Returns what stands for a user in the log: a keyed hash, the id, or None."""
+    """Returns the name of a user in the log: a keyed hash, the id, or None."""
     if user_id is None or users == "none":
         return None
     return user_id if users == "id" else signer.user(user_id)

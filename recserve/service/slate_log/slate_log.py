@@ -32,7 +32,7 @@ class SlateLogSettings:
 
     Attributes:
         folder: Where the files are.
-        users: What stands for a user.
+        users: How users are named: by a keyed hash, by the id, or not at all.
         rotate_s: Time after which buffered rows are written.
         max_bytes: Bound on the size of all files.
     """

@@ -47,7 +47,7 @@ class DrafterFiles:
         tensors: File of each tensor.
         config: Content of the configuration; empty if there is none.
         kinds: Drafters that read such files, the usual one first.
-        told_by: The tensor that tells the kind.
+        told_by: The tensor that identifies the kind.
     """
 
     folder: Path

@@ -86,5 +86,5 @@ class _Segment:
 
 
 def _prefix(salt: bytes) -> str:
-    """Returns what stands before an n-gram with a salt, for its hash."""
+    """Returns the text that is hashed in front of an n-gram with a salt."""
     return salt.decode("latin-1")

@@ -199,7 +199,7 @@ def sampled_softmax_loss(
 
 
 def hits(sample: Tensor, which: Tensor, rows: Tensor, num_queries: int) -> Tensor:
-    """Returns where a query meets an item that must not be its negative.
+    """Returns a mask of the sampled items that must not be negatives of a query.
 
     Args:
         sample: [n] item rows, ascending, repeats allowed.

@@ -8,9 +8,12 @@ A text token sees the text before it, as without masks. A mask sees its prefix a
 of its block, and its position continues from the prefix. So mask i below x_t learns token
 t + 1 + i.
 
-The loss has three parts: cross-entropy of the target's head on the mask's state, cross-entropy of
-the sampler's state given the token before, and the squared distance between the mask's state and
-the target's own state that predicts the same token (latent consistency).
+The loss has three parts:
+
+- cross-entropy of the target's head on the mask's state
+- cross-entropy of the sampler's state given the token before
+- the squared distance between the mask's state and the target's own state that predicts the same
+  token (latent consistency)
 
 Source: Samragh et al. (arXiv 2507.11851), sections 3.2 and 3.3. The labels here are the target's
 distributions, as for Medusa and EAGLE, and the three parts have the same weight.

@@ -2,8 +2,8 @@
 
 A position has one state per slot, and each state has logits over the vocabulary. Two loops keep
 their number in memory constant. Positions are computed in pieces of `rows` slot states. The slots
-of a piece pass through the target's head one by one: the states are detached, the gradient of each
-slot's loss is written to its states, and one backward pass carries it through the drafter.
+of a piece pass through the target's head one by one. The states are detached, and the gradient of
+each slot's loss is written to its states. One backward pass carries it through the drafter.
 
 Source: SpecFormer (arXiv 2511.20340), in-batch gradient accumulation, which has the second loop.
 """
