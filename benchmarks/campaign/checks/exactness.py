@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
-from benchmarks.campaign.site import LLM_NAME, Site
+from benchmarks.campaign.site import LLM_NAME, Site, limits
 from benchmarks.campaign.traffic import Body, history, item
 from tests.support.tiny_bundle import NUM_ITEMS
 
@@ -143,7 +143,7 @@ def invariance(site: Site, budget: Budget) -> Finding:
     tried = different = 0
     with (
         site.server(llm=site.llm, drafters=["ngram"], invariant=True) as server,
-        server.client(limits=httpx.Limits(max_connections=max(SIZES))) as client,
+        server.client(limits=limits(max(SIZES))) as client,
         ThreadPoolExecutor(max(SIZES)) as pool,
     ):
 
