@@ -34,14 +34,6 @@ FAULTY = ("-m", "benchmarks.campaign.faulty_server")
 STALLED = "the server did not become ready"
 
 
-def limits(most: int = 100) -> httpx.Limits:
-    """Returns limits of a client's connections, which it closes before the server does (5 s).
-
-    Otherwise a request may be sent while the server closes its connection.
-    """
-    return httpx.Limits(max_connections=most, keepalive_expiry=2.0)
-
-
 class ServerProcess:
     """A running `recserve serve`.
 
@@ -110,8 +102,7 @@ class ServerProcess:
 
     def client(self, **options: Any) -> httpx.Client:
         """Returns a client of the server."""
-        fixed: dict[str, Any] = {"timeout": 60, "limits": limits()}
-        return httpx.Client(base_url=self.url, **{**fixed, **options})
+        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
 
     def post(self, path: str, body: object, **options: Any) -> httpx.Response:
         """Sends one request on a connection of its own."""
