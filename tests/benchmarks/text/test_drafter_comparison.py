@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.text import comparison_training
 from benchmarks.text import drafter_comparison as comparison
-from benchmarks.text.comparison_report import print_tables, save_plot, table
+from benchmarks.text.comparison_report import by_temperature, print_tables, save_plot, table
 from recserve.speculation.drafters.registry import drafter_classes
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
@@ -17,7 +17,7 @@ from recserve.training.text.distillation import distill
 from recserve.training.text.distilled_text import DistillationSettings
 from recserve.training.text.drafters.kinds import KINDS
 from recserve.training.text.language_model import LanguageRecipe, train_language_model
-from tests.support.paths import DATA
+from tests.support.paths import DATA, ROOT
 
 RECIPE = LanguageRecipe(
     vocab_size=280,
@@ -144,6 +144,15 @@ def test_wrong_flags_are_named(flags, said, capsys, tmp_path):
     assert said in capsys.readouterr().err
     with pytest.raises(SystemExit, match="--kinds names .'x'.; choose from"):
         comparison.chosen(["x"], ["medusa"], "--kinds")
+
+
+def test_the_page_has_the_tables_of_the_committed_rows():
+    results = ROOT / "docs" / "results"
+    rows = [json.loads(p.read_text()) for p in sorted((results / "drafters/rows").glob("*.json"))]
+    page = (results / "drafters.md").read_text(encoding="utf-8")
+    assert len(rows) > 200 and not sum(row["figures"]["differ"] for row in rows)
+    for heat, own in by_temperature(rows).items():
+        assert table(own, heat) in page
 
 
 def test_the_static_tree_is_that_of_eagle_1():
