@@ -94,8 +94,9 @@ def best_tree(rows: list[Row], arm: str, batch: int) -> Row | None:
 
 
 def save_plot(rows: list[Row], path: Path) -> None:
-    """Draws acceptance by depth and the best speed of each drafter, a line of panels per
-    temperature.
+    """Draws what each drafter gains per depth and its best speed, a line of panels per temperature.
+
+    A row of both panels is one drafter; drafters with longer steps are further up.
     """
     import matplotlib
 
@@ -104,48 +105,52 @@ def save_plot(rows: list[Row], path: Path) -> None:
 
     groups = by_temperature(rows)
     figure, panels = plt.subplots(
-        len(groups), 2, figsize=(12, 5.2 * len(groups)), squeeze=False, layout="constrained"
+        len(groups), 2, figsize=(11, 5.6 * len(groups)), squeeze=False, layout="constrained"
     )
     for (left, right), (heat, own) in zip(panels, groups.items(), strict=True):
-        arms = list(dict.fromkeys(row["arm"] for row in own))
         batches = sorted({row["batch"] for row in own})
-        places, height = np.arange(len(arms)), 0.8 / len(batches)
-        colors = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
-        for number, arm in enumerate(arms):
-            some = [row for row in own if row["arm"] == arm and row["batch"] == batches[0]]
-            if not some:
-                continue
-            longest = max(some, key=lambda row: row["figures"]["tokens_per_step"])["figures"]
-            left.plot(
-                range(1, POSITIONS + 1),
-                longest["acceptance_by_position"][:POSITIONS],
-                marker="o",
-                markersize=3,
-                color=colors[number % len(colors)],
-                linestyle="-" if number < len(colors) else "--",
-                label=f"{arm} ({longest['tokens_per_step']:.2f})",
-            )
-        for number, batch in enumerate(batches):
-            best = [best_tree(own, arm, batch) for arm in arms]
-            values = [0.0 if row is None else row["figures"]["ratio"] for row in best]
-            right.barh(places + number * height, values, height, label=f"batch {batch}")
+        longest = longest_steps(own, batches[0])
+        places, height = np.arange(len(longest)), 0.8 / len(batches)
+        accepted = np.array([one["acceptance_by_position"][:POSITIONS] for one in longest.values()])
+        left.imshow(accepted, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        for (line, depth), share in np.ndenumerate(accepted):
+            color = "white" if share > 0.6 else "black"
+            left.text(depth, line, f"{share:.2f}", ha="center", va="center", size=8, color=color)
         left.set(
             xlabel="depth in the draft",
-            ylabel="accepted share of the drafts",
-            xticks=range(1, POSITIONS + 1),
-            ylim=(0, 1),
-            title=f"longest steps, temperature {heat:g} (tokens per step)",
+            xticks=range(POSITIONS),
+            xticklabels=range(1, POSITIONS + 1),
+            yticks=places,
+            yticklabels=[f"{arm} ({one['tokens_per_step']:.2f})" for arm, one in longest.items()],
+            title=f"accepted share of the drafts (tokens per step), temperature {heat:g}",
         )
-        left.legend(fontsize=7, ncols=2)
+        for number, batch in enumerate(batches):
+            best = [best_tree(own, arm, batch) for arm in longest]
+            values = [0.0 if row is None else row["figures"]["ratio"] for row in best]
+            right.barh(
+                places - 0.4 + (number + 0.5) * height, values, height, label=f"batch {batch}"
+            )
         right.axvline(1.0, color="black", linewidth=0.8)
         right.set(
-            title=f"fastest tree, temperature {heat:g}",
+            title=f"speed of the fastest tree, temperature {heat:g}",
             xlabel="tokens/s, plain decoding = 1",
-            yticks=places + height * (len(batches) - 1) / 2,
-            yticklabels=arms,
+            yticks=places,
+            yticklabels=longest,
+            ylim=left.get_ylim(),
         )
-        right.invert_yaxis()
-        right.legend(fontsize=7)
+        right.legend(fontsize=8)
     matplotlib.rcParams["svg.hashsalt"] = "recserve"  # the same rows give the same file
     figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
+
+
+def longest_steps(rows: list[Row], batch: int) -> dict[str, Row]:
+    """Returns the figures of each drafter's tree with the longest steps, the longest first."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        own = row["figures"]
+        old = found.get(row["arm"])
+        longer = old is None or own["tokens_per_step"] > old["tokens_per_step"]
+        if row["batch"] == batch and longer:
+            found[row["arm"]] = own
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]["tokens_per_step"]))
