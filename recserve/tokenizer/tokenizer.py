@@ -21,6 +21,9 @@ FILES = (
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
     "generation_config.json",
 )
+# The library caches the tokens of words of up to 255 bytes, per thread and tokeniser. At its own
+# 10,000 words, random text takes 80 MB per thread. At 1,000 words, English encodes 25 % slower.
+CACHED_WORDS = 1000
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -130,6 +133,8 @@ def _tokenizer(raw: bytes, file: Path) -> Tokenizer:
         raise UnsupportedTokenizer(f"{file} is not a tokeniser: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if hasattr(tokenizer.model, "_resize_cache"):  # models without a cache have no such method
+        tokenizer.model._resize_cache(CACHED_WORDS)
     return tokenizer
 
 
