@@ -13,6 +13,7 @@ from recserve.models.drafters.block import Block
 from recserve.models.drafters.block_files import save_block
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
+from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.drafters.registry import build_drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.speculation.test_eagle import paths_of, rms, target_states, turned
@@ -135,7 +136,7 @@ def slot_scores(drafter, model, tokens, params) -> list[tuple[list[int], torch.T
     """
     network, count = drafter.network, drafter.num_candidates
     outputs = transcribed(network, model, tokens)
-    heat = params.temperature or 1.0
+    scale = max(params.temperature, LEAST_SCALE)
     found, above = [], [tokens[-1]]
     head = PlainMarkov(network.markov) if network.config.markov is not None else None
     for slot, hidden in enumerate(outputs):
@@ -143,15 +144,15 @@ def slot_scores(drafter, model, tokens, params) -> list[tuple[list[int], torch.T
         noise = torch.zeros_like(logits)
         if params.temperature:
             place = torch.tensor([len(tokens) + slot])
-            noise = gumbel(torch.tensor([params.seed]), place, len(logits))[0]
+            noise = gumbel(torch.tensor([params.seed]), place, len(logits))[0] * params.temperature
         if head is not None:
             pairs = torch.stack([logits + head.bias(hidden, p, advance=False) for p in above])
             head.bias(hidden, above[0])
-            pairs = pairs / heat + noise
+            pairs = (pairs + noise) / scale
             chosen = pairs[0].topk(count).indices
             logprobs = pairs[:, chosen].log_softmax(-1)
         else:
-            values = logits / heat + noise
+            values = (logits + noise) / scale
             chosen = values.topk(count).indices
             if network.config.selector is None:
                 logprobs = values.log_softmax(-1)[chosen][None]
@@ -160,7 +161,7 @@ def slot_scores(drafter, model, tokens, params) -> list[tuple[list[int], torch.T
                 weight = selector.hidden_projection.weight @ hidden
                 a, b = selector.predecessor_codebook, selector.successor_codebook
                 bonus = torch.stack([(a[p] * weight) @ b[chosen].T for p in above])
-                logprobs = (values[chosen] + bonus / heat).log_softmax(-1)
+                logprobs = (values[chosen] + bonus / scale).log_softmax(-1)
         above = chosen.tolist()
         found.append((above, logprobs))
     return found

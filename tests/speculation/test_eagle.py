@@ -11,6 +11,7 @@ from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
+from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.drafters.rank_tree import rank_tree
 from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -109,7 +110,7 @@ class PlainEagle:
             logits = self.network.head(read)
         else:
             logits = self.model.logits(output)
-        best = logits[0].log_softmax(-1).topk(self.drafter.width)
+        best = (logits[0] / LEAST_SCALE).log_softmax(-1).topk(self.drafter.width)
         tokens = best.indices.tolist()
         if self.network.token_map is not None:
             tokens = self.network.token_map[best.indices].tolist()

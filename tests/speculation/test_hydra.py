@@ -5,6 +5,7 @@ import torch
 
 from recserve.models.attention import DenseAttention
 from recserve.models.decoder import FINAL_LAYER
+from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.sampling_params import Speculation
 from tests.speculation.test_eagle import paths_of, queries, recording, target_states
 from tests.support.hydra_drafter import hydra
@@ -30,7 +31,7 @@ def expected_tree(drafter, model, tokens, depth, num_nodes) -> set[tuple[int, ..
         for path, score in frontier:
             words = model.tokens(torch.tensor([tokens[-1], *path]))
             logits = network.logits(level, torch.cat([states[-1], words.flatten()]))
-            best = logits.log_softmax(-1).topk(drafter.width)
+            best = (logits / LEAST_SCALE).log_softmax(-1).topk(drafter.width)
             below += [
                 ((*path, token), score + own)
                 for token, own in zip(best.indices.tolist(), best.values.tolist(), strict=True)

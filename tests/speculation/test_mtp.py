@@ -15,6 +15,7 @@ from recserve.models.drafters.mtp import Mtp
 from recserve.models.drafters.mtp_files import load_mtp
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.mtp import MtpDrafter
+from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.text.drafters.eagle import UnrolledAttention
 from tests.models.test_mtp_files import LAYOUTS, written
@@ -134,7 +135,8 @@ def plain_class(published: Published):
                 features = torch.cat([features, output])
                 embedded = torch.cat([embedded, self.model.tokens(torch.tensor([token]))])
                 output = published.outputs(features, embedded)[-1:]
-            best = published.logits(output, self.model)[0].log_softmax(-1).topk(self.drafter.width)
+            logits = published.logits(output, self.model)[0]
+            best = (logits / LEAST_SCALE).log_softmax(-1).topk(self.drafter.width)
             return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
     return PlainMtp
@@ -233,7 +235,7 @@ def several_class(modules: list[Published]):
                 outputs = [module.outputs(own, embedded) for module, own in pairs]
             number = len(path) % count
             logits = modules[number].logits(outputs[number][-1:], self.model)
-            best = logits[0].log_softmax(-1).topk(self.drafter.width)
+            best = (logits[0] / LEAST_SCALE).log_softmax(-1).topk(self.drafter.width)
             return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
     return PlainModules
@@ -280,7 +282,8 @@ class PlainPeagle(PlainEagle):
                 inputs = rms(x, network.input_norms[number])
             x = plain_layer(network, layer, inputs, x)
         assert len(network.layers) == 2
-        self.slots = network.head(rms(x[len(self.features) - 1 :], network.norm)).log_softmax(-1)
+        logits = network.head(rms(x[len(self.features) - 1 :], network.norm))
+        self.slots = (logits / LEAST_SCALE).log_softmax(-1)
 
     def children(self, path):
         best = self.slots[len(path)].topk(self.drafter.width)

@@ -3,7 +3,13 @@
 import torch
 
 from recserve.kernels.noise import gumbel
-from recserve.speculation.drafters.noisy import NUM_NOISY_TOKENS, best_with_noise
+from recserve.speculation.drafters.noisy import (
+    LEAST_SCALE,
+    NUM_NOISY_TOKENS,
+    DraftedTexts,
+    best_with_noise,
+    likeliest,
+)
 
 
 def test_ranks_are_those_of_the_likeliest_tokens_with_full_noise():
@@ -26,3 +32,22 @@ def test_ranks_are_those_of_the_likeliest_tokens_with_full_noise():
     kept = noisy.masked_fill(logits < least, float("-inf"))
     assert torch.equal(mapped[:, 0], kept.argmax(1))
     assert best_with_noise(logits[:, :4], scale, seeds, positions, 4).shape == (32, 4)
+
+
+def test_log_probabilities_are_those_of_the_target_s_choice():
+    """Of texts that draw and texts that do not; those alone give the same as beside the others."""
+    g = torch.Generator().manual_seed(1)
+    logits, width = torch.randn(4, 3, 100, generator=g) * 3, 6
+    heat, depths = torch.tensor([0.0, 0.2, 1.0, 1.7]), torch.tensor([0, 1, 1])
+    lengths, seeds = torch.tensor([5, 9, 2, 30]), torch.tensor([4, 5, 6, 7])
+    places = lengths[:, None] + depths
+    noise = gumbel(seeds.repeat_interleave(3), places.flatten(), 100).view(4, 3, 100)
+    scales = heat.clamp(min=LEAST_SCALE)[:, None, None]
+    expected = ((logits + heat[:, None, None] * noise) / scales).log_softmax(-1).topk(width)
+    found = likeliest(logits, DraftedTexts(lengths, heat, seeds, False), depths, width)
+    assert torch.equal(found.columns, expected.indices)
+    torch.testing.assert_close(found.values, expected.values)
+    greedy = DraftedTexts(lengths[:1], heat[:1], seeds[:1], True)
+    alone = likeliest(logits[:1], greedy, depths, width)
+    assert torch.equal(alone.columns, expected.indices[:1])
+    torch.testing.assert_close(alone.values, expected.values[:1])

@@ -16,6 +16,7 @@ from recserve.models.attention import DenseAttention
 from recserve.speculation.completion import SpeculationCounts, TextQuery
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.drafter import TextContext
+from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.drafters.rank_tree import rank_tree
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.speculation.test_eagle import paths_of, rms, target_states, turned
@@ -125,10 +126,11 @@ def assert_as_transcribed(notes, drafter, model, least: int) -> None:
         if params.temperature:
             places = torch.arange(len(logits)) + len(tokens)
             seeds = torch.full((len(logits),), params.seed)
-            logits = logits / params.temperature + gumbel(seeds, places, VOCABULARY)
+            logits = logits + params.temperature * gumbel(seeds, places, VOCABULARY)
         depth = min(budget.depth, drafter.network.config.num_slots)
         size = min(budget.num_nodes, drafter.num_nodes)
-        assert paths_of(draft) == best_paths(logits, depth, size)
+        scale = max(params.temperature, LEAST_SCALE)
+        assert paths_of(draft) == best_paths(logits / scale, depth, size)
 
 
 def queries(texts, length=14, temperature=0.0, **drafting) -> list[TextQuery]:

@@ -35,7 +35,7 @@ from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.drafters.lattice_tree import Lattice, lattice_drafts, most_candidates
 from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.drafters.noisy import DraftedTexts, noisy_logits
+from recserve.speculation.drafters.noisy import LEAST_SCALE, DraftedTexts, noisy_logits
 
 NUM_CANDIDATES, NUM_NODES = 16, 32
 MAX_TEXTS = 64  # texts that are drafted together
@@ -60,7 +60,7 @@ class _Ranked:
 
     Attributes:
         columns: [B, K, C] columns of the logits, best first.
-        values: [B, K, C] logits divided by the temperature, with noise.
+        values: [B, K, C] logits with noise, divided by the text's scale.
         total: [B, K] logarithm of the sum of exp(value) over all columns that compete.
     """
 
@@ -233,8 +233,9 @@ class BlockDrafter(Drafter):
     def _ranked(self, logits: Tensor, texts: _Drafted, first: int) -> _Ranked:
         """Ranks the columns of logits [B, K, V] of the slots from `first` on."""
         if texts.drawn.greedy:
-            top = logits.topk(self.num_candidates)
-            return _Ranked(top.indices, top.values, logits.logsumexp(-1))
+            scaled = logits / LEAST_SCALE
+            top = scaled.topk(self.num_candidates)
+            return _Ranked(top.indices, top.values, scaled.logsumexp(-1))
         slots = torch.arange(first, first + logits.shape[1], device=logits.device)
         noisy = noisy_logits(logits, texts.drawn, slots, self.num_candidates, self.network.targets)
         best = noisy.best(self.num_candidates)
@@ -243,10 +244,9 @@ class BlockDrafter(Drafter):
     def _scaled(
         self, contexts: Tensor, successors: Tensor, ranked: _Ranked, texts: _Drafted
     ) -> Tensor:
-        """Returns pair scores [B, K, P, C] with the temperature and the noise of the values."""
+        """Returns pair scores [B, K, P, C] with the scale and the noise of the values."""
         pairs = pair_scores(torch.zeros_like(ranked.values), contexts, successors, ranked.columns)
-        heat = texts.drawn.temperatures[:, None, None, None]
-        return pairs / torch.where(heat > 0, heat, 1.0) + ranked.values[..., None, :]
+        return pairs / texts.drawn.scales[:, None, None, None] + ranked.values[..., None, :]
 
     def _markov_lattice(self, outputs: Tensor, logits: Tensor, texts: _Drafted) -> Lattice:
         """Returns the candidates under a Markov head.

@@ -1,8 +1,12 @@
-"""Ranks a drafter's guesses with the target's own noise at their position.
+"""Ranks a drafter's guesses as the target chooses: with its temperature and its noise.
 
 Under the rule `sample` the target takes argmax(logits / temperature + noise), with noise keyed by
-seed and position. A drafter that ranks its own logits the same way predicts this draw, not the
-mode of the distribution.
+seed and position. That is argmax(logits + temperature * noise), also at temperature 0. A drafter
+that ranks its own logits the same way predicts this choice, not the mode of the distribution.
+
+The drafter's logits differ from the target's. If the difference has the law of Gumbel noise times
+s, the target takes token y with probability softmax((logits + temperature * noise) / s)[y]. So s
+shapes a tree: with a large s it is wide, with a small s deep.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from recserve.kernels.host import on_device
 from recserve.kernels.noise import gumbel_of_tokens
 from recserve.speculation.drafter import TextContext
 
+# s above is the temperature, and at least this. Trees of the drafters in docs/results/drafters.md
+# are best at 0.3 to 0.6 for temperature 0, and for most of them at 1 for temperature 1.
+LEAST_SCALE = 0.5
 NUM_NOISY_TOKENS = 128  # only this many likeliest tokens get noise; others are hardly ever drawn
 
 
@@ -78,6 +85,11 @@ class DraftedTexts:
             greedy=all(p.greedy for p in params),
         )
 
+    @property
+    def scales(self) -> Tensor:
+        """[B] float32 scale s of each text, see above."""
+        return self.temperatures.clamp(min=LEAST_SCALE)
+
 
 @dataclass(frozen=True)
 class RankedColumns:
@@ -104,10 +116,9 @@ def noisy_logits(
     width: int,
     tokens_of: Callable[[Tensor], Tensor] | None = None,
 ) -> RankedColumns:
-    """Divides logits by the temperature and adds the target's noise.
+    """Returns (logits + temperature * noise) / scale of the likeliest columns.
 
-    Rows of texts without a temperature stay as they are. Only the NUM_NOISY_TOKENS likeliest
-    columns are returned, or `width` of them if that is more.
+    Only the NUM_NOISY_TOKENS likeliest columns are returned, or `width` of them if that is more.
 
     Args:
         logits: [B, W, V] float32.
@@ -123,9 +134,8 @@ def noisy_logits(
         for row in (texts.seeds[:, None], texts.lengths[:, None] + depths)
     )
     noise = gumbel_of_tokens(seeds, places, tokens.flatten(0, 1)).view_as(best.values)
-    heat = texts.temperatures[:, None, None]
-    values = best.values / torch.where(heat > 0, heat, 1.0) + noise * (heat > 0)
-    return RankedColumns(best.indices, values)
+    values = torch.addcmul(best.values, noise, texts.temperatures[:, None, None])
+    return RankedColumns(best.indices, values / texts.scales[:, None, None])
 
 
 def likeliest(
@@ -135,13 +145,11 @@ def likeliest(
     width: int,
     tokens_of: Callable[[Tensor], Tensor] | None = None,
 ) -> RankedColumns:
-    """Returns the `width` likeliest columns of each row and their log-probabilities.
-
-    Texts with a temperature get the target's noise, see `noisy_logits` for it and for the
-    arguments.
+    """Returns the columns of each row that the target takes most likely, and the logarithms of
+    these probabilities, see above. For the arguments see `noisy_logits`.
     """
     if texts.greedy:
-        best = logits.log_softmax(-1).topk(width)
+        best = (logits / LEAST_SCALE).log_softmax(-1).topk(width)
         return RankedColumns(best.indices, best.values)
     noisy = noisy_logits(logits, texts, depths, width, tokens_of)
     return RankedColumns(noisy.columns, noisy.values.log_softmax(-1)).best(width)
