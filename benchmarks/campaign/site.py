@@ -118,10 +118,14 @@ class ServerProcess:
                 found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
         return found
 
-    def resident_bytes(self) -> int:
-        """Returns the resident memory."""
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    def resident_bytes(self, kind: str = "VmRSS") -> int:
+        """Returns the resident memory.
+
+        Args:
+            kind: Its name in /proc/PID/status. RssAnon leaves out the pages of files.
+        """
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
 
     def num_files(self) -> int:
         """Returns the number of open files."""
