@@ -23,9 +23,12 @@ MAX_RUNNING = 8
 MAX_QUEUE = 2
 CROWD = MAX_RUNNING + MAX_QUEUE  # clients of a closed loop that keep the engine full
 WARM_S = 2.0
-# Texts, so that the engine is saturated, and not the event loop that refuses the requests.
-TOKENS = 600
+# Texts, so that the engine is saturated, and not the event loop that refuses the requests. Their
+# lengths differ: texts of one length that begin together also end together, and then the next ones
+# wait for up to a whole text.
+TOKENS, SPREAD = 600, 300
 SHORT_TOKENS = 50
+NUM_TEXTS = 512
 
 
 @check(
@@ -38,7 +41,10 @@ SHORT_TOKENS = 50
 )
 def overload(site: Site, budget: Budget) -> Finding:
     """Compares goodput, latencies and memory under overload with those before and after."""
-    bodies = text_bodies(np.random.default_rng(site.seed), 512, TOKENS)
+    random = np.random.default_rng(site.seed)
+    lengths = random.integers(TOKENS - SPREAD, TOKENS + SPREAD, NUM_TEXTS).tolist()
+    texts_of = text_bodies(random, NUM_TEXTS, TOKENS)
+    bodies = [{**body, "max_tokens": n} for body, n in zip(texts_of, lengths, strict=True)]
     limits = {"max_running": MAX_RUNNING, "max_queue": MAX_QUEUE, "kv_bytes": 2**24}
     with site.server(llm=site.llm, **limits) as server:
 

@@ -14,13 +14,16 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
-from benchmarks.campaign.site import LLM_NAME, Site
-from benchmarks.campaign.traffic import apart, history, item, percentile
+from benchmarks.campaign.site import LLM_NAME, ServerProcess, Site
+from benchmarks.campaign.traffic import NUM_ITEMS, apart, history, item, percentile
 from tests.support.paths import ROOT
 from tests.support.redis_server import free_port
 
 PARTS = 40
-NUM_PUT = 100
+NUM_PUT, NUM_USERS = 100, 200
+# Events of each user before the soak. A history that grows makes its requests larger, and the heap
+# with them; at this length all histories are longer than what a model reads.
+NUM_EVENTS, EVENTS_PER_CALL = 1000, 5
 # Caches that fill to a bound dominate the first minutes: pages of the key-value pools are touched
 # for the first time, caches of filters, prefixes and words fill, threads get arenas of the
 # allocator. Pages of the store's file do not count: it grows with the events that it holds, and the
@@ -44,6 +47,7 @@ def soak(site: Site, budget: Budget) -> Finding:
     done: list[tuple[float, float]] = []  # end and latency
     failed: list[str] = []
     with site.server(llm=site.llm, kv_bytes=2**22, default_timeout_ms=60_000) as server:
+        fill_histories(server, random)
         stop = threading.Event()
 
         def run(draw: np.random.Generator) -> None:
@@ -106,9 +110,22 @@ def soak(site: Site, budget: Budget) -> Finding:
     )
 
 
+def fill_histories(server: ServerProcess, random: np.random.Generator) -> None:
+    """Gives every user of the soak NUM_EVENTS events."""
+    with server.client() as client:
+        for call in range(NUM_EVENTS // EVENTS_PER_CALL):
+            drawn = random.integers(0, NUM_ITEMS, (NUM_USERS, EVENTS_PER_CALL)).tolist()
+            events = [
+                {"user_id": f"soak{user}", "item_id": item(n), "event_id": f"before{call}.{number}"}
+                for user, items in enumerate(drawn)
+                for number, n in enumerate(items)
+            ]
+            client.post("/v1/events", json={"events": events}).raise_for_status()
+
+
 def varied(draw: np.random.Generator, number: int) -> tuple[str, str, dict[str, object]]:
     """Returns one of nine kinds of requests."""
-    user, some = {"id": f"soak{draw.integers(200)}"}, history(draw)
+    user, some = {"id": f"soak{draw.integers(NUM_USERS)}"}, history(draw)
     event = {"user_id": user["id"], "item_id": some[0], "event_id": str(number)}
     prompt = "".join(chr(97 + n) for n in draw.integers(0, 26, 30))
     strategy = ("beam", "speculative", "nezha")[number % 3]
