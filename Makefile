@@ -19,6 +19,7 @@ TRITON := triton==3.6.0
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
+FUZZ := $(VENV)/.installed-fuzz
 
 # What stands in for another machine, by the name of the tier: the instruction sets of the C sources,
 # of torch's kernels and of oneDNN; no C sources; no C compiler.
@@ -48,7 +49,7 @@ test-all: $(DEV) redis promtool chromium
 	$(PYTEST) $(PYTEST_ARGS)
 
 # Overload, faults and attacks against real servers, for BUDGET minutes; the figures go to build/campaign.*
-campaign: $(DEV) redis
+campaign: $(FUZZ) redis
 	@mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --minutes $(BUDGET) --json build/campaign.json --markdown build/campaign.md $(CAMPAIGN_ARGS)
 
@@ -126,4 +127,9 @@ $(DEV): $(RUNTIME)
 $(DOCS): $(RUNTIME)
 	@echo "installing the documentation tools"
 	@$(PIP) --editable '.[docs]'
+	@touch $@
+
+$(FUZZ): $(DEV)
+	@echo "installing the fuzzers"
+	@$(PIP) --editable '.[fuzz]'
 	@touch $@

@@ -115,9 +115,21 @@ def describe(app: FastAPI) -> dict[str, Any]:
             if name in ANSWERS:
                 answered["content"] = {"application/json": {"schema": by_kind[ANSWERS[name]]}}
             if name in STREAMS:
-                answered["content"] |= {"text/event-stream": {"schema": by_kind[STREAMS[name]]}}
+                event = _event(by_kind[STREAMS[name]], error)
+                answered["content"] |= {"text/event-stream": {"schema": event}}
             operation["responses"][STATUS.get(name, "200")] = answered
     return said
+
+
+def _event(chunk: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a server-sent event of a stream of chunks."""
+    written = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [chunk, error]}}
+    return {
+        "description": "One event. The last one has the data [DONE].",
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, written]}},
+    }
 
 
 def _explain(components: dict[str, Any]) -> None:

@@ -42,6 +42,6 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     add_get(app, "/health/ready", ready, "ready")
     add_get(app, "/ping", ready, "ping")
     # Amazon SageMaker's and vLLM's name; some callers use POST.
-    app.add_api_route("/ping", ready, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/ping", ready, methods=["POST"], operation_id="ping_post")
     add_get(app, "/v2/health/ready", ready, "ready_v2")
     add_get(app, "/metrics", metrics, "metrics")

@@ -240,7 +240,10 @@ def test_openapi_says_which_errors_each_route_has(client):
     assert {"required": ["user"]} in schemas["RecommendRequest"]["anyOf"]
     assert None in schemas["ChatRequest"]["properties"]["tools"]["enum"]
     stream = said["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
-    assert stream["text/event-stream"]["schema"]["$ref"].endswith("ChatChunk")
+    data = stream["text/event-stream"]["schema"]["properties"]["data"]
+    last, chunk = data["anyOf"]
+    assert last == {"const": "[DONE]"}
+    assert chunk["contentSchema"]["anyOf"][0]["$ref"].endswith("ChatChunk")
 
 
 def drawn_value(rng, depth=0):
