@@ -2,8 +2,8 @@
 
 Each level of the tree extends the `width` likeliest nodes of the level before by `width` tokens
 each. Of all these nodes the draft keeps the likeliest, by the product of probabilities along the
-path (noisy.py says which). A node is never likelier than its parent, so the nodes that remain form a tree. A request may
-name a static tree instead (EAGLE-1).
+path (noisy.py says which). A node is never likelier than its parent, so the nodes that remain form
+a tree. A request may name a static tree instead (EAGLE-1).
 
 P-EAGLE's network computes the outputs of all levels in one forward pass. Its levels are
 independent of each other, and the tree grows from them in the same way.
