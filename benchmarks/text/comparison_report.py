@@ -147,10 +147,7 @@ def save_plot(rows: list[Row], path: Path) -> None:
 def longest_steps(rows: list[Row], batch: int) -> dict[str, Row]:
     """Returns the figures of each drafter's tree with the longest steps, the longest first."""
     found: dict[str, Row] = {}
-    for row in rows:
-        own = row["figures"]
-        old = found.get(row["arm"])
-        longer = old is None or own["tokens_per_step"] > old["tokens_per_step"]
-        if row["batch"] == batch and longer:
-            found[row["arm"]] = own
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]["tokens_per_step"]))
+    for row in sorted(rows, key=lambda row: -row["figures"]["tokens_per_step"]):
+        if row["batch"] == batch:
+            found.setdefault(row["arm"], row["figures"])
+    return found
