@@ -23,10 +23,9 @@ FUZZ := $(VENV)/.installed-fuzz
 
 # What stands in for another machine, by the name of the tier: the instruction sets of the C sources,
 # of torch's kernels and of oneDNN; no C sources; no C compiler.
-TIERS := native avx2 sse torch no-compiler
+TIERS := native avx2 torch no-compiler
 ENVIRONMENT_native :=
 ENVIRONMENT_avx2 := RECSERVE_ISA=x86-64-v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
-ENVIRONMENT_sse := RECSERVE_ISA=x86-64-v2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 ENVIRONMENT_torch := RECSERVE_KERNELS=torch
 ENVIRONMENT_no-compiler := CC=no-such-compiler
 ifeq ($(filter $(TIER),$(TIERS)),)
@@ -34,7 +33,7 @@ $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
 PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow campaign sanitize check format install docs package redis promtool chromium newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow campaign sanitize check format install docs package redis promtool chromium clang newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -42,10 +41,10 @@ demo: $(RUNTIME)
 test: $(DEV) redis promtool chromium
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(DEV) redis promtool chromium
+test-slow: $(DEV) redis promtool chromium clang
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-all: $(DEV) redis promtool chromium
+test-all: $(DEV) redis promtool chromium clang
 	$(PYTEST) $(PYTEST_ARGS)
 
 # Overload, faults and attacks against real servers, for BUDGET minutes; the figures go to build/campaign.*
@@ -87,6 +86,10 @@ promtool:
 # The playground is tested in a real browser; without one its tests skip loudly, and fail where CI is set.
 chromium:
 	@command -v chromium >/dev/null 2>&1 || command -v chromium-browser >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 || sh deploy/install-chromium.sh
+
+# The C sources are compared between gcc and clang; without it these tests skip loudly, and fail where CI is set.
+clang:
+	@command -v clang >/dev/null 2>&1 || sh deploy/install-clang.sh
 
 # Every kernel to machine code with the newest Triton, in a folder of its own: what the next upgrade will meet.
 newest-triton: $(DEV)

@@ -41,6 +41,8 @@ class BuildWithLibraries(build_py):
             self.warn("no C compiler for Linux here: this wheel has no compiled C kernels")
             return
         try:
+            if native_library.is_clang(compiler):
+                raise OSError("its OpenMP runtime is not on every machine; set CC=gcc")
             native_library.compile_levels(compiler, packaged)
         except (OSError, subprocess.CalledProcessError) as error:
             shutil.rmtree(packaged, ignore_errors=True)

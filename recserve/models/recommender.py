@@ -202,10 +202,12 @@ class Recommender(nn.Module):
         """Packs the weights for this CPU (packing.py); it cannot be trained or saved afterwards."""
         pack_weights(self.decoder)
         pack_layers(self, "vector_projection", "dense_query")
-        if packable(self.head.weight):
+        in_c = dispatch.packs([self.head.weight])  # one choice for the head and its parts
+        if packable(self.head.weight, in_c):
             books = [self.level_codes(level) for level in range(self.config.num_levels)]
-            self._packed_levels = nn.ModuleList(map(PackedLinear, books))
-            self._packed_head = PackedLinear(self.head.weight)
+            packed = (PackedLinear(book, in_c=in_c) for book in books)
+            self._packed_levels = nn.ModuleList(packed)
+            self._packed_head = PackedLinear(self.head.weight, in_c=in_c)
         self.pack_search()
 
     @torch.no_grad()

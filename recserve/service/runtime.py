@@ -14,7 +14,7 @@ import torch
 from recserve.core.request import Timing
 from recserve.engine.engine import Engine
 from recserve.engine.stats import EngineStats
-from recserve.kernels.cpu.processor import WIDEST, instruction_set, processor
+from recserve.kernels.cpu.processor import instruction_set
 from recserve.metrics import Gauges
 from recserve.schemas.items import UserRef
 from recserve.service.catalog.snapshot import Snapshot
@@ -109,13 +109,11 @@ class Runtime:
 
 def build_info(device: str) -> dict[str, str]:
     """Returns the labels of `recserve_build_info` for models on a type of device."""
-    wanted = instruction_set()
-    widest = (name for name in WIDEST if name in processor().flags)
     return {
         "version": installed("recserve"),
         "torch": torch.__version__,
         "device": device,
-        "isa": next(widest, "generic") if wanted == "native" else wanted,
+        "isa": instruction_set() or "generic",
     }
 
 

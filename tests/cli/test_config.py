@@ -62,7 +62,9 @@ def test_bad_file_names_key_bound_and_value(tmp_path, text, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("name,value", [("RECSERVE_KERNELS", "torch"), ("RECSERVE_ISA", "native")])
+@pytest.mark.parametrize(
+    "name,value", [("RECSERVE_KERNELS", "torch"), ("RECSERVE_ISA", "x86-64-v3")]
+)
 def test_what_the_kernels_read_is_no_setting_of_the_server(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     assert ServerConfig.load({"bundle": "b"}).bundle == Path("b")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recserve.kernels import reference
-from recserve.kernels.cpu import cpu_attention, cpu_plan
+from recserve.kernels.cpu import cpu_plan
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
@@ -41,41 +41,29 @@ def test_silu_matches_reference(kinds, roots, heads, kv_heads, dim, cached, limi
         same(*drawn, Activation(normalizer=37.0))
 
 
-@pytest.mark.parametrize("products", [False, True], ids=["few", "products"])
 @pytest.mark.parametrize("layout", ["beside", "before", "pages"])
 @pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
 @pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[2:7])
-def test_wherever_keys_lie(
-    kinds, roots, heads, kv_heads, dim, limits, layout, products, monkeypatch
-):
-    """Views, copies of runs and gathers; batched products, and oneDNN's head after head with rows
-    and keys rounded up and several blocks of rows.
-    """
-    if products:
-        monkeypatch.setattr(cpu_plan, "_of_intel", lambda: False)
-        monkeypatch.setattr(cpu_plan, "PRODUCT_ROWS", 0)
-        monkeypatch.setattr(cpu_plan, "PRODUCT_SIZE", 0)
-        monkeypatch.setattr(cpu_attention, "TILE", 2048)
+def test_wherever_keys_lie(kinds, roots, heads, kv_heads, dim, limits, layout):
+    """Views, copies of runs and gathers."""
     for cached in (0.0, 0.6):
         batch, query, keys, values = draw_batch(
             kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits
         )
         batch, keys, values = placed(batch, keys, values, layout)
         same(batch, query, keys, values, SOFTMAX)
-        if heads == kv_heads and not products:
+        if heads == kv_heads:
             same(batch, query, keys, values, Activation(normalizer=37.0))
 
 
-@pytest.mark.parametrize("root,few", [(3000, False), (5000, True)], ids=["products", "two-parts"])
-def test_long_roots(root, few, monkeypatch):
-    """64 nodes over a long root by products; 3 nodes apart from it by two results merged."""
-    monkeypatch.setattr(cpu_plan, "_of_intel", lambda: False)
-    monkeypatch.setattr(cpu_plan, "PRODUCT_SIZE", 100_000)
-    batch, query, keys, values = draw_batch([("tree", 3 if few else 64)], [root], 4, 2, 32)
+@pytest.mark.parametrize("nodes", [3, 64])
+def test_a_long_root_apart_from_its_tree(nodes):
+    """Two results are merged."""
+    batch, query, keys, values = draw_batch([("tree", nodes)], [5000], 4, 2, 32)
     batch, keys, values = placed(batch, keys, values, "before")
     form = cpu_plan.Form(2, 2, 32, torch.float32, softmax=True)
     (part,) = cpu_plan.plan(batch, form)
-    assert (part.whole is None) == few and (few or part.whole.width)
+    assert part.whole is None
     same(batch, query, keys, values, SOFTMAX)
 
 

@@ -1,57 +1,241 @@
-"""Results of the C kernels on fixed inputs, to compare libraries with each other.
+"""Results of all C functions on fixed inputs, to compare libraries with each other bit for bit.
 
-    python -m tests.support.c_results FILE.safetensors
+    python -m tests.support.c_results [LIBRARY]
 
-prints the name of the library and writes the results.
+prints the name of the library and the digest of the results. Inputs are drawn by numpy from exact
+uniform numbers, because torch's random numbers depend on the processor.
 """
 
+import ctypes
+import hashlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.cpu_plan import Form
 from recserve.kernels.cpu.half_panels import HalfPanels
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
+from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
 from recserve.kernels.int8 import Int8Weight
-from tests.support.attention_batches import draw_batch
+from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.tree import chain, from_parents, merge
+from recserve.kernels.trie.leaf_filter import LeafFilter, native_leaf_bits
+from recserve.kernels.trie.native_layout import ALIVE, FORKED, OPEN, lay_out, wanted_prefixes
+from recserve.kernels.trie.native_search import (
+    ANY,
+    Cell,
+    LevelCodes,
+    Limits,
+    NativeSearch,
+    States,
+    passed_prefixes,
+)
+from recserve.kernels.trie.native_trie import Prefixes
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.search.scores import Scored
+
+# Digests of the results, by level. A wanted change of the arithmetic changes them here, once.
+GOLDEN = {"x86-64-v3": "3e7d4d4051575b6e2216e61a64d83a61"}
+
+
+class Draws:
+    """Numbers in [-scale, scale) that are the same on every machine."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def __call__(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1) -> Tensor:
+        """Returns a tensor of this shape and type."""
+        numbers = (self.random.random(shape) * 2 - 1) * scale
+        return torch.from_numpy(numbers).to(dtype)
 
 
 def c_results() -> dict[str, Tensor]:
-    """Returns products, norms, gates and attention as float32, by operation and type."""
+    """Returns the results by function and type."""
     found: dict[str, Tensor] = {}
-    g = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(7, 96, generator=g), torch.randn(70, 96, generator=g) / 10
-    batch, query, keys, values = draw_batch([("tree", 40), ("chain", 9)], [200, 0], 8, 4, 32)
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
-            typed, name = x.to(dtype), str(dtype).removeprefix("torch.")
-            q, k, v = query.to(dtype), keys.to(dtype), values.to(dtype)
-            attend = NativeTreeAttention.of(batch, Form(4, 2, 32, dtype, True))
-            assert attend is not None
-            outs = {
-                "product": native.Panels.of(weight.to(dtype), None)(typed),
-                "int8": Int8Panels.of(Int8Weight.of(weight), None, dtype)(typed),
-                "norm": native.rms_norm(typed, typed[0], 1e-5),
-                "gate": native.silu_mul(typed),
-                "attention": attend(q, q, q, k, v),
-            }
-            if dtype == torch.float32:
-                outs["halves"] = HalfPanels.of(weight.half().float(), None)(typed)
-            found |= {f"{kind} {name}": out.float() for kind, out in outs.items()}
+            outs = {**_rows(dtype), **_attention(dtype), **_layers(dtype), **_searches(dtype)}
+            found |= {f"{name} {str(dtype)[6:]}": out for name, out in outs.items()}
+        found |= _tries()
     return found
 
 
+def digest(results: dict[str, Tensor]) -> str:
+    """Returns a hash of the results' bits."""
+    hashed = hashlib.sha256()
+    for name in sorted(results):
+        value = results[name].contiguous()
+        hashed.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        hashed.update(value.flatten().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:32]
+
+
+def _rows(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Products, norms, gates and RoPE, of few and of many rows and of sizes below a vector."""
+    draw, outs = Draws(0), {}
+    for inner, outer in ((96, 70), (1030, 200), (10, 3)):
+        x, weight = draw(40, inner, dtype=dtype, scale=3), draw(outer, inner, scale=0.3)
+        bias = draw(outer)
+        products = {
+            "product": native.Panels.of(weight.to(dtype), bias),
+            "int8": Int8Panels.of(Int8Weight.of(weight), bias, dtype),
+        }
+        if dtype == torch.float32:
+            products["halves"] = HalfPanels.of(weight.half().float(), bias)
+        for name, product in products.items():
+            for rows in (1, 5, 40):
+                outs[f"{name} {inner} {rows}"] = product(x[:rows])
+        outs[f"norm {inner}"] = native.rms_norm(x, x[0].contiguous(), 1e-5)
+        outs[f"gate {inner}"] = native.silu_mul(x * 20)
+    keys, values = torch.zeros(2, 9, 2, 96, dtype=dtype)
+    cos, sin = draw(5, 48), draw(5, 48)
+    slots = torch.tensor([7, 0, 3, 8, 1])
+    outs["rope"] = native.rope_write(draw(5, 8, 96, dtype=dtype), cos, sin, slots, keys, values)
+    outs["rope keys"], outs["rope values"] = keys, values
+    return outs
+
+
+def _trees(heads: int, kv_heads: int, dim: int) -> tuple[TreeBatch, Tensor, Tensor, Tensor]:
+    """Returns a tree of 60 nodes below 200 slots and a chain of 9 below none, with its numbers."""
+    draw = Draws(1)
+    parents = [-1, *(int(draw.random.integers(max(i - 3, -1), i)) for i in range(1, 60))]
+    path: list[int] = []
+    for i, parent in enumerate(parents):  # the nearest open node, so that nodes are in preorder
+        while path and path[-1] > parent:
+            path.pop()
+        parents[i] = path[-1] if path else -1
+        path.append(i)
+    tree = merge([from_parents(torch.arange(60), torch.tensor(parents)), chain(torch.arange(9))])
+    slots = torch.from_numpy(draw.random.permutation(280))
+    batch = TreeBatch(tree, None, slots[200:269], (slots[:200], slots[:0]))
+    keys, values = draw(280, kv_heads, dim), draw(280, kv_heads, dim)
+    return batch, draw(69, heads, dim, scale=4), keys, values
+
+
+def _attention(dtype: torch.dtype) -> dict[str, Tensor]:
+    outs = {}
+    for heads, kv_heads, dim in ((8, 4, 32), (6, 1, 96), (2, 2, 16)):
+        batch, query, keys, values = _trees(heads, kv_heads, dim)
+        attend = NativeTreeAttention.of(batch, Form(kv_heads, heads // kv_heads, dim, dtype, True))
+        assert attend is not None
+        query, keys, values = (x.to(dtype) for x in (query, keys, values))
+        outs[f"attention {heads} {dim}"] = attend(query, query, query, keys, values)
+    return outs
+
+
+def _layers(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Two layers in one call, at a head size whose scale is inexact."""
+    heads, kv_heads, dim, size, inner = 4, 2, 96, 80, 130
+    draw = Draws(2)
+    batch, _, keys, values = _trees(heads, kv_heads, dim)
+
+    def panels(outer: int, width: int) -> native.Panels:
+        return native.Panels.of(draw(outer, width, dtype=dtype, scale=0.2), None)
+
+    layers = [
+        LayerWeights(
+            draw(size, dtype=dtype),
+            draw(dim, dtype=dtype),
+            draw(dim, dtype=dtype),
+            draw(size, dtype=dtype),
+            panels((heads + 2 * kv_heads) * dim, size),
+            panels(size, heads * dim),
+            panels(2 * inner, size),
+            panels(size, inner),
+        )
+        for _ in range(2)
+    ]
+    shape = LayerShape(size, heads, kv_heads, dim, inner, 1e-6)
+    run = NativeLayers(layers, draw(size, dtype=dtype), shape)
+    attention = NativeTreeAttention.of(batch, Form(kv_heads, heads // kv_heads, dim, dtype, True))
+    assert attention is not None
+    pool = (torch.stack([keys, keys]).to(dtype), torch.stack([values, values]).to(dtype))
+    turns = draw(69, dim // 2), draw(69, dim // 2)
+    x = draw(69, size, dtype=dtype)
+    out = run(x, turns, batch.slots, pool, attention, range(2), True)
+    return {"layers": out, "layers keys": pool[0], "layers values": pool[1]}
+
+
+def _searches(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Searches by states of prefixes and by a recurrent head, with filters, over inserted ids."""
+    draw, size, width = Draws(3), 40, 20
+    sizes = (6, 40, 200)
+    ids = np.unique(draw.random.integers(0, sizes, (1500, 3)), axis=0)
+    ids = torch.from_numpy(draw.random.permutation(ids))
+    base = build_trie(ids[:-200], sizes)
+    trie = overlay_trie(base, ids[-200:], torch.arange(200) + len(ids) - 200, len(ids))
+    books = [draw(codes, size, dtype=dtype) for codes in sizes]
+    inputs = [draw(codes, size, dtype=dtype) for codes in sizes[:-1]]
+    weights = [draw(size, size, dtype=dtype, scale=0.3) for _ in sizes[:-1]]
+    cells = [Cell(native.Panels.of(w, None), x) for w, x in zip(weights, inputs, strict=True)]
+    last, contexts = draw(2, size, dtype=dtype), draw(2, 3, size, dtype=dtype)
+    keys = torch.arange(1, trie.num_nodes)
+    keys = torch.cat([keys, keys + trie.num_nodes])
+    hidden = draw(len(keys), size, dtype=dtype)
+    bits = native_leaf_bits(
+        draw.random.integers(0, 256, len(ids) // 8 + 1).astype(np.uint8), base.leaf_rows
+    )
+    rest = LeafFilter((torch.arange(0, 300, 7),), bits, torch.arange(3, 90, 5))
+    limits = Limits([width, width - 5], [-1, 3], [None, rest])
+    begun = Prefixes(torch.zeros(2, 1), torch.empty(2, 1, 0, dtype=torch.int64))
+    levels = [LevelCodes.of(book) for book in books]
+    outs = {"bits": bits.words, "counts": bits.counts}
+    for name, search, states in (
+        ("states", NativeSearch(levels), States(last, keys, hidden)),
+        ("head", NativeSearch(levels, cells), States(last, contexts=contexts)),
+    ):
+        found = search(trie.native, begun, limits, states, 3)
+        for level in range(1, found.reached + 1):
+            used = found.used[level]
+            outs[f"{name} scores {level}"] = found.log_probs[level, :, :used]
+            outs[f"{name} paths {level}"] = found.paths[level, :, :used, :level]
+        outs[f"{name} passed"] = passed_prefixes(found, 1, trie.num_nodes, ANY, [-9.0, -5.0])
+    return outs
+
+
+def _tries() -> dict[str, Tensor]:
+    """Token trees of prefixes, and the table of prefixes scored before."""
+    draw, sizes = Draws(4), (5, 6, 7)
+    ids = np.unique(draw.random.integers(0, sizes, (150, 3)), axis=0)
+    trie = build_trie(torch.from_numpy(ids), sizes)
+    paths = trie.nodes_of_items(torch.from_numpy(draw.random.permutation(len(ids))[:30]))
+    paths = paths.view(2, 15, 3)
+    outs = {}
+    scored = torch.arange(3, 40, 2)
+    for which in (ALIVE, FORKED, OPEN):
+        beams = Prefixes(draw(2, 15), paths[:, :, :2])
+        wanted = wanted_prefixes(trie.native, beams, which, scored, [4, 9])
+        outs[f"wanted {which}"] = wanted
+        laid = lay_out(trie.native, wanted, 2, torch.tensor([1, 6, 12]), scored, scored.flip(0))
+        tree = laid.tree
+        columns = (tree.tokens, tree.parents, tree.depths, tree.ends, laid.slots)
+        outs[f"laid {which}"] = torch.stack([column for column in columns if column is not None])
+        outs[f"laid queries {which}"] = torch.stack([laid.query_keys, laid.query_tokens])
+    one = Scored(scored, scored.flip(0), draw(len(scored), 4))
+    table = one.add(torch.tensor([50, 2, 8, 44]), torch.arange(4), draw(4, 4))
+    outs |= {"table keys": table.keys, "table slots": table.slots, "table hidden": table.hidden}
+    return outs
+
+
 def main() -> None:
-    """Prints the library's name and writes the results into the file of the command line."""
+    """Prints the library's name and the digest of its results."""
+    if len(sys.argv) > 1:
+        chosen = ctypes.CDLL(sys.argv[1])
+        native.declare(chosen)
+        native.library = lambda: chosen  # type: ignore[assignment]
     library = native.library()
+    assert dispatch.uses_c()
     print("none" if library is None else Path(library._name).name)
     if library is not None:
-        save_file(c_results(), sys.argv[1])
+        print(digest(c_results()))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ INLINE void scores_by_key(int type, int count, const Row *row, const Block *bloc
             for (int64_t d = LANES; d < dim; d += LANES) {
                 key = load(type, block->keys, place + d);
                 for (int r = 0; r < count; r++)
-                    products_of[r] += load(FLOAT32, row[r].query, d) * key;
+                    products_of[r] = mul_add(load(FLOAT32, row[r].query, d), key, products_of[r]);
             }
             for (int r = 0; r < count; r++) products[r][i] = products_of[r];
         }
@@ -131,26 +131,27 @@ INLINE void scores_by_column(int count, const Row *row, const Block *block, int6
                              floats scores[TILE][PARTS]) {
     floats open[4][TILE][PARTS]; /* sums of 2, 4, .. LANES lanes that wait for their other half */
     int top = 0;
-#pragma GCC unroll 8
+    UNROLL(8)
     for (int i = 0; i < LANES / 2; i++, top++) {
         int lane = 0;
-#pragma GCC unroll 4
+        UNROLL(4)
         for (int bit = 1, back = LANES / 4; back; bit <<= 1, back >>= 1) lane |= i & bit ? back : 0;
         floats sums[2][TILE][PARTS] = {};
         for (int64_t d = lane; d < dim; d += LANES)
-#pragma GCC unroll 2
+            UNROLL(2)
             for (int half = 0; half < 2; half++)
-#pragma GCC unroll 4
+                UNROLL(4)
                 for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
+                    UNROLL(4)
                     for (int p = 0; p < PARTS; p++)
-                        sums[half][r][p] +=
-                            row[r].query[d + half * LANES / 2] *
-                            load(FLOAT32, block->columns,
-                                 (d + half * LANES / 2) * BLOCK + p * LANES);
-#pragma GCC unroll 4
+                        sums[half][r][p] =
+                            mul_add(all(row[r].query[d + half * LANES / 2]),
+                                    load(FLOAT32, block->columns,
+                                         (d + half * LANES / 2) * BLOCK + p * LANES),
+                                    sums[half][r][p]);
+        UNROLL(4)
         for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
+            UNROLL(4)
             for (int p = 0; p < PARTS; p++) {
                 floats sum = sums[0][r][p] + sums[1][r][p];
                 int to = top;
@@ -167,17 +168,17 @@ INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const 
                 float weights[TILE][BLOCK], const float *kept, int64_t d, int64_t dim) {
     floats x[TILE][WIDE] = {};
     for (int64_t j = 0; j < block->count; j++)
-#pragma GCC unroll 4
+        UNROLL(4)
         for (int i = 0; i < vectors; i++) {
             floats value = gathered ? load(FLOAT32, block->rows, j * dim + d + i * LANES)
                                     : load(type, block->values, block->places[j] + d + i * LANES);
-#pragma GCC unroll 4
-            for (int r = 0; r < count; r++) x[r][i] += weights[r][j] * value;
+            UNROLL(4)
+            for (int r = 0; r < count; r++) x[r][i] = mul_add(all(weights[r][j]), value, x[r][i]);
         }
     for (int r = 0; r < count; r++)
         for (int i = 0; i < vectors; i++) {
             floats before = load(FLOAT32, row[r].mixed, d + i * LANES);
-            store(FLOAT32, row[r].mixed, d + i * LANES, before * kept[r] + x[r][i]);
+            store(FLOAT32, row[r].mixed, d + i * LANES, mul_add(before, all(kept[r]), x[r][i]));
         }
 }
 
@@ -213,7 +214,7 @@ INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][P
             added += weight;
         }
         row[r].top = peaks[r];
-        row[r].weight = row[r].weight * fading[r] + added;
+        row[r].weight = mul_add(row[r].weight, all(fading[r]), added);
         kept[r] = fading[r];
     }
 }
@@ -331,7 +332,7 @@ void tree_attention(int type, const char *query, const char *keys, const char *v
     int64_t most = 0, step = rows_at_once(heads / kv_heads);
     for (int64_t i = 0; i < num_trees; i++) most = trees[i].count > most ? trees[i].count : most;
     int64_t steps = (most + step - 1) / step, each = steps * kv_heads;
-#pragma omp parallel for schedule(dynamic) if (together)
+    PARALLEL_FOR(schedule(dynamic) if (together))
     for (int64_t i = 0; i < num_trees * each; i++) {
         const Tree *tree = trees + i / each;
         int64_t from = i % steps * step, head = i % each / steps;

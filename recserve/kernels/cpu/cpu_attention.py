@@ -4,10 +4,8 @@ Softmax attention runs in C without a plan (native_attention.py) where measureme
 no slower (`choose`). Otherwise each tree uses one of these forms, with n computed nodes, R root
 tokens, N tree nodes and at most A ancestors per node:
 
-- Few nodes: root and tree are one list of keys, n x (R + N) scores. Many rows and keys use oneDNN's
-  float32 products per head, which are twice as fast as the flash kernel on processors where the
-  flash kernel has no wide vectors. Few rows and keys use batched products, or one flash call for
-  all trees with the same layout in the pool.
+- Few nodes: root and tree are one list of keys, n x (R + N) scores. Few rows and keys use batched
+  products. Others use one flash call for all trees with the same layout in the pool.
 - Otherwise root and tree give two results that are merged by their log-sum-exp. The root part is
   one flash call of n x R scores for all nodes and all query heads of a KV group. The tree part
   depends on its shape. A chain uses causal flash (n x n / 2), a shallow tree n x (A + 1) gathered
@@ -22,14 +20,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.cpu.choice import KernelChoice, measure
-from recserve.kernels.cpu.cpu_plan import TILE, Form, Place, PlanPart, Whole, plan
+from recserve.kernels.cpu.cpu_plan import Form, Place, PlanPart, Whole, plan
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
@@ -181,13 +178,10 @@ def _softmax(part: PlanPart, query: Tensor, keys: Tensor, values: Tensor) -> Ten
     n, heads, dim = query.shape
     kv_heads = keys.shape[1]
     # Heads of one KV group become extra rows of one problem, so the group's keys are read once.
-    if part.whole is not None and not part.whole.width:
+    if part.whole is not None:
         attend = _few if part.whole.few_scores else _joined
         return attend(part.whole, query, keys, values)
     grouped = query.view(n, kv_heads, heads // kv_heads, dim).transpose(0, 1)
-    if part.whole is not None:
-        tree_out = _products(part.whole, grouped, keys, values)
-        return tree_out.transpose(0, 1).reshape(n, heads, dim)
     if part.chain:
         tree_out, tree_lse = _flash_chain(grouped, keys[part.keys], values[part.keys])
     elif part.mask is not None:
@@ -248,39 +242,6 @@ def _heads_first(pool: Tensor, whole: Whole) -> Tensor:
 def _together(pool: Tensor, places: tuple[Place, ...]) -> Tensor:
     """Returns the keys [m, K, D] at some places of a pool [slots, K, D]."""
     return pool[places[0]] if len(places) == 1 else torch.cat([pool[place] for place in places])
-
-
-def _products(whole: Whole, grouped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Computes two products and a softmax per KV head in float32; grouped [K, n, G, D], same
-    result.
-
-    oneDNN needs dense matrices, so the keys and values of a head are copied into one buffer.
-    """
-    assert whole.mask is not None
-    product: Any = torch.ops.mkldnn._linear_pointwise
-    kv_heads, n, groups, dim = grouped.shape
-    height, behind = whole.mask.shape
-    rows = F.pad(
-        (grouped.float() * dim**-0.5).reshape(kv_heads, n * groups, dim),
-        (0, 0, 0, height - n * groups),
-    )
-    own = torch.zeros(2, whole.width, dim)
-    out = torch.empty(kv_heads, height, dim, dtype=grouped.dtype)
-    block = max(TILE // whole.width // 16 * 16, 16)
-    for head in range(kv_heads):
-        start = 0
-        for place in whole.places:
-            size = place.stop - place.start if isinstance(place, slice) else place.shape[0]
-            own[0, start : start + size] = keys[place, head]
-            own[1, start : start + size] = values[place, head]
-            start += size
-        for top in range(0, height, block):
-            some = slice(top, top + block)
-            scores = product(rows[head, some], own[0], None, "none", [], "")
-            scores[:, whole.width - behind :] += whole.mask[some]
-            weights = torch.softmax(scores, -1, out=scores)
-            out[head, some] = product(weights, own[1].T, None, "none", [], "")
-    return out[:, : n * groups].view(kv_heads, n, groups, dim)
 
 
 def _flash(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu.processor import processor
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 SHALLOW = 8
@@ -15,13 +14,7 @@ FEW = 256  # up to so many nodes, an N x N mask costs less than gathering each n
 SHORT = 512  # up to so many tokens, copying is faster than merging two results
 RUNS = 8  # with this many runs of consecutive slots, slots are gathered one at a time
 GAP = 64  # up to so many unrelated slots are read and masked to avoid a copy
-# Below this many rows, or multiply-adds per head and thread, fixed cost and copies dominate a
-# product. Threads share one product, while the flash kernel gives each thread its own heads.
-PRODUCT_ROWS, PRODUCT_SIZE = 48, 4_000_000
 FEW_SCORES = 160_000  # of all heads; storing more costs more than the blocks of the flash kernel
-# Sizes of products are rounded up, because oneDNN compiles each new size.
-STEP_ROWS, STEP_KEYS = 16, 64
-TILE = 2**19  # scores of one product, which then fit the processor's caches
 
 Place = slice | Tensor
 
@@ -52,9 +45,7 @@ class Whole:
     Attributes:
         places: Slots of the keys, in order.
         num_keys: m.
-        mask: [n * G, m], 0 or -inf. None means that all rows see all keys. With oneDNN's products
-            it covers only the last keys up to the rounded end, and a rounded number of rows.
-        width: m rounded up for oneDNN's products, 0 otherwise.
+        mask: [n * G, m], 0 or -inf. None means that all rows see all keys.
         few_scores: Whether all scores may be stored at once. The mask is [1] instead of None then.
         count: B, trees with the same number of rows and keys. Their mask is [B, 1, n * G, m].
         distance: Slots from each of these trees to the next.
@@ -63,7 +54,6 @@ class Whole:
     places: tuple[Place, ...]
     num_keys: int
     mask: Tensor | None
-    width: int = 0
     few_scores: bool = False
     count: int = 1
     distance: int = 0
@@ -192,15 +182,7 @@ def _whole(
         seen = torch.cat([base.root_mask, seen], dim=1)
     num_keys = base.root_length + slots.shape[0]
     rows = seen.shape[0] * form.group
-    size = rows * num_keys * form.dim
-    big = rows >= PRODUCT_ROWS and size >= PRODUCT_SIZE * torch.get_num_threads()
-    if big and has_products(form.dtype):
-        width, height = _up(num_keys, STEP_KEYS), _up(rows, STEP_ROWS)
-        padded = seen.new_zeros(height, seen.shape[1] + width - num_keys)
-        padded[:rows, : seen.shape[1]] = seen.repeat_interleave(form.group, dim=0)
-        padded[rows:, : seen.shape[1]] = True
-        places = _runs(torch.cat([root_slots, slots]))
-        return Whole(places, num_keys, added(padded, torch.float32), width)
+    places: tuple[Place, ...]
     near = _near(base, slots)
     if near is not None:
         places, num_keys = (near,), near.stop - near.start
@@ -215,11 +197,11 @@ def _whole(
         return None
     few_scores = form.dtype == torch.float32 and form.kv_heads * rows * num_keys <= FEW_SCORES
     if bool(seen.all()):
-        return Whole(places, num_keys, torch.zeros(1) if few_scores else None, 0, few_scores)
+        return Whole(places, num_keys, torch.zeros(1) if few_scores else None, few_scores)
     mask = torch.zeros(rows, num_keys, dtype=form.dtype)
     behind = added(seen.repeat_interleave(form.group, dim=0), form.dtype)
     mask[:, num_keys - seen.shape[1] :] = behind
-    return Whole(places, num_keys, mask, 0, few_scores)
+    return Whole(places, num_keys, mask, few_scores)
 
 
 def _near(base: PlanPart, slots: Tensor) -> slice | None:
@@ -238,7 +220,7 @@ def _stacked(parts: list[PlanPart]) -> list[PlanPart]:
     wholes, starts = [], []
     for part in parts:
         whole = part.whole
-        if whole is None or whole.width or len(whole.places) > 1:
+        if whole is None or len(whole.places) > 1:
             return parts
         if not isinstance(whole.places[0], slice):
             return parts
@@ -264,22 +246,6 @@ def _stacked(parts: list[PlanPart]) -> list[PlanPart]:
     return [replace(parts[0], rows=slice(0, parts[-1].rows.stop), whole=stacked)]
 
 
-def has_products(dtype: torch.dtype) -> bool:
-    """Returns whether oneDNN's float32 products beat the flash kernel for keys of this type.
-
-    They do on x86 processors, with two exceptions. On Intel's processors the products of the flash
-    kernel (MKL's) are as fast. With AMX the flash kernel is faster for 16-bit floats.
-    """
-    if not torch.backends.mkldnn.is_available() or _of_intel():  # type: ignore[no-untyped-call]
-        return False
-    return dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
-
-
-def _of_intel() -> bool:
-    """Returns whether the processor's vendor is Intel."""
-    return processor().vendor == "GenuineIntel"
-
-
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns 0 where the mask is true and -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
@@ -303,7 +269,3 @@ def _runs(slots: Tensor) -> tuple[Place, ...]:
     firsts = slots[cuts[:-1]].tolist()
     sizes = [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)]
     return tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step

@@ -30,7 +30,7 @@ typedef struct {
 
 typedef struct {
     int64_t size, heads, kv_heads, dim, inner;
-    float eps;
+    float eps, scale; /* scale: of the scores, dim^-1/2 as Python rounds it */
 } Shape;
 
 void rms_norm(int type, const char *x, const char *weight, char *out, int64_t rows, int64_t size,

@@ -12,35 +12,13 @@
 #include "panels.h"
 #include <stdlib.h>
 
-#ifdef __SSE4_1__
-#include <immintrin.h>
-#endif
-
 #define BLOCK_ROWS 96 /* rows that share one pass over a panel */
 #define SPAN 128      /* steps that are summed before they are added to the total */
 
-/* GCC 12 converts bytes with its vector extensions one by one. */
-INLINE floats load_int8(const int8_t *at) {
-#if defined __AVX512F__
-    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((void *)at)));
-#elif defined __AVX2__
-    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((void *)at)));
-#elif defined __SSE4_1__ && LANES == 4
-    int32_t four;
-    memcpy(&four, at, sizeof four);
-    return (floats)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(four)));
-#else
-    floats x;
-    for (int i = 0; i < LANES; i++) x[i] = at[i];
-    return x;
-#endif
-}
-
 /* Returns a float, or two bfloat16, of LANES outputs. The integers are exact in both types. */
 INLINE words convert(int depth, const int8_t *at) {
-#ifdef __AVX512BF16__
-    if (depth == 2)
-        return (words)_mm512_cvtne2ps_pbh((__m512)load_int8(at + LANES), (__m512)load_int8(at));
+#ifdef DOT_BF16
+    if (depth == 2) return to_bf16(load_int8(at), load_int8(at + LANES));
 #endif
     return (words)load_int8(at);
 }
@@ -48,10 +26,10 @@ INLINE words convert(int depth, const int8_t *at) {
 /* Adds the products of a step to a sum. x is one float, or two bfloat16, for all lanes. */
 INLINE floats step(int depth, floats sum, uint32_t x, words w) {
     words xs = x - (words){};
-#ifdef __AVX512BF16__
-    if (depth == 2) return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)xs, (__m512bh)w);
+#ifdef DOT_BF16
+    if (depth == 2) return dot_bf16(sum, xs, w);
 #endif
-    return sum + (floats)xs * (floats)w;
+    return mul_add((floats)xs, (floats)w, sum);
 }
 
 /* Where a tile has its weights from. The first of several tiles stores what it converts. */
@@ -76,10 +54,10 @@ INLINE void strip(int depth, int source, int count, int first, int width, int ah
     for (int64_t k = 0; k < span->steps; k++) {
         for (int line = 0; ahead && line < lines; line++)
             __builtin_prefetch(span->next + k * span->rate + 64 * line);
-#pragma GCC unroll 16
+        UNROLL(16)
         for (int v = 0; v < width; v += group) {
             words w[VECTORS];
-#pragma GCC unroll 16
+            UNROLL(16)
             for (int g = 0; g < group; g++) {
                 int64_t at = k * PANEL + (first + v + g) * LANES;
                 if (source == CONVERTED)
@@ -89,9 +67,9 @@ INLINE void strip(int depth, int source, int count, int first, int width, int ah
                 if (source == CONVERT_AND_STORE)
                     memcpy(span->converted + at, &w[g], sizeof w[g]);
             }
-#pragma GCC unroll 6
+            UNROLL(6)
             for (int r = 0; r < count; r++)
-#pragma GCC unroll 16
+                UNROLL(16)
                 for (int g = 0; g < group; g++)
                     sums[r][v + g] = step(depth, sums[r][v + g], x[r * stride + k], w[g]);
         }
@@ -153,14 +131,15 @@ INLINE void block(int type, int depth, const uint32_t *x, const int8_t *panel, c
     }
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < left && i < PANEL; i += LANES) {
-            floats scaled = load(FLOAT32, totals, r * PANEL + i) * load(FLOAT32, scales, i);
-            store_some(type, out, r * size + i, scaled + load(FLOAT32, bias, i), left - i);
+            floats scaled = mul_add(load(FLOAT32, totals, r * PANEL + i), load(FLOAT32, scales, i),
+                                    load(FLOAT32, bias, i));
+            store_some(type, out, r * size + i, scaled, left - i);
         }
 }
 
 /* Returns how many bytes of an output follow each other in panels for x of this type and width. */
 int int8_depth(int type, int64_t inner) {
-#ifdef __AVX512BF16__
+#ifdef DOT_BF16
     if (type == BFLOAT16 && inner % 2 == 0) return 2;
 #endif
     return 1;
@@ -179,7 +158,7 @@ void linear_int8(int type, const char *x, const int8_t *panels, const float *sca
         int64_t some = r + BLOCK_ROWS < rows ? BLOCK_ROWS : rows - r;
         if (widens) widen(x + r * inner * bytes, wide, some * inner);
         const void *from = widens ? (const void *)wide : x + r * inner * bytes;
-#pragma omp parallel for schedule(static) if (rows * inner * size >= MANY)
+        PARALLEL_FOR(schedule(static) if (rows * inner * size >= MANY))
         for (int64_t i = 0; i < count; i++) {
             int64_t first = i * PANEL, left = size - first;
             const int8_t *panel = panels + first * inner;
@@ -190,7 +169,7 @@ void linear_int8(int type, const char *x, const int8_t *panels, const float *sca
             else if (depth == 1)
                 block(BFLOAT16, 1, from, panel, scales + first, bias + first, to, some, steps, size,
                       left);
-#ifdef __AVX512BF16__
+#ifdef DOT_BF16
             else
                 block(BFLOAT16, 2, from, panel, scales + first, bias + first, to, some, steps, size,
                       left);

@@ -26,7 +26,7 @@ void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *s
                     int together, const char *norm, char *scratch) {
     int64_t bytes = type == FLOAT32 ? 4 : 2, dim = shape->dim, all = shape->heads * dim;
     int64_t wide = all + 2 * shape->kv_heads * dim;
-    float scale = 1.0f / sqrtf(dim), eps = shape->eps;
+    float eps = shape->eps;
     char *normed = scratch, *qkv = normed + rows * shape->size * bytes;
     char *query = qkv + rows * wide * bytes, *mixed = query + rows * all * bytes;
     char *gate_up = mixed + rows * all * bytes, *gated = gate_up + rows * 2 * shape->inner * bytes;
@@ -42,7 +42,7 @@ void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *s
         rope_write(type, qkv, cos, sin, slots, keys, values, query, rows, shape->heads,
                    shape->kv_heads, dim);
         tree_attention(type, query, keys, values, mixed, trees, num_trees, shape->heads,
-                       shape->kv_heads, dim, scale, together);
+                       shape->kv_heads, dim, shape->scale, together);
         apply_product(type, &layer->output, mixed, normed, rows);
         add(type, x, normed, rows * shape->size);
         rms_norm(type, x, layer->mlp_norm, normed, rows, shape->size, eps);

@@ -54,13 +54,11 @@ def library() -> ctypes.CDLL | None:
         loaded = load_library(find_compiler())
         if loaded is None:
             log.warning(
-                "this package has no compiled C kernels for this processor, and there is no C "
-                "compiler: torch computes instead, and a request takes up to twice as long"
+                "there are no compiled C kernels for this processor, or there is no C compiler: "
+                "torch computes instead, and a request takes up to twice as long"
             )
             return None
-        for name, arguments in SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.argtypes, function.restype = arguments, RETURNS.get(name)
+        declare(loaded)
     except (subprocess.CalledProcessError, OSError, AttributeError) as error:
         reason = getattr(error, "stderr", None) or error
         log.warning("the C sources cannot be used; using the torch kernels instead: %s", reason)
@@ -68,12 +66,27 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+def declare(loaded: ctypes.CDLL) -> None:
+    """Sets the types of a library's functions. Raises AttributeError if one is missing."""
+    for name, arguments in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, RETURNS.get(name)
+
+
 def compiled() -> ctypes.CDLL:
     """Returns the library. Call it only after `takes`, `reads` or `multiplies` returned true."""
     found = library()
     assert found is not None
-    torch.get_num_threads()  # sets the number of OpenMP threads of the calling thread
+    threads = torch.get_num_threads()  # sets the number of OpenMP threads of the calling thread
+    if has_own_threads():
+        found.use_threads(threads)
     return found
+
+
+@functools.cache
+def has_own_threads() -> bool:
+    """Returns whether the library has another OpenMP runtime than torch: that of clang."""
+    return hasattr(library(), "use_threads")
 
 
 def takes(x: Stored) -> bool:

@@ -82,6 +82,7 @@ class _Shape(ctypes.Structure):
     _fields_ = [
         *((name, N) for name in ("size", "heads", "kv_heads", "dim", "inner")),
         ("eps", FLOAT),
+        ("scale", FLOAT),
     ]
 
 
@@ -100,7 +101,7 @@ class NativeLayers:
         self.shape, self._read, self._norm = shape, tuple(layers), norm
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         s = shape
-        self._shape = _Shape(s.size, s.heads, s.kv_heads, s.dim, s.inner, s.eps)
+        self._shape = _Shape(s.size, s.heads, s.kv_heads, s.dim, s.inner, s.eps, s.dim**-0.5)
 
     def __call__(
         self,

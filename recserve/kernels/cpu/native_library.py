@@ -2,8 +2,11 @@
 
 A wheel carries the sources compiled for every level of instruction sets (`LEVELS`). Without a
 fitting library the system's C compiler builds the sources in this folder on first use, which takes
-some seconds. The result is cached in the user's cache folder. Without a compiler torch does the
-same work.
+some seconds. The result is cached in the user's cache folder. Without a compiler, or on a processor
+below the lowest level, torch does the same work.
+
+All libraries of a level give the same bits, whatever compiled them. The sources say which
+operations are fused (simd.h), and the flags forbid the compiler to fuse others.
 
 A file name contains a fingerprint of everything the code depends on, and the sha256 of the content.
 So an outdated or damaged file is never loaded. A cached file is loaded only if no other user can
@@ -27,14 +30,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recserve.kernels.cpu.processor import LEVELS, best_level, instruction_set, processor
+from recserve.kernels.cpu.processor import LEVELS, instruction_set
 
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).resolve().parent
 PACKAGED = HERE / "compiled"  # only in wheels
 SOURCES = sorted(HERE.glob("*.[ch]"))
-FLAGS = "-O3 -std=gnu11 -fPIC -fopenmp -ffp-contract=fast -fno-math-errno -Wno-psabi"
+FLAGS = "-O3 -std=gnu11 -fPIC -fopenmp -ffp-contract=off -fno-math-errno -Wno-psabi"
 
 
 def find_compiler() -> str | None:
@@ -49,46 +52,52 @@ def load_library(compiler: str | None) -> ctypes.CDLL | None:
         compiler: Path of the C compiler; None without one.
 
     Returns:
-        The library, or None if none is packaged for this processor and there is no compiler.
+        The library. None if this processor is below every level, or if no library is packaged for
+        its level and there is no compiler.
 
     Raises:
         OSError: If the library cannot be written or loaded.
         subprocess.CalledProcessError: If the compiler fails; `stderr` says why.
     """
-    packaged = _load_packaged()
+    level = instruction_set()
+    if level is None:
+        return None
+    packaged = _load_packaged(level)
     if packaged is not None or compiler is None:
         return packaged
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # A relative folder could hold code of the working directory's owner.
     cache = home / "recserve" if home.is_absolute() else None
-    name = f"native-{fingerprint(compiler)}"
+    name = f"{level}-{fingerprint(compiler, level)}"
     cached = None if cache is None else _find(cache, name, _is_private)
     if cached is not None:
         return ctypes.CDLL(str(cached))
-    log.info("compiling the C sources for %s", instruction_set())
+    log.info("compiling the C sources for %s", level)
     with tempfile.TemporaryDirectory() as folder:
-        built = compile_sources(compiler, Path(folder))
+        built = compile_sources(compiler, Path(folder), level)
         if cache is not None:
             _store(built, cache, name)
         return ctypes.CDLL(str(built))
 
 
-def compile_sources(compiler: str, folder: Path, level: str | None = None) -> Path:
+def compile_sources(compiler: str, folder: Path, level: str) -> Path:
     """Compiles the sources into `folder` and returns the library.
 
-    OpenMP is not linked. torch has already loaded its runtime, so both share its threads.
+    gcc's OpenMP runtime is not linked. torch has already loaded it, so both share its threads.
+    clang calls another runtime, libomp, which is linked.
 
     Args:
         compiler: Path of the C compiler.
         folder: Folder for the objects and the library.
-        level: Key of `LEVELS`; None means `instruction_set()`.
+        level: Key of `LEVELS`.
     """
-    flags = [*target_flags(level or instruction_set()), *FLAGS.split()]
+    flags = [*target_flags(level), *FLAGS.split()]
+    runtime = ["-fopenmp"] if is_clang(compiler) else []
     sources = [str(source) for source in SOURCES if source.suffix == ".c"]
     objects = [f"{Path(source).stem}.o" for source in sources]
     for command in (
         [compiler, "-c", *flags, *sources],
-        [compiler, "-shared", *objects, "-o", "native.so"],
+        [compiler, "-shared", *objects, *runtime, "-o", "native.so"],
     ):
         subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return folder / "native.so"
@@ -123,41 +132,46 @@ def packaged_name(level: str) -> str:
     return f"{level}-{_digest(parts)}"
 
 
+def is_clang(compiler: str) -> bool:
+    """Returns whether a C compiler is clang."""
+    return b"clang" in _version(compiler)
+
+
 def target_flags(level: str) -> list[str]:
-    """Returns the compiler's flags for a level or for "native"."""
+    """Returns the compiler's flags for a level."""
     base = level.removesuffix("-bf16")
     return [f"-march={base}", *(["-mavx512bf16"] if base != level else [])]
 
 
-def _load_packaged() -> ctypes.CDLL | None:
-    """Loads the library that a wheel carries for this processor, or returns None."""
-    level = instruction_set()
-    found = best_level() if level == "native" else level
-    path = None if found is None else _find(PACKAGED, packaged_name(found), _is_like_code)
+def _load_packaged(level: str) -> ctypes.CDLL | None:
+    """Loads the library that a wheel carries for a level, or returns None."""
+    path = _find(PACKAGED, packaged_name(level), _is_like_code)
     if path is None:
         return None
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        log.warning("the packaged library for %s cannot be loaded: %s", found, error)
+        log.warning("the packaged library for %s cannot be loaded: %s", level, error)
         return None
-    log.info("the C kernels are the packaged ones for %s", found)
+    log.info("the C kernels are the packaged ones for %s", level)
     return library
 
 
-def fingerprint(compiler: str) -> str:
+def fingerprint(compiler: str, level: str) -> str:
     """Returns a hash of everything that the compiled code depends on.
 
-    It covers sources, flags, processor and compiler. The compiler also counts by path, size and
+    It covers sources, flags, level and compiler. The compiler also counts by path, size and
     modification time, because a wrapper that adds flags reports the version of the wrapped
     compiler.
     """
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     found = os.stat(compiler)
     binary = f"{os.path.realpath(compiler)} {found.st_size} {found.st_mtime_ns}"
-    about = (FLAGS, instruction_set(), binary, processor().name, *sorted(processor().flags))
-    parts = [*map(str.encode, about), version, *(source.read_bytes() for source in SOURCES)]
-    return _digest(parts)
+    parts = [*map(str.encode, (FLAGS, level, binary)), _version(compiler)]
+    return _digest([*parts, *(source.read_bytes() for source in SOURCES)])
+
+
+def _version(compiler: str) -> bytes:
+    return subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
 
 
 def _digest(parts: Sequence[bytes]) -> str:

@@ -14,13 +14,11 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-WIDEST = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd", "sve")
-# Levels of instruction sets, with the flags that each adds to the level before it.
+# Levels of instruction sets that the C sources support, each with the flags that it adds to the
+# level before it. Other processors compute with torch.
 LEVELS_OF_MACHINES: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "x86-64": ("sse2",),
-        "x86-64-v2": ("sse4_2", "ssse3", "popcnt"),
-        "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
+        "x86-64-v3": ("popcnt", "movbe", "abm", "bmi1", "bmi2", "f16c", "fma", "avx2"),
         "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
         "x86-64-v4-bf16": ("avx512_bf16",),
     },
@@ -35,26 +33,27 @@ class Processor:
 
     Attributes:
         name: Model name, for the log.
-        vendor: Vendor id, e.g. GenuineIntel; "" if unknown.
         flags: Instruction sets in Linux's names; empty where the system does not list them.
     """
 
     name: str
-    vendor: str
     flags: frozenset[str]
 
 
-def instruction_set() -> str:
-    """Returns the instruction set for the C sources: `RECSERVE_ISA`, or "native".
+def instruction_set() -> str | None:
+    """Returns the level that the C sources are compiled for, or None where torch computes.
+
+    It is `RECSERVE_ISA` if that is set, else the best level of this processor. So the bits of a
+    result depend on the level alone, not on the processor that compiled the sources.
 
     Raises:
         ValueError: If the name is unknown, or this processor lacks the instructions.
     """
-    name = os.environ.get("RECSERVE_ISA") or "native"
-    if name == "native":
-        return name
+    name = os.environ.get("RECSERVE_ISA")
+    if not name:
+        return best_level()
     if name not in LEVELS:
-        raise ValueError(f"RECSERVE_ISA is {name!r}; choose one of {['native', *LEVELS]}")
+        raise ValueError(f"RECSERVE_ISA is {name!r}; choose one of {[*LEVELS]}, or leave it unset")
     missing = missing_flags(name)
     if missing:
         raise ValueError(f"RECSERVE_ISA is {name!r}; this processor lacks {', '.join(missing)}")
@@ -84,12 +83,11 @@ def processor() -> Processor:
 
 
 def instructions() -> str:
-    """Describes for the log which instructions the processor, the C sources and torch use."""
+    """Describes for the log which instructions the C sources and torch use."""
     import torch
 
-    widest = [name for name in WIDEST if name in processor().flags]
     torch_uses = torch.backends.cpu.get_cpu_capability()
-    return f"{', '.join(widest) or 'none of note'}; C {instruction_set()}; torch {torch_uses}"
+    return f"C {instruction_set() or 'not used'}; torch {torch_uses}"
 
 
 def described(text: str) -> Processor:
@@ -99,6 +97,5 @@ def described(text: str) -> Processor:
     about = {key.strip(): value.strip() for key, _, value in parts}
     return Processor(
         about.get("model name") or platform.processor() or platform.machine(),
-        about.get("vendor_id", ""),
         frozenset((about.get("flags") or about.get("Features", "")).split()),
     )

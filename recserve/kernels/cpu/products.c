@@ -14,10 +14,6 @@
 #include "panels.h"
 #include <stdlib.h>
 
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
-
 #define AHEAD 16 /* steps from a prefetch to its use */
 #define SPAN 256 /* steps that are summed before they are added to the total */
 #define MANY_ROWS 24 /* from so many rows on, a panel of 16-bit weights becomes float32 once */
@@ -30,32 +26,17 @@ INLINE int bytes_of(int form) { return form == HALVES ? 2 : 4; }
 INLINE int type_of(int form) { return form == PAIRS || form == WIDE_PAIRS ? BFLOAT16 : FLOAT32; }
 INLINE int64_t span_of(int form) { return form == WIDE_PAIRS ? 2 * SPAN : SPAN; }
 
-/* Loads float16 numbers, which must be finite. */
-INLINE floats load_halves(const char *at) {
-#if defined __AVX512F__
-    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)at));
-#elif defined __F16C__
-    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)at));
-#else
-    halves x;
-    memcpy(&x, at, sizeof x);
-    words bits = __builtin_convertvector(x, words);
-    floats size = (floats)((bits & 0x7fff) << 13) * 0x1p112f; /* the exponents differ by 112 */
-    return (floats)((words)size | (bits & 0x8000) << 16);
-#endif
-}
-
 /* Adds the products of a step to a sum. x is one float, or two bfloat16, for all lanes. */
 INLINE floats step(int form, floats sum, uint32_t x, const char *weights) {
     words w;
     memcpy(&w, weights, sizeof w);
     words xs = x - (words){};
-    if (form != PAIRS) return sum + (floats)xs * (floats)w;
-#ifdef __AVX512BF16__
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)xs, (__m512bh)w);
+    if (form != PAIRS) return mul_add((floats)xs, (floats)w, sum);
+#ifdef DOT_BF16
+    return dot_bf16(sum, xs, w);
 #else
-    sum += (floats)(xs << 16) * (floats)(w << 16);
-    return sum + (floats)(xs & 0xffff0000u) * (floats)(w & 0xffff0000u);
+    sum = mul_add((floats)(xs << 16), (floats)(w << 16), sum);
+    return mul_add((floats)(xs & 0xffff0000u), (floats)(w & 0xffff0000u), sum);
 #endif
 }
 
@@ -69,14 +50,14 @@ INLINE void strip(int form, int count, int width, int ahead, const char *x, cons
         for (int line = 0; ahead && line < each * PANEL; line += 64)
             __builtin_prefetch(panel + AHEAD * each * PANEL + line);
         floats wide[VECTORS];
-#pragma GCC unroll 16
+        UNROLL(16)
         for (int v = 0; form == HALVES && v < width; v++)
-            wide[v] = load_halves(panel + v * 2 * LANES);
-#pragma GCC unroll 6
+            wide[v] = load_float16(panel + v * 2 * LANES);
+        UNROLL(6)
         for (int r = 0; r < count; r++) {
             uint32_t element;
             memcpy(&element, x + (r * steps + k) * 4, sizeof element);
-#pragma GCC unroll 16
+            UNROLL(16)
             for (int v = 0; v < width; v++)
                 sums[r][v] = step(form, sums[r][v], element,
                                   form == HALVES ? (const char *)&wide[v] : panel + v * 4 * LANES);
@@ -138,11 +119,11 @@ void linear(int type, const char *x, const char *panels, const float *bias, char
             int64_t steps, int64_t size) {
     int64_t count = (size + PANEL - 1) / PANEL;
     float *wide = NULL;
-#ifndef __AVX512BF16__
+#ifndef DOT_BF16
     if (type == BFLOAT16 && rows >= MANY_ROWS) wide = malloc(rows * steps * 2 * sizeof *wide);
     if (wide) widen(x, wide, rows * steps * 2);
 #endif
-#pragma omp parallel for schedule(static) if (rows * steps * size >= MANY)
+    PARALLEL_FOR(schedule(static) if (rows * steps * size >= MANY))
     for (int64_t i = 0; i < count; i++) {
         const char *panel = panels + i * steps * 4 * PANEL;
         int64_t first = i * PANEL, left = size - first;
@@ -166,7 +147,7 @@ void linear(int type, const char *x, const char *panels, const float *bias, char
 void linear_halves(const char *x, const char *panels, const float *bias, char *out, int64_t rows,
                    int64_t steps, int64_t size) {
     int64_t count = (size + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) if (rows * steps * size >= MANY)
+    PARALLEL_FOR(schedule(static) if (rows * steps * size >= MANY))
     for (int64_t i = 0; i < count; i++) {
         const char *panel = panels + i * steps * 2 * PANEL;
         int64_t first = i * PANEL;
@@ -177,7 +158,7 @@ void linear_halves(const char *x, const char *panels, const float *bias, char *o
             continue;
         }
         for (int64_t k = 0; k < steps * PANEL; k += LANES)
-            store(FLOAT32, wide, k, load_halves(panel + 2 * k));
+            store(FLOAT32, wide, k, load_float16(panel + 2 * k));
         rows_by_panel(FLOATS, x, wide, bias + first, out + 4 * first, rows, steps, size,
                       size - first);
         free(wide);

@@ -14,7 +14,7 @@ INLINE void normalize(int type, const char *x, const char *weight, char *out, in
     floats squares = {};
     for (int64_t i = 0; i < size; i += LANES) {
         floats v = load_some(type, x, i, size - i);
-        squares += v * v;
+        squares = mul_add(v, v, squares);
     }
     float scale = 1.0f / sqrtf(sum(squares) / size + eps);
     for (int64_t i = 0; i < size; i += LANES) {
@@ -60,7 +60,7 @@ INLINE void rotate(int type, const char *qkv, const float *cos, const float *sin
 /* x, out: [rows, size]. weight: [size]. */
 void rms_norm(int type, const char *x, const char *weight, char *out, int64_t rows, int64_t size,
               float eps) {
-#pragma omp parallel for schedule(static) if (rows * size >= MANY)
+    PARALLEL_FOR(schedule(static) if (rows * size >= MANY))
     for (int64_t r = 0; r < rows; r++)
         if (type == FLOAT32)
             normalize(FLOAT32, x + r * size * 4, weight, out + r * size * 4, size, eps);
@@ -70,7 +70,7 @@ void rms_norm(int type, const char *x, const char *weight, char *out, int64_t ro
 
 /* x: [rows, 2 * size]. out: [rows, size]. */
 void silu_mul(int type, const char *x, char *out, int64_t rows, int64_t size) {
-#pragma omp parallel for schedule(static) if (rows * size >= MANY)
+    PARALLEL_FOR(schedule(static) if (rows * size >= MANY))
     for (int64_t r = 0; r < rows; r++)
         if (type == FLOAT32)
             gate(FLOAT32, x + r * size * 8, out + r * size * 4, size);
@@ -84,7 +84,7 @@ void rope_write(int type, const char *qkv, const float *cos, const float *sin, c
                 char *keys, char *values, char *query, int64_t rows, int64_t heads,
                 int64_t kv_heads, int64_t dim) {
     int64_t size = dim * (type == FLOAT32 ? 4 : 2);
-#pragma omp parallel for schedule(static) if (rows * heads * dim >= MANY)
+    PARALLEL_FOR(schedule(static) if (rows * heads * dim >= MANY))
     for (int64_t r = 0; r < rows; r++) {
         const char *row = qkv + r * (heads + 2 * kv_heads) * size;
         const float *c = cos + r * dim / 2, *s = sin + r * dim / 2;

@@ -119,7 +119,7 @@ static void normalise(float *logits, int64_t count) {
     float peak = largest(peaks);
     for (int64_t i = 0; i < whole; i += LANES)
         total += exponential(load(FLOAT32, logits, i) - peak);
-    float log_sum = logf(sum(total));
+    float log_sum = logarithm(sum(total));
     for (int64_t i = 0; i < whole; i += LANES)
         store(FLOAT32, logits, i, (load(FLOAT32, logits, i) - peak) - log_sum);
 }
@@ -142,8 +142,8 @@ INLINE int are_few(const Search *s, int64_t level, Children below) {
 INLINE void add_products(int type, const char *state, const char *const *codes, int64_t j,
                          int64_t count, floats *products) {
     floats x = load_some(type, state, j, count);
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) products[i] += x * load_some(type, codes[i], j, count);
+    UNROLL(16)
+    for (int i = 0; i < LANES; i++) products[i] = mul_add(x, load_some(type, codes[i], j, count), products[i]);
 }
 
 /* Computes the logits of few children, in order, from their beam's state. */
@@ -479,7 +479,7 @@ int64_t trie_search(const Search *s) {
     for (int64_t level = 0; level <= s->levels; level++) s->used[level] = 1;
     if (s->batch == 1) return search_one(s, 0);
     int64_t reached = s->until;
-#pragma omp parallel for schedule(dynamic) reduction(min : reached)
+    PARALLEL_FOR(schedule(dynamic) reduction(min : reached))
     for (int64_t b = 0; b < s->batch; b++) {
         int64_t level = search_one(s, b);
         reached = level < reached ? level : reached;

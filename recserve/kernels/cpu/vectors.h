@@ -1,31 +1,14 @@
-/* Vectors of floats that fill one register, loaded from and stored to either number type.
- *
- * They use GCC's vector extensions, so the sources name no instruction set. The compiler keeps a
- * vector in memory if it is wider than a register, so the width is the instruction set's.
- */
+/* Operations on vectors of floats that fill one register, for either number type. */
 #pragma once
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#define INLINE static inline __attribute__((always_inline))
 #if defined __AVX512F__
-#define LANES 16
-#elif defined __AVX__
-#define LANES 8
+#include "simd_avx512.h"
+#elif defined __AVX2__ && defined __FMA__ && defined __F16C__
+#include "simd_avx2.h"
+#elif defined __aarch64__
+#include "simd_neon.h"
 #else
-#define LANES 4
+#error "no simd_*.h for these instructions: torch computes there"
 #endif
-#if defined __AVX512F__ || defined __aarch64__
-#define REGISTERS 32
-#else
-#define REGISTERS 16
-#endif
-
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 enum { FLOAT32, BFLOAT16 };
 
@@ -83,23 +66,47 @@ INLINE floats choose(ints mask, floats x, floats other) {
     return (floats)(((ints)x & mask) | ((ints)other & ~mask));
 }
 
-/* A vector of a macro's value for each lane, a compile-time constant if `half` is one. */
+/* Indices for a shuffle of two vectors: a macro's value for each lane. */
 #define FOUR(what, from, half)                                                                     \
     what(from, half), what(from + 1, half), what(from + 2, half), what(from + 3, half)
 #if LANES == 16
 #define OF_LANES(what, half)                                                                       \
-    ((ints){FOUR(what, 0, half), FOUR(what, 4, half), FOUR(what, 8, half), FOUR(what, 12, half)})
+    FOUR(what, 0, half), FOUR(what, 4, half), FOUR(what, 8, half), FOUR(what, 12, half)
 #elif LANES == 8
-#define OF_LANES(what, half) ((ints){FOUR(what, 0, half), FOUR(what, 4, half)})
+#define OF_LANES(what, half) FOUR(what, 0, half), FOUR(what, 4, half)
 #else
-#define OF_LANES(what, half) ((ints){FOUR(what, 0, half)})
+#define OF_LANES(what, half) FOUR(what, 0, half)
 #endif
 #define OTHER(lane, half) ((lane) ^ (half))
+#define LOW(lane, half) ((lane) & (half) ? LANES + (lane) - (half) : (lane))
+#define HIGH(lane, half) ((lane) & (half) ? LANES + (lane) : (lane) + (half))
 
-INLINE floats turned(floats x, int half) { return __builtin_shuffle(x, OF_LANES(OTHER, half)); }
+/* Shuffles by a power of two that is below LANES. Indices have to be literals; a constant `half`
+ * leaves one of the cases. */
+#define SHUFFLE(x, y, what, half)                                                                  \
+    switch (half) {                                                                                \
+    case LANES / 2: return __builtin_shufflevector(x, y, OF_LANES(what, LANES / 2));               \
+    case LANES / 4: return __builtin_shufflevector(x, y, OF_LANES(what, LANES / 4));               \
+        SHUFFLE_SMALL(x, y, what)                                                                  \
+    }                                                                                              \
+    return x
+#if LANES == 16
+#define SHUFFLE_SMALL(x, y, what)                                                                  \
+    case 2: return __builtin_shufflevector(x, y, OF_LANES(what, 2));                               \
+    case 1: return __builtin_shufflevector(x, y, OF_LANES(what, 1));
+#elif LANES == 8
+#define SHUFFLE_SMALL(x, y, what)                                                                  \
+    case 1: return __builtin_shufflevector(x, y, OF_LANES(what, 1));
+#else
+#define SHUFFLE_SMALL(x, y, what)
+#endif
+
+INLINE floats turned(floats x, int half) { SHUFFLE(x, x, OTHER, half); }
+INLINE floats low_of(floats x, floats y, int half) { SHUFFLE(x, y, LOW, half); }
+INLINE floats high_of(floats x, floats y, int half) { SHUFFLE(x, y, HIGH, half); }
 
 INLINE float sum(floats x) {
-#pragma GCC unroll 4
+    UNROLL(4)
     for (int half = LANES / 2; half; half /= 2) x += turned(x, half);
     return x[0];
 }
@@ -107,35 +114,31 @@ INLINE float sum(floats x) {
 INLINE floats larger(floats x, floats other) { return choose(x > other, x, other); }
 
 INLINE float largest(floats x) {
-#pragma GCC unroll 4
+    UNROLL(4)
     for (int half = LANES / 2; half; half /= 2) x = larger(x, turned(x, half));
     return x[0];
 }
 
-#define LOW(lane, half) ((lane) & (half) ? LANES + (lane) - (half) : (lane))
-#define HIGH(lane, half) ((lane) & (half) ? LANES + (lane) : (lane) + (half))
-
 /* Returns the sum of each of LANES vectors, added by halves as in `sum`. */
 INLINE floats sums(floats *x) {
-#pragma GCC unroll 4
+    UNROLL(4)
     for (int half = LANES / 2; half; half /= 2)
-#pragma GCC unroll 8
+        UNROLL(8)
         for (int i = 0; i < half; i++)
-            x[i] = __builtin_shuffle(x[i], x[i + half], OF_LANES(LOW, half)) +
-                   __builtin_shuffle(x[i], x[i + half], OF_LANES(HIGH, half));
+            x[i] = low_of(x[i], x[i + half], half) + high_of(x[i], x[i + half], half);
     return x[0];
 }
 
 /* Transposes a matrix of LANES vectors. */
 INLINE void transpose(floats *x) {
-#pragma GCC unroll 4
+    UNROLL(4)
     for (int half = LANES / 2; half; half /= 2)
-#pragma GCC unroll 8
+    UNROLL(8)
         for (int pair = 0; pair < LANES / 2; pair++) {
             int i = pair / half * 2 * half + pair % half;
             floats first = x[i], second = x[i + half];
-            x[i] = __builtin_shuffle(first, second, OF_LANES(LOW, half));
-            x[i + half] = __builtin_shuffle(first, second, OF_LANES(HIGH, half));
+            x[i] = low_of(first, second, half);
+            x[i + half] = high_of(first, second, half);
         }
 }
 
@@ -144,15 +147,33 @@ INLINE void transpose(floats *x) {
 INLINE floats exponential(floats x) {
     const float far = 12582912.0f; /* 1.5 * 2^23: adding it rounds a float to an integer */
     words small = (words)(x < -87.0f);
-    floats turns = x * 1.44269504f + far, n = turns - far;
-    floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    floats turns = mul_add(x, all(1.44269504f), all(far)), n = turns - far;
+    floats r = mul_add(n, all(2.12194440e-4f), mul_add(n, all(-0.693359375f), x));
     floats p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = mul_add(p, r, all(1.3981999507e-3f));
+    p = mul_add(p, r, all(8.3334519073e-3f));
+    p = mul_add(p, r, all(4.1665795894e-2f));
+    p = mul_add(p, r, all(1.6666665459e-1f));
+    p = mul_add(p, r, all(5.0000001201e-1f));
+    p = mul_add(p * r, r, r) + 1.0f;
     words power = (words)p + ((words)turns << 23); /* the lowest bits of turns hold n */
     return (floats)(power & ~small);
+}
+
+/* log(x) of a normal number x > 0; a NaN stays NaN. With x = 2^e (1 + f) and s = f / (f + 2), log(1
+ * + f) = 2 s + s z (2/3 + z (2/5 + ...)) with z = s * s, as in kernels/noise.py. */
+INLINE float logarithm(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    int32_t exponent = (bits - 0x3f400000) >> 23; /* so that f is in -1/4 : 1/2 */
+    bits -= exponent * (1 << 23);
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    f -= 1.0f;
+    float s = f / (f + 2.0f), z = s * s;
+    float tail = z * 0.2222222238779068f;
+    tail = (tail + 0.2857142984867096f) * z;
+    tail = (tail + 0.4000000059604645f) * z;
+    tail = (tail + 0.6666666865348816f) * z;
+    return x == x ? (tail + 2.0f) * s + exponent * 0.693147182464599609375f : x;
 }

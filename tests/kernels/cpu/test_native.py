@@ -11,6 +11,7 @@ from recserve.kernels import dispatch, reference
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.cpu_plan import Form
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
+from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.tree import chain
 from tests.support.attention_batches import SHAPES, draw_batch, placed
@@ -175,6 +176,41 @@ def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtyp
         assert torch.equal(attend(plain, query[[node]])[0], whole[node])
         only = TreeBatch(batch.tree, torch.tensor([node]), batch.slots, batch.root_slots)
         assert torch.equal(attend(only, query[[node]])[0], whole[node])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dim", [32, 96, 288, 384, 448])
+def test_a_layer_in_one_call_has_the_bits_of_its_operators(dim, dtype):
+    """The scale of the scores, dim^-1/2, is rounded alike at every head size."""
+    heads, kv_heads, size, inner = 2, 1, 64, 96
+    batch, _, keys, values = draw_batch([("tree", 20)], [40], heads, kv_heads, dim)
+    count, width = 20, (heads + 2 * kv_heads) * dim
+    pools = [(keys.to(dtype), values.to(dtype)) for _ in range(2)]
+    norms = rows(2, size, dtype, 1)
+    shapes = ((width, size), (size, heads * dim), (2 * inner, size), (size, inner))
+    weights = [
+        native.Panels.of(rows(n, m, dtype, seed, 0.5), None) for seed, (n, m) in enumerate(shapes)
+    ]
+    qkv, output, gate_up, down = weights
+    layer = LayerWeights(norms[0], None, None, norms[1], *weights)
+    form = Form(kv_heads, heads // kv_heads, dim, dtype, True)
+    attention = NativeTreeAttention.of(batch, form)
+    assert attention is not None
+    x, angles = rows(count, size, dtype, 7), rows(count, dim // 2, torch.float32, 8)
+    turns = angles.cos(), angles.sin()
+    run = NativeLayers([layer], norms[0], LayerShape(size, heads, kv_heads, dim, inner, 1e-5))
+    pool = tuple(side[None] for side in pools[0])
+    whole = run(x, turns, batch.slots, pool, attention, range(1), False)
+
+    normed = native.rms_norm(x, norms[0], 1e-5)
+    query = native.rope_write(
+        qkv(normed).view(count, -1, dim), *turns, batch.slots, pools[1][0], pools[1][1]
+    )
+    x = x + output(attention(query, query, query, *pools[1]).flatten(1))
+    x = x + down(native.silu_mul(gate_up(native.rms_norm(x, norms[1], 1e-5))))
+    assert torch.equal(whole, x)
+    for one, two in zip(*pools, strict=True):
+        assert torch.equal(one, two)
 
 
 def test_what_it_does_not_attend_to_is_left_to_others():

@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -26,7 +27,10 @@ def built(tmp_path_factory) -> Path:
     library = native.library()
     if library is not None and Path(library._name).is_file():
         return Path(library._name)
-    return native_library.compile_sources(COMPILER, tmp_path_factory.mktemp("built"))
+    level = instruction_set()
+    if level is None:
+        pytest.skip("no level of instruction sets is known for this machine")
+    return native_library.compile_sources(COMPILER, tmp_path_factory.mktemp("built"), level)
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def cache(tmp_path, monkeypatch, built):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled = []
 
-    def compile_sources(compiler: str, folder: Path) -> Path:
+    def compile_sources(compiler: str, folder: Path, level: str) -> Path:
         compiled.append(compiler)
         library = folder / "native.so"
         library.write_bytes(built.read_bytes())
@@ -49,9 +53,8 @@ def cache(tmp_path, monkeypatch, built):
 @pytest.fixture
 def packaged(tmp_path, monkeypatch, built):
     """The library that a wheel would carry for this processor."""
-    level = best_level() if instruction_set() == "native" else instruction_set()
-    if level is None:
-        pytest.skip("no level of instruction sets is known for this machine")
+    level = instruction_set()
+    assert level is not None
     folder = tmp_path / "compiled"
     folder.mkdir(mode=0o755)
     monkeypatch.setattr(native_library, "PACKAGED", folder)
@@ -221,7 +224,7 @@ def test_the_best_level_is_the_highest_whose_flags_are_there(monkeypatch):
 
 
 def best_level_with(flags: set[str], monkeypatch) -> str | None:
-    found = processor_module.Processor("", "", frozenset(flags))
+    found = processor_module.Processor("", frozenset(flags))
     monkeypatch.setattr(processor_module, "processor", lambda: found)
     return best_level()
 
@@ -236,17 +239,15 @@ def test_the_build_of_a_wheel_needs_no_installed_package():
     assert Path(folder).parent == Path(native_library.__file__).parent
 
 
-def test_the_fingerprint_counts_the_compiler_itself_and_the_instruction_set(tmp_path, monkeypatch):
+def test_the_fingerprint_counts_the_compiler_itself_and_the_instruction_set(tmp_path):
     wrappers = []
     for number, flag in enumerate(["-O1", "-O2"]):
         path = tmp_path / f"cc{number}"
         path.write_text(f'#!/bin/sh\nexec {COMPILER} "$@" {flag}\n')
         path.chmod(0o755)
-        wrappers.append(native_library.fingerprint(str(path)))
-    monkeypatch.setenv("RECSERVE_ISA", "x86-64" if instruction_set() != "x86-64" else "native")
-    lowered = native_library.fingerprint(COMPILER)
-    monkeypatch.undo()
-    assert len({*wrappers, lowered, native_library.fingerprint(COMPILER)}) == 4
+        wrappers.append(native_library.fingerprint(str(path), "x86-64-v3"))
+    others = [native_library.fingerprint(COMPILER, level) for level in ("x86-64-v3", "x86-64-v4")]
+    assert len({*wrappers, *others}) == 4
 
 
 def test_a_library_without_a_function_is_refused(monkeypatch, tmp_path):
@@ -279,5 +280,45 @@ def test_the_instruction_set_can_be_lowered_or_says_what_is_missing(level):
 
 def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("RECSERVE_ISA", "avx9")
-    with pytest.raises(ValueError, match="RECSERVE_ISA is 'avx9'; choose one of .*native"):
+    with pytest.raises(ValueError, match="RECSERVE_ISA is 'avx9'; choose one of .*leave it unset"):
         instruction_set()
+
+
+def test_the_best_level_is_compiled_for_and_not_the_processor(monkeypatch):
+    monkeypatch.delenv("RECSERVE_ISA", raising=False)
+    assert instruction_set() == best_level()
+    for level in LEVELS:
+        assert not {"native", "-march=native"} & {*native_library.target_flags(level)}
+
+
+def test_below_the_lowest_level_torch_computes(monkeypatch):
+    monkeypatch.delenv("RECSERVE_ISA", raising=False)
+    found = processor_module.Processor("", frozenset({"sse4_2", "avx"}))
+    monkeypatch.setattr(processor_module, "processor", lambda: found)
+    assert native_library.load_library(COMPILER) is None
+
+
+def test_a_library_of_clang_has_as_many_threads_as_torch(tmp_path):
+    """In a process of its own: it loads a second OpenMP runtime."""
+    if shutil.which("clang") is None:
+        reason = "clang's threads are NOT tested: there is no clang here"
+        assert not os.environ.get("CI"), reason
+        pytest.skip(reason)
+    code = """
+import os, torch
+from recserve.kernels.cpu import native
+packed = native.Panels.of(torch.ones(4096, 512), None)
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        for _ in range(20):
+            packed(torch.ones(8, 512))
+    print(native.has_own_threads(), len(os.listdir("/proc/self/task")))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"CC": "clang", "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert ran[0] == ran[2] == "True"
+    assert int(ran[3]) == int(ran[1]) + 1

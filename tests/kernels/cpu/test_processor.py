@@ -19,16 +19,16 @@ ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd bf16\nCPU part\t
 
 def test_the_first_processor_of_several():
     found = described(INTEL)
-    assert found.vendor == "GenuineIntel" and found.name == "Intel(R) Xeon(R) CPU @ 2.50GHz"
+    assert found.name == "Intel(R) Xeon(R) CPU @ 2.50GHz"
     assert found.flags == {"fpu", "avx2", "avx512f"}
 
 
 def test_an_arm_has_features_and_no_name():
     found = described(ARM)
-    assert found.flags == {"fp", "asimd", "bf16"} and found.vendor == ""
+    assert found.flags == {"fp", "asimd", "bf16"}
     assert found.name == (platform.processor() or platform.machine())
 
 
 def test_a_system_that_says_nothing():
     found = described("")
-    assert found.name and not found.vendor and not found.flags
+    assert found.name and not found.flags

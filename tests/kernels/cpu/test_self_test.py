@@ -54,5 +54,5 @@ def test_every_level_computes_what_plain_loops_compute(level, tmp_path):
     program = build(native_library.find_compiler(), tmp_path, *native_library.target_flags(level))
     if missing_flags(level):
         pytest.skip(f"compiled but NOT run: this processor lacks {', '.join(missing_flags(level))}")
-    lanes = 16 if "v4" in level else 8 if "v3" in level else 4
+    lanes = {"x86-64-v3": 8, "armv8-a": 4}.get(level, 16)
     check(str(program), lanes=lanes)
