@@ -1,8 +1,8 @@
-"""Converts Medusa or Hydra heads from a `.pt` file to safetensors; the server reads no pickles.
+"""Converts Medusa heads from a `.pt` file to safetensors; the server reads no pickles.
 
     python -m benchmarks.text.convert_medusa medusa_lm_head.pt heads/
 
-Hydra's tensors are written to hydra_lm_head.safetensors. Only tensors are unpickled (weights_only).
+Only tensors are unpickled (weights_only).
 A config.json in the same folder as the file is copied.
 Prints the number of tensors and the path of the new file.
 """
@@ -27,8 +27,7 @@ def convert(source: Path, folder: Path) -> tuple[int, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     # Heads that repeat a module share its memory, which safetensors rejects, so clone them.
     own = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
-    hydra = any(name.startswith("hydra_") for name in own)
-    file = folder / f"{'hydra' if hydra else 'medusa'}_lm_head.safetensors"
+    file = folder / "medusa_lm_head.safetensors"
     save_file(own, file)
     config = source.parent / "config.json"
     if config.exists() and not (folder / "config.json").exists():

@@ -106,7 +106,7 @@ def drafter(
         typer.Option(
             help="`items`, a head for item search; or a drafter of a language model: "
             "medusa, medusa2, medusa2-distill, eagle, eagle3, mtp, dflash, jetspec, dspark, "
-            "dflash2, specformer, hydra, hydra++, mask_tokens, boost.",
+            "dflash2, specformer, mask_tokens, boost.",
         ),
     ] = "items",
     text: Annotated[

@@ -177,7 +177,6 @@ def test_registry_builds_what_it_names(tmp_path):
         ("draft_model", r"the folder of one draft model \(draft_model=DIR\), not 0"),
         ("specinfer", r"a draft model \(specinfer=DIR\)"),
         ("medusa", r"the folder of its heads \(medusa=DIR\)"),
-        ("hydra", r"the folder of its heads \(hydra=DIR\)"),
     ],
 )
 def test_names_and_weights_that_do_not_do(name, message):

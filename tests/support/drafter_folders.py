@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.block_files import save_block
 from recserve.models.drafters.eagle_files import save_eagle
-from recserve.models.drafters.hydra_files import save_hydra
 from recserve.models.drafters.medusa_files import save_medusa
 from recserve.models.drafters.mtp_files import save_mtp
 from recserve.models.drafters.specformer_files import save_specformer
@@ -24,7 +23,6 @@ from recserve.training.text.drafters.block_recipe import BlockRecipe
 from recserve.training.text.drafters.eagle import EagleRecipe, train_eagle
 from recserve.training.text.drafters.mtp import train_mtp
 from tests.support.block_drafter import block_network
-from tests.support.hydra_drafter import hydra_network
 from tests.support.mtp_drafter import mtp
 from tests.support.specformer_drafter import specformer
 from tests.support.text_engines import eagle, medusa
@@ -65,8 +63,6 @@ def write_drawn(kind: str, folder: Path) -> Path:
         save_mtp(mtp(model).network, folder, model.config.decoder.num_layers)
     elif kind == "medusa":
         save_medusa(medusa(model).heads, folder)
-    elif kind == "hydra":
-        save_hydra(hydra_network(model, prefix=True), folder)
     elif kind == "specformer":
         save_specformer(specformer(model).network, folder, model.config.decoder.num_layers)
     else:

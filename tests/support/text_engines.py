@@ -25,7 +25,6 @@ from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.block_drafter import block
-from tests.support.hydra_drafter import hydra
 from tests.support.mask_tokens_drafter import mask_tokens
 from tests.support.mtp_drafter import mtp, peagle
 from tests.support.specformer_drafter import specformer
@@ -133,8 +132,6 @@ MAKERS = {  # every drafter, for a target
     "block-dflash2": lambda m: block(m, "dflash2"),
     "block-dspark": lambda m: block(m, "dspark"),
     "specformer": specformer,
-    "hydra": hydra,
-    "hydra++": lambda m: hydra(m, prefix=True),
     "mask_tokens": mask_tokens,
     "mask_tokens_linear": lambda m: mask_tokens(m, quadratic=False),
     "merged": lambda m: MergedDrafter(

@@ -15,7 +15,6 @@ from recserve.models.loading import UnsupportedModel, opened_file, read_json
 
 # Drafters by the tensors that only their files have. The first pattern that fits a tensor decides.
 PATTERNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"hydra_mlp\.", ("hydra",)),
     (r".*\.lora_[AB]\.weight$|mask_embeddings$", ("mask_tokens", "mask_tokens_linear")),
     (r"(mtp\.)?(down_samp|decoder_att|encoder_att)\.", ("specformer",)),
     (r"mtp\.fc\.|mtp_layers\.\d+\.|(.*\.)?eh_proj\.", ("mtp",)),
@@ -30,8 +29,10 @@ PATTERNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 # Files that loaders read; shards come besides. Checkpoints of a training may lie there too.
 FILES = (
-    *("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors"),
-    *("adapter_model.safetensors", "mtp_head.safetensors"),
+    "model.safetensors",
+    "medusa_lm_head.safetensors",
+    "adapter_model.safetensors",
+    "mtp_head.safetensors",
 )
 INDEX = "model.safetensors.index.json"
 CONFIGS = ("config.json", "adapter_config.json")

@@ -13,7 +13,6 @@ from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.eagle import EagleDrafter
-from recserve.speculation.drafters.hydra import HydraDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -40,7 +39,6 @@ BUILT_IN: tuple[type[Drafter], ...] = (
     MtpDrafter,
     BlockDrafter,
     SpecformerDrafter,
-    HydraDrafter,
     MaskTokensDrafter,
     LinearMaskTokensDrafter,
 )

@@ -39,7 +39,6 @@ KINDS = {
     "dspark": "block",
     "specformer": "specformer",
     "medusa": "medusa",
-    "hydra": "hydra",
 }
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

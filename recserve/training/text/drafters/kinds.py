@@ -20,7 +20,6 @@ from recserve.training.text.drafters.block import train_block
 from recserve.training.text.drafters.block_recipe import BlockRecipe
 from recserve.training.text.drafters.boost import train_boost
 from recserve.training.text.drafters.eagle import EagleRecipe, train_eagle
-from recserve.training.text.drafters.hydra import HydraRecipe, train_hydra
 from recserve.training.text.drafters.mask_tokens import train_mask_tokens
 from recserve.training.text.drafters.medusa import train_medusa
 from recserve.training.text.drafters.medusa2 import Medusa2Recipe, train_medusa2
@@ -70,8 +69,6 @@ KINDS: Mapping[str, TrainDrafter] = {
     "dspark": partial(train_block, recipe=BlockRecipe(kind="dspark")),
     "dflash2": partial(train_block, recipe=BlockRecipe(kind="dflash2")),
     "specformer": train_specformer,
-    "hydra": train_hydra,
-    "hydra++": partial(train_hydra, recipe=HydraRecipe(prefix=True)),
     "mask_tokens": train_mask_tokens,
     "boost": train_boost,
 }
