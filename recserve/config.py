@@ -64,8 +64,8 @@ class ServerConfig(BaseSettings):
             worth. By default no limit. Each process counts for itself.
         admin_keys: Keys of the routes below `/admin/`, of 16 characters or more. Without any these
             routes are disabled.
-        allowed_hosts: Host names that clients may use beside those of the loopback interface. Read
-            only without `api_keys`, to keep away web pages that a browser on this machine shows.
+        allowed_hosts: Without `api_keys`, host names that clients may use beside those of the
+            loopback interface. Pages of these hosts may send requests, also with a Basic key.
         insecure: True allows an address that other machines can reach without any key.
         signing_key: Key that signs attribution tokens. By default a new key at each start, so
             that tokens of an earlier process are invalid.

@@ -131,14 +131,13 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         admin=tuple(key.get_secret_value() for key in config.admin_keys),
         quotas=None if config.key_quota is None else Quotas(config.key_quota),
     )
-    open_to_all = keys.api or config.insecure
     app.add_middleware(
         Gate,
         lifecycle=lifecycle,
         metrics=metrics,
         keys=keys,
         recorders=telemetry.recorders,
-        sites=None if open_to_all else SiteCheck(config.host, config.allowed_hosts),
+        sites=SiteCheck(config.host, config.allowed_hosts, not (keys.api or config.insecure)),
     )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

@@ -22,7 +22,6 @@ from recserve.metrics import Metrics
 from recserve.server.errors import (
     AdminDisabled,
     ClientGone,
-    CrossSite,
     NotReady,
     Unauthorized,
     error_response,
@@ -86,7 +85,7 @@ class Gate:
         keys: Valid API keys; empty means that no key is required.
         admin_keys: Valid keys of the admin routes; empty closes these routes.
         recorders: Take each ended request.
-        sites: Checks `Host` and `Origin`; None checks neither.
+        sites: Refuses requests that a page of another site sends.
         quotas: Counts the requests of each API key; None does not.
     """
 
@@ -96,8 +95,8 @@ class Gate:
         lifecycle: Lifecycle,
         metrics: Metrics,
         keys: AccessKeys,
+        sites: SiteCheck,
         recorders: Sequence[Recorder] = (),
-        sites: SiteCheck | None = None,
     ) -> None:
         self.app = app
         self.lifecycle = lifecycle
@@ -173,10 +172,8 @@ class Gate:
             raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
         elif self.keys and self.quotas is not None and scope["path"] not in UNCOUNTED_PATHS:
             self.quotas.take(given)
-        if scope["method"] not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
-            raise CrossSite("a page of another site may not send this request")
-        if self.sites is not None and scope["path"] not in OPEN_PATHS:
-            self.sites.check(headers)
+        if scope["path"] not in OPEN_PATHS:
+            self.sites.check(scope["method"], headers)
         return given
 
     def _check_queue(self, num_ahead: int) -> None:
