@@ -243,10 +243,11 @@ def run(
     Args:
         job: A job, or what `check` returned for it.
         runner: Computes the parts, in this process or in others.
-        progress: Called after each group of rows.
+        progress: Called after each group of rows, and for each finished part of an earlier run
+            once its file has been compared with its hash.
 
     Raises:
-        OutputExists: If the output folder belongs to another job.
+        OutputExists: If the output folder belongs to another job, or its manifest is damaged.
         TooManyErrors: If the share of rejected rows exceeds the job's limit.
         Exception: Whatever the runner raises. Finished parts stay for the next run.
     """
@@ -255,8 +256,12 @@ def run(
     with OutputFolder(plan.job.output, plan.job.overwrite) as folder:
         folder.claim({**plan.facts, **runner.facts})
         names = [partition.name + runner.suffix for partition in plan.partitions]
-        resumed = sum(name in folder.done for name in names)
-        count = _Count(plan, [folder.done[n] for n in names if n in folder.done])
+        count = _Count(plan)
+        known = set(names)
+        for part in folder.check_parts():
+            if part.part in known:
+                progress(count.resume(part))
+        resumed = len(known & folder.done.keys())
         count.judge()
         if not folder.whole:
             try:
@@ -283,16 +288,21 @@ def run(
 class _Count:
     """Counts rows, rejected rows and parts, and judges the share of rejected rows."""
 
-    def __init__(self, plan: Plan, done: Sequence[JobPart]) -> None:
-        self._limit, self._started = plan.job.max_error_rate, 0.0
-        self._before = sum(part.users for part in done)
-        errors = sum(part.errors for part in done)
+    def __init__(self, plan: Plan) -> None:
+        self._limit, self._started, self._before = plan.job.max_error_rate, 0.0, 0
         self._example = ""
-        self._now = Progress(self._before, plan.num_rows, errors, 0.0, 0.0, None, len(done))
+        self._now = Progress(0, plan.num_rows, 0, 0.0, 0.0, None, 0)
+
+    def resume(self, part: JobPart) -> Progress:
+        """Counts a part of an earlier run."""
+        now = self._now
+        done, errors = now.done + part.users, now.errors + part.errors
+        self._now = replace(now, done=done, errors=errors, parts=now.parts + 1)
+        return self._now
 
     def start(self) -> None:
         """Starts the clock: the models are loaded."""
-        self._started = time.monotonic()
+        self._started, self._before = time.monotonic(), self._now.done
 
     def finished(self) -> None:
         """Counts a finished part."""

@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
-import shutil
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from recserve.batch.part import ERRORS_FOLDER, TEMPORARY, JobPart, sync
+import msgspec
+
+from recserve.batch.part import ERRORS_FOLDER, PART_NAME, TEMPORARY, JobPart, hash_file, sync
 from recserve.batch.source import Partition
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "_manifest.jsonl"
 JOB = "_job.json"
@@ -30,10 +35,11 @@ SUCCESS = "_SUCCESS"
 LOCK_WAIT_S = 10.0  # a killed job's workers end within this time
 
 Facts = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class OutputExists(ValueError):
-    """The output folder belongs to something else and may not be replaced."""
+    """The output folder holds something that this job can neither continue nor replace."""
 
 
 class OutputFolder:
@@ -41,18 +47,19 @@ class OutputFolder:
 
     Attributes:
         path: The folder.
-        done: Finished parts by file name.
+        done: Finished parts by file name; empty before `check_parts`.
     """
 
     def __init__(self, path: Path, overwrite: bool = False) -> None:
-        """Creates the folder where necessary, locks it and reads what is there.
+        """Creates the folder where necessary, locks it and reads which job it belongs to.
 
         Args:
             path: The folder.
-            overwrite: True removes the output of an earlier job.
+            overwrite: True removes the output of an earlier job, and no other files.
 
         Raises:
-            OutputExists: If the folder holds files that no job wrote, or another process has it.
+            OutputExists: If the folder holds files that no job wrote, if `_job.json` is damaged,
+                or if another process has the folder.
         """
         check_output(path, overwrite)
         self.path, self.done = path, dict[str, JobPart]()
@@ -60,13 +67,10 @@ class OutputFolder:
         self.lock = os.open(path, os.O_RDONLY)
         try:
             _lock(self.lock, path)
-            if overwrite:
-                _empty(path)
             self.remove_temporary()
-            self._facts: Facts | None = None
-            if (path / JOB).is_file():
-                self._facts = json.loads((path / JOB).read_text(encoding="utf-8"))
-                self._read_parts()
+            if overwrite:
+                self._remove_output()
+            self._facts = _read_facts(path)
         except BaseException:
             os.close(self.lock)
             raise
@@ -93,7 +97,7 @@ class OutputFolder:
             OutputExists: If the folder belongs to another job. The message names the differences.
         """
         facts = json.loads(json.dumps(facts))
-        before = self._facts or {}
+        before = self._facts
         different = [
             f"{name} was {before[name]!r} and is {value!r}"
             for name, value in facts.items()
@@ -107,6 +111,33 @@ class OutputFolder:
         if facts.keys() - before.keys():
             self._facts = {**before, **facts}
             self._write(JOB, json.dumps(self._facts, indent=1) + "\n")
+
+    def check_parts(self) -> Iterator[JobPart]:
+        """Compares each part of the manifest with its hash, and yields those that are whole.
+
+        A part whose file is missing or damaged leaves the manifest, so that it is computed again.
+
+        Raises:
+            OutputExists: If a line of the manifest does not describe a part.
+        """
+        path = self.path / MANIFEST
+        lines = path.read_bytes().split(b"\n") if path.is_file() else []
+        # After the last line end: nothing, or a line that was cut short.
+        listed = [
+            _decode(line, JobPart, f"{path}, line {number}")
+            for number, line in enumerate(lines[:-1], 1)
+        ]
+        for part in {part.part: part for part in listed}.values():
+            flaw = _find_flaw(self.path / part.part, part)
+            if flaw is None:
+                self.done[part.part] = part
+                yield part
+            else:
+                log.warning("%s is computed again: %s", part.part, flaw)
+        text = "".join(map(_line, self.done.values()))
+        if text.encode() != b"\n".join(lines):
+            (self.path / SUCCESS).unlink(missing_ok=True)
+            self._write(MANIFEST, text)
 
     def add(self, part: JobPart) -> None:
         """Appends a finished part to the manifest and syncs it."""
@@ -140,19 +171,26 @@ class OutputFolder:
             for path in folder.glob(f"{TEMPORARY}*"):
                 path.unlink(missing_ok=True)
 
-    def _read_parts(self) -> None:
-        """Reads the manifest; parts whose file is missing or has another size are left out."""
-        path = self.path / MANIFEST
-        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-        for line in lines[:-1]:  # after the last line end: nothing, or a line that was cut short
-            part = JobPart(**json.loads(line))
-            file = self.path / part.part
-            if file.is_file() and file.stat().st_size == part.bytes:
-                self.done[part.part] = part
-        text = "".join(map(_line, self.done.values()))
-        if text != "\n".join(lines):
-            (self.path / SUCCESS).unlink(missing_ok=True)
-            self._write(MANIFEST, text)
+    def _remove_output(self) -> None:
+        """Removes the parts of an earlier job and forgets that job; other files stay.
+
+        The folder has a `_job.json` at every moment. Without one, a killed job could not continue
+        beside files that no job wrote.
+        """
+        (self.path / SUCCESS).unlink(missing_ok=True)
+        errors = self.path / ERRORS_FOLDER
+        for folder in (self.path, errors):
+            if folder.is_dir() and not folder.is_symlink():
+                for path in folder.glob("part-*"):
+                    if re.fullmatch(PART_NAME, path.name) and not path.is_dir():
+                        path.unlink()
+        if errors.is_dir() and not errors.is_symlink() and not any(errors.iterdir()):
+            errors.rmdir()
+        self._write(JOB, "{}\n")
+        (self.path / MANIFEST).unlink(missing_ok=True)
+        names = sorted({path.name for path in self.path.iterdir()} - {JOB})
+        if names:
+            log.warning("%s keeps files that no job wrote: %s", self.path, ", ".join(names)[:200])
 
     def _write(self, name: str, text: str) -> None:
         """Replaces a file of the folder, which then is complete or unchanged."""
@@ -167,12 +205,16 @@ def check_output(path: Path, overwrite: bool) -> None:
     """Checks that a job may write into a folder. Call it before a model is loaded.
 
     Raises:
-        OutputExists: If the folder holds files that no job wrote.
+        OutputExists: If the folder holds files that no job wrote, or `_job.json` is damaged.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
-    if path.is_dir() and ((path / JOB).is_file() or (overwrite and (path / MANIFEST).is_file())):
+    if path.is_dir() and overwrite and (path / MANIFEST).is_file():
         return
+    if (path / JOB).is_file():
+        facts = _read_facts(path)
+        if not facts or "format" in facts:  # none: an output that was being replaced
+            return
     if path.is_dir() and all(each.name.startswith(TEMPORARY) for each in path.iterdir()):
         return  # killed before the first file had its name
     hint = (
@@ -196,17 +238,29 @@ def _lock(handle: int, path: Path) -> None:
             time.sleep(0.1)
 
 
-def _empty(path: Path) -> None:
-    """Removes everything in a folder, and last the file that shows that a job wrote it."""
-    kept_to_the_end = (MANIFEST, JOB)
-    (path / SUCCESS).unlink(missing_ok=True)
-    for each in path.iterdir():
-        if each.is_dir() and not each.is_symlink():
-            shutil.rmtree(each)
-        elif each.name not in kept_to_the_end:
-            each.unlink()
-    for name in kept_to_the_end:
-        (path / name).unlink(missing_ok=True)
+def _find_flaw(path: Path, part: JobPart) -> str | None:
+    """Returns how a part's file differs from its line of the manifest; None if it does not."""
+    if not path.is_file():
+        return "there is no such file"
+    size = path.stat().st_size
+    if size != part.bytes:
+        return f"it has {size} bytes; the manifest says {part.bytes}"
+    found = hash_file(path)
+    return None if found == part.sha256 else f"its sha256 is {found}, not {part.sha256}"
+
+
+def _read_facts(folder: Path) -> Facts:
+    """Returns the facts of a folder's job, empty without one. Raises OutputExists if damaged."""
+    path = folder / JOB
+    return _decode(path.read_bytes(), dict[str, Any], path) if path.is_file() else {}
+
+
+def _decode(text: bytes, type: type[T], place: object) -> T:
+    """Returns a JSON value of a type. Raises OutputExists naming the place."""
+    try:
+        return msgspec.json.decode(text, type=type)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise OutputExists(f"{place}: {error}; choose another folder, or delete this one") from None
 
 
 def _line(part: JobPart) -> str:

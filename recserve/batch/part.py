@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -22,6 +23,8 @@ from recserve.batch.source import LINE, Partition, read
 ERRORS_FOLDER = "_errors"
 TEMPORARY = ".tmp-"
 ROW_GROUP_ROWS = 65_536
+PART_NAME = r"part-[0-9]{5,12}\.(parquet|jsonl)"
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,14 @@ class JobPart:
         sha256: Hash of the part's file, 64 hex digits.
     """
 
-    part: str
+    part: Annotated[str, msgspec.Meta(pattern=rf"^{PART_NAME}\Z")]
     input: str
-    first_row: int
-    users: int
-    rows: int
-    errors: int
-    bytes: int
-    sha256: str
+    first_row: Count
+    users: Count
+    rows: Count
+    errors: Count
+    bytes: Count
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 Step = Advance | JobPart
@@ -147,8 +150,6 @@ def write_part(task: Task, partition: Partition, folder: Path) -> Iterator[Step]
         answers.discard()
         errors.discard()
     path = folder / name
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     yield JobPart(
         part=name,
         input=partition.input,
@@ -157,7 +158,7 @@ def write_part(task: Task, partition: Partition, folder: Path) -> Iterator[Step]
         rows=answers.num_rows,
         errors=rejected,
         bytes=path.stat().st_size,
-        sha256=sha256,
+        sha256=hash_file(path),
     )
 
 
@@ -204,6 +205,12 @@ class _Output:
         if self._writer is None:
             self._writer = pq.ParquetWriter(self._temporary, table.schema, compression="zstd")
         self._writer.write_table(table)
+
+
+def hash_file(path: Path) -> str:
+    """Returns the sha256 of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -77,7 +77,7 @@ def batch(
         str | None, typer.Option(help="Cluster for --engine ray; default: one on this machine.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete an earlier job's output and start anew.")
+        bool, typer.Option("--overwrite", help="Delete an earlier job's parts and start anew.")
     ] = False,
     progress: Annotated[
         Literal["rich", "json"], typer.Option(help="A progress bar, or lines of JSON, on stderr.")

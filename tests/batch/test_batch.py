@@ -255,6 +255,7 @@ def test_a_finished_job_is_not_computed_again_unless_told(tmp_path):
         "_SUCCESS",
         "_job.json",
         "_manifest.jsonl",
+        "mine.txt",
         "part-00000.parquet",
     ]
 
@@ -266,7 +267,13 @@ def test_a_folder_that_no_job_wrote_is_never_replaced(tmp_path):
     job = Job(source, tmp_path / "home", overwrite=True)
     with pytest.raises(OutputExists, match="needs a folder with a _manifest.jsonl"):
         run(job, InProcess(Generator(recommend, Defaults())))
-    assert (tmp_path / "home" / "letter.txt").exists()
+    (tmp_path / "home" / "_job.json").write_text('{"name": "of another program"}')
+    with pytest.raises(OutputExists, match="is not empty"):
+        run(job, InProcess(Generator(recommend, Defaults())))
+    assert [path.read_text() for path in sorted((tmp_path / "home").iterdir())] == [
+        '{"name": "of another program"}',
+        "x",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recserve.batch.job import Job, TooManyErrors, run
-from recserve.batch.manifest import MANIFEST, SUCCESS, OutputExists, OutputFolder
+from recserve.batch.manifest import JOB, MANIFEST, SUCCESS, OutputExists, OutputFolder
 from tests.support.paths import ROOT
 from tests.support.stand_in_slates import runner
 
@@ -90,13 +90,79 @@ def test_a_manifest_that_was_cut_short_is_repaired(tmp_path):
     assert files(job.output) == expected
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter"])
-def test_a_part_that_is_not_there_is_computed_again(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda whole: None, "there is no such file"),
+        (lambda whole: whole[:-1], "bytes; the manifest says"),
+        (lambda whole: whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], "its sha256 is"),
+    ],
+    ids=["missing", "shorter", "one bit"],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_part_that_is_damaged_is_computed_again(tmp_path, caplog, damage, words, whole):
     source = users(tmp_path / "in.parquet", 9)
     expected = undisturbed(source, tmp_path / "out", 2)
     path = tmp_path / "out" / "part-00002.parquet"
-    path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-1])
-    assert run(Job(source, tmp_path / "out", 2), runner()).resumed == 4
+    content = damage(path.read_bytes())
+    path.unlink() if content is None else path.write_bytes(content)
+    if not whole:
+        (tmp_path / "out" / SUCCESS).unlink()
+    seen = []
+    assert run(Job(source, tmp_path / "out", 2), runner(), seen.append).resumed == 4
+    assert files(tmp_path / "out") == expected
+    assert f"part-00002.parquet is computed again: {words}" in caplog.text.replace(
+        f"it has {path.stat().st_size - 1} ", ""
+    )
+    # The four whole parts are compared first, which the progress shows.
+    assert [progress.done for progress in seen] == [2, 4, 6, 7, 9]
+
+
+PART = {"part": "part-00000.parquet", "input": "in.parquet", "first_row": 0, "users": 2}
+PART |= {"rows": 4, "errors": 0, "bytes": 9, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "Input data was truncated"),
+        ("{", "Input data was truncated"),
+        ("[]", "Expected `object`, got `array`"),
+        ("7", "Expected `object`, got `int`"),
+        ('{"of": ' + "[" * 100_000, "recursion depth"),
+        ('{"part": "\udcff"}', "'utf-8' codec can't decode byte 0xff"),
+        (json.dumps({"part": "part-00000.parquet"}), "missing required field `input`"),
+        (json.dumps(PART | {"part": "../in.parquet"}), r"matching regex .* `\$.part`"),
+        (json.dumps(PART | {"part": "part-00000.parquet\n"}), r"matching regex .* `\$.part`"),
+        (json.dumps(PART | {"part": None}), "Expected `str`, got `null`"),
+        (json.dumps(PART | {"bytes": -1}), r"Expected `int` >= 0 .* `\$.bytes`"),
+        (json.dumps(PART | {"bytes": "9"}), "Expected `int`, got `str`"),
+        (json.dumps(PART | {"users": 10**400}), r"Expected `int` <= .* `\$.users`"),
+        (json.dumps(PART | {"sha256": "no"}), r"matching regex .* `\$.sha256`"),
+    ],
+)
+def test_a_hostile_manifest_is_refused_with_file_and_line(tmp_path, line, words):
+    source = users(tmp_path / "in.parquet", 9)
+    expected = undisturbed(source, tmp_path / "out", 2)
+    manifest = tmp_path / "out" / MANIFEST
+    first, *rest = manifest.read_bytes().splitlines(keepends=True)
+    manifest.write_bytes(first + line.encode("utf-8", "surrogateescape") + b"\n" + b"".join(rest))
+    before = files(tmp_path / "out")
+    with pytest.raises(OutputExists, match=rf"{MANIFEST}, line 2: .*({words})"):
+        run(Job(source, tmp_path / "out", 2), runner())
+    assert files(tmp_path / "out") == before
+    run(Job(source, tmp_path / "out", 2, overwrite=True), runner())
+    assert files(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "\x00"])
+def test_a_hostile_description_of_the_job_is_refused_with_its_file(tmp_path, text):
+    source = users(tmp_path / "in.parquet", 9)
+    expected = undisturbed(source, tmp_path / "out", 2)
+    (tmp_path / "out" / JOB).write_text(text)
+    with pytest.raises(OutputExists, match=rf"{JOB}: "):
+        run(Job(source, tmp_path / "out", 2), runner())
+    run(Job(source, tmp_path / "out", 2, overwrite=True), runner())
     assert files(tmp_path / "out") == expected
 
 
@@ -129,6 +195,76 @@ def test_overwriting_starts_anew(tmp_path):
     expected = undisturbed(source, tmp_path / "out", 2)
     report = run(Job(source, tmp_path / "out", 2, overwrite=True), runner())
     assert report.resumed == 0 and files(tmp_path / "out") == expected
+
+
+FOREIGN = ["notes.txt", "part-00000.csv", "part-1.parquet", "part-00001.parquet.old"]
+FOREIGN += ["_errors/notes.txt", "part-00009.parquet/of-a-table.parquet", ".hidden"]
+
+
+def test_overwriting_leaves_files_that_no_job_wrote(tmp_path, caplog):
+    """An older output of 21 parts with errors is replaced by one of 5 without."""
+    source = users(tmp_path / "in.parquet", 9)
+    expected = undisturbed(source, tmp_path / "calm", 2)
+    users(source, 42, bad_every=6)
+    out, away = tmp_path / "out", tmp_path / "away"
+    undisturbed(source, out, 2)
+    (out / ".tmp-part-00003.parquet").write_text("left by a killed job")
+    (out / "part-00009.parquet").unlink()
+    for name in FOREIGN:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(name)
+    away.mkdir()
+    (away / "part-00000.parquet").write_text("of somebody else")
+    (out / "linked").symlink_to(away)
+    users(source, 9)
+    run(Job(source, out, 2, overwrite=True), runner())
+    found = files(out)
+    assert {name: found.pop(name).decode() for name in FOREIGN} == {n: n for n in FOREIGN}
+    assert found == expected
+    assert (out / "linked").is_symlink()
+    assert (away / "part-00000.parquet").read_text() == "of somebody else"
+    assert "keeps files that no job wrote: .hidden, _errors, linked, notes.txt" in caplog.text
+
+
+def test_overwriting_does_not_follow_a_link_to_other_errors(tmp_path):
+    source = users(tmp_path / "in.parquet", 9)
+    undisturbed(source, tmp_path / "out", 2)
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "part-00000.parquet").write_text("of somebody else")
+    (tmp_path / "out" / "_errors").symlink_to(tmp_path / "away")
+    run(Job(source, tmp_path / "out", 2, overwrite=True), runner())
+    assert (tmp_path / "away" / "part-00000.parquet").read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("stop", range(8))
+def test_a_kill_while_old_output_is_removed_leaves_a_folder_that_resumes(
+    tmp_path, monkeypatch, stop
+):
+    """The removal of 5 parts, errors and description ends after each of its steps."""
+    source = users(tmp_path / "in.parquet", 9, bad_every=6)
+    out, steps = tmp_path / "out", []
+    undisturbed(source, out, 2)
+    (out / "notes.txt").write_text("mine")
+    users(source, 8, bad_every=6)
+    expected = {**undisturbed(source, tmp_path / "calm", 2), "notes.txt": b"mine"}
+
+    def killed_at(function):
+        def step(*given, **options):
+            steps.append(function)
+            if len(steps) > stop:
+                raise KeyboardInterrupt
+            return function(*given, **options)
+
+        return step
+
+    job = Job(source, out, 2, overwrite=True)
+    with monkeypatch.context() as patch:
+        for name in ("unlink", "rmdir", "write_text"):
+            patch.setattr(type(out), name, killed_at(getattr(type(out), name)))
+        with pytest.raises(KeyboardInterrupt):
+            run(job, runner())
+    run(job, runner())
+    assert files(out) == expected
 
 
 def test_two_jobs_cannot_write_into_one_folder(tmp_path, monkeypatch):
