@@ -13,11 +13,12 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.event_table import read_events
@@ -37,6 +38,7 @@ UNTRAINED = "untrained"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_FILES = 4096
 MAX_FILE_BYTES = 256 << 30
+CLOCK_STEP_NS = 2 * 10**9  # coarsest time stamps of file systems in use, those of FAT
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}){0,7}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -132,15 +134,63 @@ class Manifest:
         return Manifest(versions[0], versions[1], files, sections)
 
 
+class FileState(NamedTuple):
+    """What changes with every change of a file; no program can set `changed_ns` back.
+
+    Attributes:
+        device: Device of the file.
+        inode: Number of the file on its device.
+        size: Size in bytes.
+        written_ns: Time of the last change of the content.
+        changed_ns: Time of the last change of content or properties.
+    """
+
+    device: int
+    inode: int
+    size: int
+    written_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> Self:
+        """Returns the state of a path or of an open file."""
+        found = os.stat(file)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@dataclass(frozen=True)
+class HashedFile:
+    """A file that has been compared with its hash.
+
+    Attributes:
+        state: State of the file while it was hashed.
+        began_ns: Time at which hashing began.
+    """
+
+    state: FileState
+    began_ns: int
+
+    @property
+    def is_new(self) -> bool:
+        """True if another change could have left the same time stamp."""
+        return self.state.changed_ns > self.began_ns - CLOCK_STEP_NS
+
+
 class Bundle:
     """An opened bundle.
 
-    `open` checks the format and the file sizes. `verify` checks every byte.
+    `open` checks the format and the file sizes. `verify` checks every byte, and `check_unchanged`
+    that the files which were read since then are those that `verify` has seen:
+
+        verify             hash every file, note its state
+        load               read or map the files
+        check_unchanged    compare the states; hash files again that were new
     """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self.root = root
         self.manifest = manifest
+        self._hashed: dict[str, HashedFile] = {}
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -207,13 +257,28 @@ class Bundle:
         """
         return self.manifest.files[f"{section}/model.safetensors"].sha256
 
+    @property
+    def verified(self) -> bool:
+        """True once `verify` has compared every file."""
+        return self._hashed.keys() == self.manifest.files.keys()
+
     def verify(self) -> None:
         """Compares every file with its sha256. Raises BundleError naming the first that differs."""
-        for name, entry in self.manifest.files.items():
+        self._hashed = {name: self._verify(name) for name in self.manifest.files}
+
+    def check_unchanged(self) -> None:
+        """Checks that no file has changed since `verify`. Call it when everything is loaded.
+
+        Raises:
+            BundleError: If a file has changed, even if it has its old content again: what was
+                loaded may be something else. The message names it.
+        """
+        for name, hashed in self._hashed.items():
             path = self.path(name)
-            found = _sha256(path)
-            if found != entry.sha256:
-                raise BundleError(f"{path}: sha256 is {found}; the manifest says {entry.sha256}")
+            if FileState.of(path) != hashed.state:
+                raise BundleError(f"{path}: has changed while the bundle was loaded; try again")
+            if hashed.is_new:
+                self._hashed[name] = self._verify(name)
 
     def catalog(self) -> Catalog:
         """Loads the catalogue. Raises BundleError if it is damaged."""
@@ -281,7 +346,20 @@ class Bundle:
             files=files,
             sections={**self.manifest.sections, section: dict(values)},
         )
+        self._hashed = {}
         self._write()
+
+    def _verify(self, name: str) -> HashedFile:
+        """Compares a file with its sha256. Raises BundleError."""
+        path, expected = self.path(name), self.manifest.files[name].sha256
+        with path.open("rb") as file:
+            hashed = HashedFile(FileState.of(file.fileno()), time.time_ns())
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected:
+            raise BundleError(f"{path}: sha256 is {found}; the manifest says {expected}")
+        if FileState.of(path) != hashed.state:
+            raise BundleError(f"{path}: has changed while it was compared with its hash; try again")
+        return hashed
 
     @cached_property
     def _catalog(self) -> Catalog:

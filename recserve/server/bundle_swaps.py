@@ -31,7 +31,7 @@ class SuccessorLoader(Protocol):
     def check(self, old: Service, bundle: Bundle, force: bool) -> None:
         """Raises UnfitBundle if the bundle cannot replace that of the service."""
 
-    def successor(self, old: Service, folder: Path) -> Service:
+    def successor(self, old: Service, bundle: Bundle) -> Service:
         """Opens a bundle beside a service."""
 
 
@@ -241,7 +241,7 @@ class BundleSwaps:
         self.lifecycle.predecessor.drop()  # its memory and its journal are needed now
         self.loader.check(old, bundle, force)
         self._tell(OPEN, f"opening {folder.name}")
-        return self.loader.successor(old, folder)
+        return self.loader.successor(old, bundle)
 
     def _fits(self, new: Service, force: bool) -> None:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 
 from recserve.bundle.bundle import Bundle
 from recserve.config import ServerConfig
@@ -60,7 +59,7 @@ class ServiceLoader:
         """Raises UnfitBundle if a bundle cannot replace that of a service."""
         check_successor(old, bundle, self._options(None), force)
 
-    def successor(self, old: Service, folder: Path) -> Service:
+    def successor(self, old: Service, bundle: Bundle) -> Service:
         """Opens a bundle beside a service, with the same settings and language model."""
         text = self._text
         if text is not None:
@@ -68,7 +67,7 @@ class ServiceLoader:
             drafters = open_drafters(self.config.drafters or ("none",), text.network)
             model = replace(text.model, drafters=drafters, default_drafter=next(iter(drafters)))
             text = LoadedText(text.network, drafters, model)
-        new = open_successor(old, folder, self.config.device, self._options(text))
+        new = open_successor(old, bundle, self.config.device, self._options(text))
         try:
             return self._shadowed(new)
         except BaseException:

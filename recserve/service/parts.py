@@ -112,16 +112,16 @@ class ItemParts:
 
 
 def open_parts(
-    folder: Path,
+    bundle: Bundle,
     store: str | None,
     device: Device,
     options: ServiceOptions,
     predecessor: ItemParts | None = None,
 ) -> ItemParts:
-    """Opens a bundle and starts its engine, unless the bundle will replace another one.
+    """Loads a bundle and starts its engine, unless the bundle will replace another one.
 
     Args:
-        folder: Folder of the bundle.
+        bundle: The bundle. It is compared with its hashes unless that has been done.
         store: URL of the history store; None means `default_store`. An empty store is filled with
             the bundle's own events.
         device: Device of the models.
@@ -130,13 +130,12 @@ def open_parts(
             and the store gets the bundle's events of new users only. The caller starts the engine.
 
     Raises:
-        BundleError: If the bundle is damaged: every file is compared with its hash.
+        BundleError: If a file differs from its hash, or changes until it is loaded.
         StoreUnavailable: If the history store does not answer.
         JournalError: If the journal of item changes cannot be read.
         ValueError: If the device or an option does not fit this machine.
     """
-    bundle = Bundle.open(folder)
-    if predecessor is None:  # a replacement has been verified before it is opened
+    if not bundle.verified:
         bundle.verify()
     place = resolve_device(device)
     snapshot = Snapshot.of(bundle.catalog(), place)
@@ -146,7 +145,7 @@ def open_parts(
         graph=load_item_graph(bundle, place),
         index=item_index(models.recommender, models.heads),
     )
-    histories = _histories(folder, store, options, predecessor)
+    histories = _histories(bundle.root, store, options, predecessor)
     network, drafters = options.text.parts if options.text else (None, None)
     engine = build_engine(
         EngineModels(models.recommender, models.ranker, models.heads, network, drafters),
@@ -164,10 +163,12 @@ def open_parts(
             model_version=bundle.manifest.model_version,
             device=place,
         )
-        journal = default_journal(folder) if options.journal is None else options.journal
+        journal = default_journal(bundle.root) if options.journal is None else options.journal
         path = journal / f"{bundle.manifest.catalog_version}.jsonl"
         parts = _assemble(bundle, models, runtime, ItemJournal(path), predecessor)
         parts.items.open_tools()
+        bundle.check_unchanged()  # before the journal and the store are written
+        parts.items.replay()
         import_events(histories.store, bundle, only_new_users=predecessor is not None)
     except BaseException:
         engine.close()
@@ -231,7 +232,6 @@ def _assemble(
     used = None if predecessor is None else predecessor.items.journal
     shared = used is not None and used.path.resolve() == journal.path.resolve()
     items = LiveItems(runtime, models, bundle, None if shared else journal, ranking)
-    items.replay()
     return ItemParts(
         bundle=bundle,
         models=models,

@@ -103,7 +103,7 @@ class Service:
             ValueError: If the device or an option does not fit this machine.
         """
         options = with_old_keywords(options or ServiceOptions(), old)
-        parts = open_parts(Path(bundle), store, device, options)
+        parts = open_parts(Bundle.open(bundle), store, device, options)
         text = None if options.text is None else options.text.model
         return Service(parts.runtime.engine, parts, text)
 

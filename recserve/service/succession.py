@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -75,7 +74,7 @@ def check_successor(old: Service, bundle: Bundle, options: ServiceOptions, force
 
 
 def open_successor(
-    old: Service, bundle: Path, device: Device = "auto", options: ServiceOptions | None = None
+    old: Service, bundle: Bundle, device: Device = "auto", options: ServiceOptions | None = None
 ) -> Service:
     """Opens a bundle beside a service. The new service shares its store and signing key.
 
@@ -84,7 +83,7 @@ def open_successor(
 
     Args:
         old: The current service, which goes on answering.
-        bundle: Folder of the new bundle.
+        bundle: The new bundle. It is compared with its hashes unless that has been done.
         device: Device of the models.
         options: Options of the new service; None means the defaults. A language model must have
             drafters of its own.

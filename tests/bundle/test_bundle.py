@@ -1,7 +1,9 @@
 """The bundle: what is written is read back; a hostile or damaged folder is refused by name."""
 
+import hashlib
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,15 @@ import numpy as np
 import pytest
 
 from recserve.bundle.building import BuildOptions, build_bundle
-from recserve.bundle.bundle import FORMAT, UNTRAINED, Bundle, BundleError, FileEntry, Manifest
+from recserve.bundle.bundle import (
+    FORMAT,
+    UNTRAINED,
+    Bundle,
+    BundleError,
+    FileEntry,
+    FileState,
+    Manifest,
+)
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 
 
@@ -90,6 +100,64 @@ def test_verify_names_the_changed_file(copied: Path) -> None:
     bundle = Bundle.open(copied)
     with pytest.raises(BundleError, match="vectors.safetensors: sha256 is"):
         bundle.verify()
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_refused(copied: Path, monkeypatch: Any) -> None:
+    original = hashlib.file_digest
+
+    def changing(file: Any, name: str) -> Any:
+        found = original(file, name)
+        if file.name.endswith("vectors.safetensors"):
+            Path(file.name).touch()
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", changing)
+    with pytest.raises(BundleError, match="vectors.safetensors: has changed while it was compared"):
+        Bundle.open(copied).verify()
+
+
+def test_a_change_within_one_step_of_a_coarse_clock_is_found(
+    copied: Path, monkeypatch: Any
+) -> None:
+    """Both changes have one time stamp. Files that are older than a step are not hashed twice."""
+    bundle, hashed = Bundle.open(copied), []
+    monkeypatch.setattr(FileState, "of", lambda file: FileState(1, 1, 1, 1, 10**18))
+    original = hashlib.file_digest
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, name: hashed.append(file) or original(file, name)
+    )
+    monkeypatch.setattr(time, "time_ns", lambda: 10**18 + 10**6)
+    bundle.verify()
+    bundle.check_unchanged()
+    assert len(hashed) == 2 * len(bundle.manifest.files)
+    path = copied / "vectors.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(BundleError, match="vectors.safetensors: sha256 is"):
+        bundle.check_unchanged()
+    path.write_bytes((copied / "vectors.safetensors").read_bytes())
+
+
+def test_old_files_are_hashed_once(copied: Path, monkeypatch: Any) -> None:
+    hashed = []
+    original = hashlib.file_digest
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, name: hashed.append(file) or original(file, name)
+    )
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now + 10 * 10**9)
+    bundle = Bundle.open(copied)
+    assert not bundle.verified
+    bundle.verify()
+    bundle.check_unchanged()
+    assert bundle.verified and len(hashed) == len(bundle.manifest.files)
+    for name in bundle.manifest.files:
+        path = copied / name
+        path.write_bytes(path.read_bytes())
+        with pytest.raises(BundleError, match=f"b/{name}: has changed while the bundle was loaded"):
+            bundle.check_unchanged()
+        bundle.verify()
+    bundle.commit("build", {})
+    assert not bundle.verified
 
 
 def test_open_names_the_missing_or_resized_file(copied: Path) -> None:

@@ -183,9 +183,9 @@ def test_a_rollback_opens_no_file_while_the_previous_service_is_there(server, mo
     loader = server.app.state.swaps.loader
     successor = loader.successor
 
-    def counted(old, folder):
-        opened.append(folder.name)
-        return successor(old, folder)
+    def counted(old, bundle):
+        opened.append(bundle.root.name)
+        return successor(old, bundle)
 
     monkeypatch.setattr(loader, "successor", counted)
     first, before = lifecycle.service, server.post("/v1/recommend", json=REQUESTS[0][1]).json()

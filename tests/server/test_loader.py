@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recserve.bundle.bundle import Bundle
 from recserve.config import ServerConfig
 from recserve.schemas.items import RecommendRequest
 from recserve.schemas.text import CompletionRequest
@@ -35,7 +36,7 @@ def test_text_and_drafters_survive_a_replacement(tmp_path):
     )
     old = loader.first()
     before = text_of(old)
-    new = loader.successor(old, bundles / "two")
+    new = loader.successor(old, Bundle.open(bundles / "two"))
     try:
         assert new.texts.model.default_drafter == "ngram"
         assert new.runtime.shadow is not None

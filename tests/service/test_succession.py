@@ -40,7 +40,7 @@ class Shelf:
 
     def to(self, name: str, override: bool = False, close: bool = True) -> Service:
         old = self.current
-        self.current = open_successor(old, self.folder / name, "cpu", self.options)
+        self.current = open_successor(old, Bundle.open(self.folder / name), "cpu", self.options)
         hand_over(old, self.current, lambda: None, override)
         if close:
             old.close()
@@ -156,7 +156,7 @@ def test_changes_that_reach_the_old_service_later_are_applied_to_the_new_one(bun
 
 def test_changes_during_the_hand_over_wait_and_are_not_lost(bundles):
     old = bundles.current
-    new = open_successor(old, bundles.folder / "other", "cpu", bundles.options)
+    new = open_successor(old, Bundle.open(bundles.folder / "other"), "cpu", bundles.options)
     writer = threading.Thread(target=put, args=(old,), kwargs={"item_id": "mid", "title": "kettle"})
 
     def publish() -> None:
@@ -216,8 +216,11 @@ def test_an_error_while_opening_is_the_callers(bundles):
 
     with pytest.raises(ValueError, match="damaged"):
         at_low_priority(damaged)
-    with pytest.raises(BundleError):
-        open_successor(bundles.current, bundles.folder / "nothing", "cpu", bundles.options)
+    weights = bundles.folder / "two" / "ranker" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    two = Bundle.open(bundles.folder / "two")
+    with pytest.raises(BundleError, match="ranker/model.safetensors: sha256 is"):
+        open_successor(bundles.current, two, "cpu", bundles.options)
 
 
 def test_tokens_stay_valid(bundles):

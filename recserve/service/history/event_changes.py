@@ -156,6 +156,7 @@ def import_events(store: HistoryStore, bundle: Bundle, only_new_users: bool = Fa
     if mark in store.get(IMPORT_MARKER)["event_key"]:
         return
     events, catalog = bundle.events(), bundle.catalog()
+    bundle.check_unchanged()
     kinds = [EVENT_TYPES.index(n) if n in EVENT_TYPES else 0 for n in events.type_names]
     if unnamed := sorted(set(events.type_names) - set(EVENT_TYPES)):
         log.warning("event types %s are stored as %s", ", ".join(unnamed), EVENT_TYPES[0])
