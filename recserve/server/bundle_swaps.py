@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -132,9 +133,12 @@ class BundleSwaps:
         """
         if self.bundles_dir is None:
             raise AdminDisabled("loading is disabled; set bundles_dir to enable it")
-        inside = self.bundles_dir.resolve()
-        folder = (inside / name).resolve()
-        if folder.parent != inside or not (folder / MANIFEST).is_file():
+        inside, folder = self.bundles_dir.resolve(), None
+        with contextlib.suppress(OSError, RuntimeError):  # links in a circle, or no permission
+            found = (inside / name).resolve()
+            if found.parent == inside and (found / MANIFEST).is_file():
+                folder = found
+        if folder is None:
             raise UnknownBundle(f"bundles_dir has no bundle {name[:128]!r}")
         return self._start(folder, force, rollback=False)
 

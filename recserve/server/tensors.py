@@ -171,10 +171,17 @@ def _rows(tensors: dict[str, InferTensor]) -> list[dict[str, Any]]:
 
 
 def _flat(tensor: InferTensor) -> list[Any]:
-    """Returns the values row by row, whether the data is flat or nested."""
-    flat: list[Any] = []
-    for value in tensor.data:
-        flat.extend(value) if isinstance(value, list) else flat.append(value)
+    """Returns the values row by row, whether the data is flat or nested as the shape says."""
+    flat = tensor.data
+    if len(tensor.shape) == 2 and any(isinstance(value, list) for value in flat):
+        count, width = tensor.shape
+        lengths = [len(row) if isinstance(row, list) else None for row in flat]
+        if lengths != [width] * count:
+            raise InvalidRequest(
+                f"inputs.{tensor.name}.data",
+                f"expected {count} rows of {width} values for the shape, got {_rows_of(lengths)}",
+            )
+        flat = [value for row in flat for value in row]
     size = 1
     for extent in tensor.shape:
         size *= extent
@@ -183,6 +190,13 @@ def _flat(tensor: InferTensor) -> list[Any]:
             f"inputs.{tensor.name}.data", f"expected {size} values for the shape, got {len(flat)}"
         )
     return flat
+
+
+def _rows_of(lengths: Sequence[int | None]) -> str:
+    """Returns the lengths of rows in words; None stands for a value that is no row."""
+    first = ["a single value" if length is None else str(length) for length in lengths[:8]]
+    more = ", ..." if len(lengths) > 8 else ""
+    return f"{len(lengths)} of {', '.join(first)}{more}"
 
 
 def _texts(tensor: InferTensor) -> list[list[str]]:

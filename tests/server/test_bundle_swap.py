@@ -256,6 +256,10 @@ def test_a_damaged_bundle_is_refused_and_the_old_one_answers(server, bundles):
         (".items", 422),
         ("outside", 404),
         ("deep", 404),
+        ("circle", 404),
+        ("into-circle", 404),
+        ("circular-manifest", 404),
+        ("long-link", 404),
     ],
 )
 def test_only_bundles_of_the_folder_can_be_named(server, bundles, name, code):
@@ -263,6 +267,11 @@ def test_only_bundles_of_the_folder_can_be_named(server, bundles, name, code):
     (bundles / "two").rename(outside)
     (bundles / "outside").symlink_to(outside)
     (bundles / "deep").symlink_to(bundles / "one" / "recommender")
+    (bundles / "circle").symlink_to("circle")
+    (bundles / "into-circle").symlink_to("circle/one")
+    (bundles / "circular-manifest").mkdir()
+    (bundles / "circular-manifest" / "manifest.json").symlink_to("manifest.json")
+    (bundles / "long-link").symlink_to("x" * 300)
     answer = begin(server, name)
     assert answer.status_code == code, answer.text
     assert str(bundles.parent) not in answer.text
