@@ -23,10 +23,11 @@ import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
+from ray.serve.context import _get_global_client
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from recserve.config import ServerConfig
+from recserve.config import ServerConfig, is_loopback
 from recserve.features.catalog.item_journal import JournalError
 from recserve.server.app import create_app, load
 from recserve.server.lifecycle import Lifecycle
@@ -88,6 +89,23 @@ class ReplicaOptions(BaseModel):
         """
         return ServerConfig.load({**self.settings, **flags}, self.config)
 
+    def config_behind_proxy(self) -> ServerConfig:
+        """Returns the settings of a replica for the address that Ray's proxy listens on.
+
+        `serve deploy` starts the proxy from `http_options`, which the application does not see. A
+        proxy that runs already keeps its address.
+
+        Raises:
+            ConfigError: If a setting is invalid, or other machines reach the proxy and no key is
+                needed.
+        """
+        config = self.server_config()
+        if not ray.is_initialized():
+            return config
+        client = _get_global_client(raise_if_no_controller_running=False)
+        host = None if client is None else client.http_config.host
+        return config if host is None or is_loopback(host) else self.server_config(host=host)
+
 
 class SharedChangesOnly:
     """ASGI middleware that refuses changes which would reach one replica only."""
@@ -112,7 +130,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Loads the models; Ray sends requests when this has returned."""
-        config = self._options.server_config()
+        config = self._options.config_behind_proxy()
         app = create_app(config, load(config))
         app.user_middleware.append(Middleware(SharedChangesOnly))
         self._lifecycle: Lifecycle = app.state.lifecycle
@@ -132,8 +150,10 @@ def app(args: dict[str, Any]) -> serve.Application:
 
     Raises:
         ValueError: If an option is unknown or out of range.
+        ConfigError: If other machines reach Ray's proxy and no key is needed.
     """
     options = ReplicaOptions.model_validate(args)
+    config = options.config_behind_proxy()
     most = options.max_replicas or options.min_replicas
     scaled: dict[str, Any] = {"num_replicas": options.min_replicas}
     if most > options.min_replicas:
@@ -155,7 +175,7 @@ def app(args: dict[str, Any]) -> serve.Application:
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
         health_check_period_s=5,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=options.server_config().drain_timeout_s,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         **scaled,
     )
@@ -169,6 +189,7 @@ def deploy(options: ReplicaOptions) -> None:
         options: The new options. Requests in progress finish on the old replicas.
 
     Raises:
+        ConfigError: If other machines reach Ray's proxy and no key is needed.
         RuntimeError: If the new replicas do not become healthy.
     """
     serve.run(app(options.model_dump(mode="json")), name=NAME, route_prefix="/")

@@ -4,14 +4,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 ray = pytest.importorskip("ray", reason="NO ray on this machine: the Ray Serve tests did not run")
 
+from ray import serve  # noqa: E402
+
 from recserve.config import ConfigError  # noqa: E402
 from recserve.schemas.items import RecommendRequest, UserRef  # noqa: E402
+from recserve.server import ray_serve  # noqa: E402
 from recserve.server.ray_serve import ReplicaOptions, app, deploy, running  # noqa: E402
 from tests.support.redis_server import free_port  # noqa: E402
 from tests.support.reference_process import ENVIRONMENT, process_answers  # noqa: E402
@@ -77,6 +82,59 @@ def test_an_open_address_needs_keys(tmp_path):
     options = ReplicaOptions(settings={"bundle": str(tmp_path)})
     with pytest.raises(ConfigError, match="no api_keys"), running(options, host="0.0.0.0"):
         pass
+
+
+KEYS = {"api_keys": ["a-key-of-sixteen"]}
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "opens"),
+    [
+        ("0.0.0.0", {}, False),  # Ray's own default for `serve deploy`
+        ("::", {"host": "127.0.0.1"}, False),
+        ("10.1.2.3", {}, False),
+        ("127.0.0.1", {"host": "0.0.0.0"}, False),
+        ("0.0.0.0", KEYS, True),
+        ("0.0.0.0", {"insecure": True}, True),
+        ("127.0.0.1", {}, True),
+        ("::1", {}, True),
+        (None, {}, True),  # no proxy
+    ],
+)
+def test_a_proxy_that_others_reach_needs_keys(tmp_path, monkeypatch, host, settings, opens):
+    """The proxy's address stands in `http_options`, which only Ray's controller knows."""
+    options = ReplicaOptions(settings={"bundle": str(tmp_path), **settings})
+    client = SimpleNamespace(http_config=SimpleNamespace(host=host))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_serve, "_get_global_client", lambda **_: client)
+    monkeypatch.setattr(ray_serve, "load", Mock(side_effect=OSError("the models are loaded")))
+    args = options.model_dump(mode="json")
+    replica = SimpleNamespace(_options=options)
+    begin = ray_serve.Replica.__serve_build_asgi_app__
+    if opens:
+        app(args)
+        with pytest.raises(OSError, match="the models are loaded"):
+            begin(replica)
+        return
+    with pytest.raises(ConfigError, match="no api_keys"):
+        app(args)
+    with pytest.raises(ConfigError, match="no api_keys"):
+        begin(replica)
+
+
+@pytest.mark.slow
+def test_a_proxy_that_runs_on_all_addresses_gets_no_replica_without_keys(tmp_path):
+    """What `serve deploy` does: the proxy first, then the application."""
+    options = ReplicaOptions(settings={"bundle": str(tmp_path), "device": "cpu"})
+    ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    try:
+        serve.start(http_options={"host": "0.0.0.0", "port": free_port()})
+        with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 .* no api_keys"):
+            deploy(options)
+        assert not serve.status().applications
+    finally:
+        serve.shutdown()
+        ray.shutdown()
 
 
 @pytest.mark.slow
