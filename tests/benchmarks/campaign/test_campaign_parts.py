@@ -1,4 +1,4 @@
-"""What the campaign does to servers: proxy faults, drawn requests, damage, tests of a law."""
+"""What the campaign does to servers: proxy faults, drawn requests, damage, statistics."""
 
 import random
 import shutil
@@ -14,7 +14,6 @@ import pytest
 from benchmarks.campaign.checks.bundles import DAMAGES
 from benchmarks.campaign.checks.fuzzing import mutated
 from benchmarks.campaign.checks.offline import POWER_PAIRS
-from benchmarks.campaign.checks.sampling_law import SHAPES, first_tokens, p_value, pair
 from benchmarks.campaign.checks.security import auc
 from benchmarks.campaign.checks.soak import growth
 from benchmarks.campaign.fault_proxy import FaultProxy
@@ -119,14 +118,6 @@ def test_each_damage_is_found(damage, tmp_path):
     damage(folder, np.random.default_rng(3))
     with pytest.raises((ValueError, OSError)):
         Service.open(folder, f"lmdb:{tmp_path / 'store'}", "cpu")
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_law_of_a_sound_rule_and_of_one_that_is_told_another_draft(shape):
-    p, q = pair(1, np.random.default_rng(7))
-    value, impossible = p_value(first_tokens(shape, p, q, q, 5), p)
-    assert value > 1e-6 and not impossible
-    assert p_value(first_tokens(shape, p, q, q.roll(3), 5), p)[0] < 1e-9
 
 
 def test_small_statistics():
