@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.campaign.batch_writer import BatchWriter, Event, count_lost, wait_for_batches
 from benchmarks.campaign.check import Budget, Figure, Finding, check
 from benchmarks.campaign.faulty_server import LOST, ONCE, POISON, POISONED
+from benchmarks.campaign.filter_oracle import count_misfits, draw_wide_filter, read_items
 from benchmarks.campaign.site import FAULTY, ServerProcess, Site
 from benchmarks.campaign.traffic import Body, history, item, slate_bodies
 
@@ -68,10 +69,15 @@ def slate(answer: httpx.Response) -> Slate:
 
 @check("R7", "poison", "25 kinds of harmful requests among 63 others", cases=10_000, minimum_s=15)
 def poison(site: Site, budget: Budget) -> Finding:
-    """Compares the slates of neighbours with those of a run without harmful requests."""
-    random = np.random.default_rng(site.seed)
+    """Compares the slates of neighbours with those of a run without harmful requests.
+
+    Every second neighbour has a filter.
+    """
+    random, items = np.random.default_rng(site.seed), read_items(site.bundle)
     neighbours = slate_bodies(random, TOGETHER - 1)
-    sent, different, broken = 0, 0, 0
+    for body in neighbours[::2]:
+        body["filter"] = draw_wide_filter(items, random, 50)
+    sent, different, broken, misfits = 0, 0, 0, 0
     with (
         site.server(FAULTY, invariant=True) as server,
         server.client() as client,
@@ -95,6 +101,10 @@ def poison(site: Site, budget: Budget) -> Finding:
             different += sum(
                 slate(one) != right for one, right in zip(answers, expected, strict=True)
             )
+            misfits += sum(
+                count_misfits(items, [name for name, _ in slate(one)], body["filter"])
+                for body, one in zip(neighbours[::2], answers[::2], strict=True)
+            )
             # The broken forward pass is an internal error of that request; nothing else is.
             broken += own.status_code >= 500 and own.status_code != 504 and number % kinds != 0
         ended = server.process.poll() is not None
@@ -102,6 +112,7 @@ def poison(site: Site, budget: Budget) -> Finding:
         sent,
         (
             Figure("neighbours with another slate", different, 0),
+            Figure("neighbours' items that their filter does not allow", misfits, 0),
             Figure("5xx of a harmful request", broken, 0),
             Figure("server ended", ended, 0),
         ),

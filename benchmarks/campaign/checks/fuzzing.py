@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +19,15 @@ import msgspec
 import numpy as np
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
+from benchmarks.campaign.filter_oracle import (
+    Record,
+    count_misfits,
+    draw_wide_filter,
+    read_items,
+)
 from benchmarks.campaign.openapi_bodies import RequestSource
 from benchmarks.campaign.site import ADMIN_KEY, LLM_NAME, ServerProcess, Site
-from benchmarks.campaign.traffic import item
+from benchmarks.campaign.traffic import history, item
 from recserve.bundle.bundle import Bundle, BundleError, Manifest
 from recserve.features.catalog.filters import FilterError
 from recserve.features.history.history import EVENT_DTYPE, CorruptHistory, pack, read_stored
@@ -30,6 +36,7 @@ from recserve.schemas.items import InvalidRequest, RecommendRequest
 from recserve.server.body_decoder import MalformedBody, decode
 from tests.support.paths import ROOT
 
+FILTERED = 10  # every so many own requests a filtered slate is asked for
 LEAST_TOOL_S, START_S = 60, 6  # schemathesis and atheris take seconds to start
 # What schemathesis checks, and the statuses from 500 on that openapi.json describes.
 CHECKS = (
@@ -72,19 +79,33 @@ def api(site: Site, budget: Budget) -> Finding:
             Figure("5xx but 501 and 504, or no answer", len(found.broken), 0),
             Figure("errors of another form", len(found.formless), 0),
             Figure("statuses that openapi.json lacks", len(found.undocumented), 0),
+            Figure("items in filtered slates that the filter does not allow", found.misfits, 0),
             *outside,
             Figure("not ready afterwards", not alive, 0),
         ),
-        "; ".join([f"{found.accepted} own requests accepted", told, *found.shown]),
+        "; ".join(
+            [
+                f"{found.accepted} own requests accepted, {found.filtered} filtered slates between "
+                "them",
+                told,
+                *found.shown,
+            ]
+        ),
     )
 
 
 @dataclass
 class Answers:
-    """What the server answered to own requests: how often, and what was wrong."""
+    """What the server answered to own requests: how often, and what was wrong.
+
+    Between them come requests for filtered slates: their number, and the items in them that the
+    filter does not allow.
+    """
 
     sent: int = 0
     accepted: int = 0
+    filtered: int = 0
+    misfits: int = 0
     broken: list[str] = field(default_factory=list)
     formless: list[str] = field(default_factory=list)
     undocumented: list[str] = field(default_factory=list)
@@ -96,12 +117,17 @@ class Answers:
 
 
 def by_own_requests(client: httpx.Client, site: Site, budget: Budget, part: float) -> Answers:
-    """Sends drawn requests to every operation in turn."""
+    """Sends drawn requests to every operation in turn, and some for filtered slates."""
     document, found = client.get("/openapi.json").json(), Answers()
     pool = (*(item(n) for n in range(4)), "user000001", LLM_NAME, "recommender", "beam")
+    # Drawn requests change items of the pool only, so the catalogue tells what the others are.
+    items = {name: row for name, row in read_items(site.bundle).items() if name not in pool}
+    draw = np.random.default_rng(site.seed)
     source = RequestSource(document, pool, site.seed)
     headers = {"Content-Type": "application/json", "X-Deadline-Ms": "2000"}
     for number in budget.cases(200_000, part, 400):
+        if number % FILTERED == 0:
+            ask_filtered(client, items, draw, found)
         drawn = source.request(source.operations[number % len(source.operations)])
         method, path = drawn.operation.method, drawn.operation.path
         said = document["paths"][path][method.lower()]
@@ -120,6 +146,24 @@ def by_own_requests(client: httpx.Client, site: Site, budget: Budget, part: floa
         if status >= 400 and not enveloped(answer):
             found.formless.append(f"{status} {shown}")
     return found
+
+
+def ask_filtered(
+    client: httpx.Client,
+    items: Mapping[str, Record],
+    draw: np.random.Generator,
+    found: Answers,
+) -> None:
+    """Asks for a filtered slate, and judges the items whose rows are known."""
+    tree = draw_wide_filter(items, draw, 20)
+    body = {"history": history(draw), "k": 10, "filter": tree}
+    answer = client.post("/v1/recommend", json=body)
+    found.filtered += 1
+    if answer.status_code != 200:
+        found.broken.append(f"{answer.status_code} to a filtered slate: {answer.text[:200]}")
+        return
+    shown = [one["item_id"] for one in answer.json()["items"]]
+    found.misfits += count_misfits(items, [name for name in shown if name in items], tree)
 
 
 def by_schemathesis(

@@ -1,21 +1,32 @@
 """Checks of the campaign pass on a sound program, and fail on one with a single broken property."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.campaign.batch_writer import BatchWriter, count_lost, wait_for_batches
 from benchmarks.campaign.check import Budget
-from benchmarks.campaign.checks.engine_faults import engine_death
+from benchmarks.campaign.checks.engine_faults import engine_death, poison
+from benchmarks.campaign.checks.exactness import DRAFTERS, Losses, asker, lossless
+from benchmarks.campaign.checks.fuzzing import api
 from benchmarks.campaign.checks.sampling_law import ALPHA, LEAST_TABLES, count_missed, measure
 from benchmarks.campaign.checks.security import try_wrong_keys
-from benchmarks.campaign.site import ADMIN_KEY, KEY, SERVE, Site
+from benchmarks.campaign.filter_oracle import draw_filter, fits, read_items
+from benchmarks.campaign.site import ADMIN_KEY, KEY, LLM_NAME, SERVE, Site
+from recserve.bundle.bundle import Bundle
+from recserve.engine.engine_config import EngineConfig
+from recserve.features.catalog.filters import ItemFilters
+from recserve.models.packing import pack_weights
 from recserve.service import Service
+from recserve.service.text.loader import TextSettings, load_text
 from tests.support.broken_properties import MODULE, broken
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
+from tests.support.tiny_llm import tiny_llm
 
 
 class BrokenSite(Site):
@@ -94,3 +105,74 @@ def test_r8(name, tmp_path):
     assert found - {"slowest restart beyond the first start, in s"} == (
         {"acknowledged events that are not stored once"} if name else set()
     )
+
+
+@pytest.mark.parametrize("name", [None, "leaking_filters"])
+def test_r13_compares_slates_and_filters(name, tmp_path):
+    items, random, found = read_items(shared_bundle()), np.random.default_rng(0), Losses()
+    with (
+        broken(name),
+        items_server(tmp_path) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        for number in range(10):
+            found.compare_slates(asker(client, pool), items, random, number)
+    assert found.slates == 10 and found.items > 100
+    assert not (found.slates_differ or found.illegal or found.short)
+    assert (found.misfits > 0) == (name is not None)
+
+
+@pytest.mark.parametrize(
+    "name, rule",
+    [(None, None), ("accepted_tails", "rejection"), ("forgotten_product", "block")],
+)
+def test_r13_compares_texts_of_each_rule(name, rule, tmp_path):
+    settings = TextSettings(tiny_llm(tmp_path / LLM_NAME), drafters=DRAFTERS)
+    text = load_text(settings, torch.device("cpu"))
+    pack_weights(text.network)
+    service = Service.of_text(text, EngineConfig(invariant=True))
+    random, found = np.random.default_rng(0), Losses()
+    with broken(name), live(service) as client, ThreadPoolExecutor(8) as pool:
+        for number in range(len(DRAFTERS)):
+            found.compare_texts(asker(client, pool), random, number)
+    assert found.texts == 15
+    assert set(+found.texts_differ) == ({rule} if rule else set())
+
+
+def test_the_filter_oracle_agrees_with_the_filters():
+    """400 drawn filters, among them negations, combinations and ranges that end at values."""
+    items, random = read_items(shared_bundle()), np.random.default_rng(0)
+    filters = ItemFilters(Bundle.open(shared_bundle()).catalog().items)
+    operators = set()
+    for _ in range(400):
+        tree = draw_filter(items, random)
+        operators |= set(tree)
+        assert filters.evaluate(tree).tolist() == [fits(row, tree) for row in items.values()]
+    assert operators == {"and", "or", "not", "eq", "in", "range"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, figures",
+    [
+        (None, set()),
+        ("accepted_tails", {"texts by rejection or block verification that differ"}),
+        ("leaking_filters", {"items that a filter does not allow"}),
+    ],
+)
+def test_r13(name, figures, tmp_path):
+    assert failing(lossless(BrokenSite(tmp_path, name), Budget(0.0))) == figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, "leaking_filters"])
+@pytest.mark.parametrize(
+    "check, figure",
+    [
+        (poison, "neighbours' items that their filter does not allow"),
+        (api, "items in filtered slates that the filter does not allow"),
+    ],
+)
+def test_r7_and_r10(check, figure, name, tmp_path):
+    found = failing(check(BrokenSite(tmp_path, name), Budget(0.0)))
+    assert found == ({figure} if name else set())
