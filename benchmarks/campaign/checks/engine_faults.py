@@ -21,7 +21,10 @@ from benchmarks.campaign.traffic import Body, history, item, slate_bodies
 
 TOGETHER = 64
 HANG_S = 30.0
-LEAST_BATCHES = 400  # acknowledged before each kill
+# Acknowledged before each kill, if the machine is not too busy. With the two kills of the shortest
+# run, a store that loses 2 % of them passes with a probability of 1e-7.
+BATCHES = 400
+LOSS, MISSED = 0.02, 1e-6
 Slate = list[tuple[str, float]]
 
 
@@ -145,7 +148,10 @@ class OutageClient(threading.Thread):
             number += 1
             body = self.bodies[number % len(self.bodies)]
             try:
-                answer = httpx.post(f"{self.url}/v1/recommend", json=body, timeout=HANG_S)
+                # Without `verify` no certificates are read, which would take longer than an answer.
+                answer = httpx.post(
+                    f"{self.url}/v1/recommend", json=body, timeout=HANG_S, verify=False
+                )
                 self.answers += answer.status_code == 200
             except httpx.TimeoutException:
                 self.hung += 1
@@ -199,7 +205,7 @@ def engine_death(site: Site, budget: Budget) -> Finding:
             client.start()
         for number in budget.cases(100, 0.9, 2):
             failed += not goes_on(server, unseen(number))
-            wait_for_batches(writers, LEAST_BATCHES)
+            wait_for_batches(writers, BATCHES)
             status = end(server, number)
             wrong_status += number % 2 and status != 1
             # No server runs now, so all of these were acknowledged before the kill.
@@ -221,17 +227,23 @@ def engine_death(site: Site, budget: Budget) -> Finding:
     finally:
         server.stop()
     events = sum(map(len, batches))
+    missed = (1 - LOSS) ** len(batches)
     return Finding(
         kills,
         (
             Figure("clients that hang", hung, 0),
             Figure("slowest restart beyond the first start, in s", max(recovered) - load_s, 10),
-            Figure("acknowledged events that are not stored once", lost, 0),
+            Figure(
+                "acknowledged events that are not stored once",
+                lost,
+                0,
+                judged=lost > 0 or missed <= MISSED,
+            ),
             Figure("lost devices without exit status 1", wrong_status, 0),
             Figure("passing CUDA errors that fail a request", failed, 0),
         ),
         "the engine is a thread of the server: a dead engine ends the process, and a supervisor "
         f"starts it again; first start {load_s:.1f} s, {answered} answers; {events:,} events "
-        f"acknowledged in {len(batches):,} batches, so a loss of 2 % of the batches is missed with "
-        f"a probability of {0.98 ** len(batches):.0e}",
+        f"acknowledged in {len(batches):,} batches, so a loss of {LOSS:.0%} of them is missed with "
+        f"a probability of {missed:.0e}",
     )
