@@ -85,6 +85,37 @@ def test_the_same_catalogue_keeps_content_version_and_journal(bundles):
     assert is_hidden(bundles.current, "item000007")
 
 
+def test_an_item_that_was_put_and_hidden_stays_hidden_in_the_same_catalogue(bundles):
+    one = bundles.current
+    put(one, item_id="brief", title="blue kettle")
+    put(one, item_id="item000011", title="changed")
+    for item_id in ("brief", "item000011"):
+        one.hide_item(item_id)
+    version = one.versions()["catalog_version"]
+    two = bundles.to("two", close=False)
+    assert two.versions()["catalog_version"] == version
+    assert is_hidden(two, "brief") and is_hidden(two, "item000011")
+    hand_over(two, one, lambda: None, override=True)  # a rollback
+    bundles.current = one
+    two.close()
+    assert is_hidden(one, "brief") and is_hidden(one, "item000011")
+    put(one, item_id="brief", title="blue kettle again")
+    assert bundles.to("two").item("brief").title == "blue kettle again"
+
+
+@pytest.mark.parametrize("way", [("one", "other"), ("one", "two", "other")])
+def test_a_hidden_item_stays_hidden_after_another_item_took_its_semantic_id(bundles, way):
+    put(bundles.current, item_id="brief", title="blue kettle")
+    bundles.to("other")  # its journal has the item from now on
+    for name in way[:-1]:
+        service = bundles.to(name)
+        if name == "one":
+            service.hide_item("brief")
+            put(service, item_id="next", title="blue kettle")
+    other = bundles.to(way[-1])
+    assert is_hidden(other, "brief") and not is_hidden(other, "next")
+
+
 def test_another_catalogue_gets_new_and_hidden_items_and_keeps_its_own_words(bundles):
     one = bundles.current
     put(one, item_id="new", title="blue kettle", categories=["Kitchen > Tools"], price=3.5)

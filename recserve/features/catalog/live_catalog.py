@@ -36,18 +36,16 @@ def changed(
         version: The version to change. It stays valid.
         number: Number of the new version.
         changes: Items to insert or update.
-        hidden: Ids of items to hide. No item is named twice in `changes` and `hidden`.
+        hidden: Ids of items to hide. No item is named twice in `changes` and `hidden`. The
+            version remembers the id of a hidden item that it does not know.
 
     Raises:
-        ValueError: If a new item has no vector, or a hidden item is unknown.
+        ValueError: If a new item has no vector.
     """
     rows = version.known_rows([*(change.record.item_id for change in changes), *hidden])
     for change, row in zip(changes, rows, strict=False):
         if change.vector is None and row < 0:
             raise ValueError(f"item {change.record.item_id[:80]!r} is new and has no vector")
-    for item_id, row in zip(hidden, rows[len(changes) :], strict=True):
-        if row < 0:
-            raise ValueError(f"no item {item_id[:80]!r} in the catalogue")
     edit = _Edit(version)
     for change, row in zip(changes, rows, strict=False):
         edit.put(change, row)
@@ -85,7 +83,8 @@ class Difference:
 
     Attributes:
         changes: Items to insert or update, applied first.
-        hidden: Ids of items to hide, applied second.
+        hidden: Ids of items to hide, applied second. It has all items that the version hides,
+            known ones or not: another catalogue, or an older journal, may have such an item.
     """
 
     changes: tuple[ItemChange, ...]
@@ -106,20 +105,15 @@ def difference(version: CatalogVersion) -> Difference:
     rows = np.unique(np.concatenate(touched))
     names = [version.item_id(row) for row in rows.tolist()]
     current = version.rows_of_keys(item_keys(names)) == rows
-    known, changes, hidden = len(version.base), [], []
-    for row, name, is_current in zip(rows.tolist(), names, current.tolist(), strict=True):
-        if not is_current:  # the item has a later row
-            continue
+    known, changes = len(version.base), []
+    for row in rows[current].tolist():  # the others' items have a later row
         owns = row < known or version.owners.get(version.codes[row].tobytes()) == row
-        gone = version.is_gone(row)
         if owns and row >= known:
             codes = version.codes[row]
             changes.append(ItemChange(version.record(row), version.vectors[row], codes))
         elif owns and np.isin(row, version.record_rows):
             changes.append(ItemChange(version.record(row)))
-        if gone and (owns or version.learned_row(row) >= 0):
-            hidden.append(name)
-    return Difference(tuple(changes), tuple(hidden))
+    return Difference(tuple(changes), tuple(version.visible.removed()))
 
 
 class _Edit:
@@ -153,9 +147,13 @@ class _Edit:
         log.records.append(change.record)
 
     def hide(self, item_id: str, row: int) -> None:
-        """Excludes an item from all results. Histories that contain the item stay valid."""
+        """Excludes an item from all results. Histories that contain the item stay valid.
+
+        `row` is its present row, or -1.
+        """
         self.visible[item_id] = -1
-        self.gone[row] = -1
+        if row >= 0:
+            self.gone[row] = -1
 
     def _new_row(self, item_id: str, old: int, vector: np.ndarray, codes: np.ndarray) -> int:
         """Adds a tail row for an item and retires its old row."""

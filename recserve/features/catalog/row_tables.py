@@ -155,6 +155,10 @@ class RowMap(Generic[K]):
                 found = map(layer.get, keys, found)
         return list(found)
 
+    def removed(self) -> list[K]:
+        """Returns the keys whose latest change removed their row."""
+        return [key for key, row in {**self.older, **self.recent}.items() if row < 0]
+
     def with_rows(self, changes: Mapping[K, int]) -> RowMap[K]:
         """Returns a map with changed rows."""
         recent = {**self.recent, **changes}

@@ -5,7 +5,8 @@ The rules, for an item that was changed while the old bundle was served:
 - An item that was put and that the new bundle does not have is inserted.
 - An item that was put and that the new bundle has keeps the new bundle's title, categories and
   attributes. It becomes visible if an earlier change had hidden it.
-- An item that was hidden is hidden, if the new catalogue has it.
+- An item that was hidden is hidden. A catalogue that does not have it remembers that it is hidden,
+  for a later bundle that has it.
 - Ids in `override` (a rollback passes all changes since the old bundle was loaded) get their latest
   title, categories and attributes in any case.
 
@@ -70,8 +71,8 @@ def carry_over(old: LiveItems, new: LiveItems, override: Collection[str] = ()) -
             refused[part[rejection.index]["item_id"]] = rejection.reason
     current = new.runtime.snapshot.items
     gone = [item_id for item_id in said.hidden if current.visible.get(item_id) >= 0]
-    if gone:
-        new.hide(*gone)
+    if news := hidden.difference(current.visible.removed()):
+        new.hide(*sorted(news), unknown=True)
     for item_id, reason in list(refused.items())[:10]:
         log.warning("item %s was not carried over to the new bundle: %s", item_id[:80], reason)
     return CarriedItems(len(puts) - len(refused), len(gone), refused)

@@ -118,22 +118,27 @@ class LiveItems:
                 return self._put(body)
         return self.successor.put(body)
 
-    def hide(self, *item_ids: str) -> str:
+    def hide(self, *item_ids: str, unknown: bool = False) -> str:
         """Removes items from all answers and returns the name of the version without them.
 
+        Args:
+            item_ids: Ids of the items.
+            unknown: Accepts ids that the catalogue does not have, and remembers them for bundles
+                that have them.
+
         Raises:
-            UnknownItem: If the catalogue does not have one of them.
+            UnknownItem: If the catalogue does not have one of them, without `unknown`.
             JournalError: If the journal cannot be written.
         """
         with self._lock:
             if self.successor is None:
                 items = self.runtime.snapshot.items
                 for item_id in item_ids:
-                    if items.visible.get(item_id) < 0:
+                    if items.visible.get(item_id) < 0 and not unknown:
                         raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
                 self._commit(JournalEntry(items.number + 1, hidden=item_ids))
                 return self.runtime.snapshot.items.name
-        return self.successor.hide(*item_ids)
+        return self.successor.hide(*item_ids, unknown=unknown)
 
     def rollback(self, name: str) -> RollbackResponse:
         """Publishes a new version with the items of an earlier one.
@@ -183,8 +188,10 @@ class LiveItems:
             current, said = self.runtime.snapshot.items, difference(version)
             number = max(version.number, current.number + (current.number > version.number))
             items = restored(bundle.items, current, number)
-            if said.changes or said.hidden:
-                items = changed(items, number, said.changes, said.hidden)
+            # Insertions first: the item that a change puts may be hidden in this version.
+            for changes, hidden in ((said.changes, ()), ((), said.hidden)):
+                if changes or hidden:
+                    items = changed(items, number, changes, hidden)
             self._restore(items, bundle.base_trie)
 
     def open_tools(self) -> None:

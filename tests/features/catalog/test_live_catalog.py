@@ -208,9 +208,19 @@ def test_unknown_items_are_refused_before_anything_changes():
     new = ItemChange(ItemRecord("new", "", [], {}))
     with pytest.raises(ValueError, match="new and has no vector"):
         changed(version, 1, [new], [])
-    with pytest.raises(ValueError, match="no item 'none'"):
-        changed(version, 1, [], ["none"])
     assert not version.log.records and not version.tail.ids
+
+
+def test_a_hidden_item_that_is_unknown_is_remembered():
+    (version, _), *_ = drawn(0, 0)
+    hidden = changed(version, 1, [], ["none"])
+    assert difference(hidden).hidden == ("none",)
+    assert hidden.num_rows == version.num_rows and not hidden.gone.size
+    catalog, quantizer = make_catalog()
+    vectors = np.ones((1, 8), np.float32)
+    (codes,) = IdAssigner(catalog.index, quantizer).assign(hidden, vectors, [-1])
+    put = changed(hidden, 2, [ItemChange(ItemRecord("none", "", [], {}), vectors[0], codes)], [])
+    assert put.visible.get("none") >= 0 and difference(put).hidden == ()
 
 
 def test_two_ids_of_one_key_are_refused(monkeypatch):
