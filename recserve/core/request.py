@@ -18,6 +18,9 @@ from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 
+# Most tokens of one request of a body that gives many texts. A longer text is a request of its own.
+GROUP_TOKENS = 4096
+
 
 class VectorIndex(Protocol):
     """An index of the unit vectors of I items of one catalogue version.
@@ -192,6 +195,8 @@ class TextScoreQuery:
         offsets: [M + 1] start of each text. No text is empty.
         labels: K token ids.
         deadline_s: As in `SlateQuery`.
+        group: Number of times GROUP_TOKENS that the same body has before this request. Later
+            groups give way to the requests of other bodies.
     """
 
     root: Root
@@ -199,6 +204,7 @@ class TextScoreQuery:
     offsets: np.ndarray
     labels: tuple[int, ...]
     deadline_s: float | None = None
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,6 +218,7 @@ class PromptQuery:
             log-probabilities.
         mean: Whether to report the mean of the final hidden states.
         deadline_s: As in `SlateQuery`.
+        group: As in `TextScoreQuery`.
     """
 
     root: Root
@@ -219,6 +226,7 @@ class PromptQuery:
     num_top: int | None = None
     mean: bool = False
     deadline_s: float | None = None
+    group: int = 0
 
 
 Request = SlateQuery | LikelihoodQuery | RankQuery | PrewarmQuery | TextScoreQuery | PromptQuery

@@ -36,6 +36,9 @@ from recserve.search.strategies.text_scores import TextScoreStrategy
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.none import NoDrafter
 
+# Most tokens of reranking, scoring and embeddings in a step, by device. Other requests wait for it.
+SCORE_TOKENS = {"cpu": 256, "cuda": 2048}
+
 
 @dataclass(frozen=True)
 class EngineModels:
@@ -162,7 +165,8 @@ def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) ->
     )
     scheduler = TextScheduler(runner, model, TextLimits(load_aware=config.load_aware), graphs)
     parts.schedulers["text"] = scheduler
-    parts.schedulers["text_scores"] = ItemScheduler(runner, sharing=scheduler)
+    step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
+    parts.schedulers["text_scores"] = ItemScheduler(runner, scheduler, step_tokens)
     parts.strategies["text_scores"] = TextScoreStrategy(model)
     parts.strategies["prompt_scores"] = PromptStrategy(model)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import LikelihoodQuery, RankQuery, Root, SlateQuery
+from recserve.core.request import LikelihoodQuery, RankQuery, Root, SlateQuery, TextScoreQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -15,6 +15,7 @@ from recserve.engine.runtime import invariance
 from recserve.engine.runtime.invariance import NotInvariant
 from recserve.kernels import dispatch
 from recserve.kernels.cpu.exact_attention import ExactTreeAttention
+from recserve.models.inputs import NodeInputs
 from recserve.models.packing import PackedLinear, packable
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import Candidate, RankRequest, RecommendRequest, UserRef
@@ -32,6 +33,24 @@ from tests.support.tiny_bundle import shared_bundle
 pytestmark = pytest.mark.skipif(
     not packable(torch.empty(1, 1)), reason="this torch has no oneDNN: nothing is ever packed"
 )
+
+
+def test_scores_of_texts_have_the_same_bits_in_one_step_and_in_many():
+    model, draw = packed(long_sums()), np.random.default_rng(4)
+    root = draw.integers(0, 40, 13)
+    offsets = np.cumsum([0, *draw.integers(1, 40, 30)])
+    request = TextScoreQuery(
+        Root(NodeInputs(torch.from_numpy(root)), root),
+        draw.integers(0, 40, offsets[-1]),
+        offsets,
+        (1, 2, 3),
+    )
+    found = []
+    for step_tokens in (None, 7, 64):
+        engine = build_engine(EngineModels(text=model), SIZES)
+        engine.schedulers["text_scores"].step_tokens = step_tokens
+        found.append(engine.run(request).values.tolist())
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(

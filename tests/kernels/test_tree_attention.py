@@ -8,7 +8,7 @@ from recserve.kernels.cpu import cpu_plan
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
-from recserve.kernels.tree import chain
+from recserve.kernels.tree import chain, root_branch
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, draw_tree, placed
 
 
@@ -108,6 +108,27 @@ def test_shared_rows_are_seen_by_all():
 def test_many_nodes_of_one_tree(nodes):
     batch, query, keys, values = draw_batch([("branches", nodes)], [5], 1, 1, 8)
     same(batch, query, keys, values, SOFTMAX)
+
+
+@pytest.mark.parametrize("part", [None, slice(500, 756)], ids=["all-new", "a-part-of-it"])
+@pytest.mark.parametrize("activation", [SOFTMAX, Activation(normalizer=37.0)], ids=["soft", "silu"])
+def test_isolated_branches_have_no_mask_over_the_whole_tree(activation, part):
+    """1,200 branches of up to 20 nodes below one root, one of them longer than a mask."""
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 21, (1200,), generator=g)
+    lengths[40] = cpu_plan.FEW + 9
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total, root = int(offsets[-1]), torch.arange(150)
+    tree = root_branch(torch.zeros(total, dtype=torch.int64), offsets)
+    queries = None if part is None else torch.arange(total)[part]
+    batch = TreeBatch(tree, queries, torch.arange(150, 150 + total), (root,))
+    keys, values = torch.randn(2, 150 + total, 2, 8, generator=g)
+    query = torch.randn(batch.num_queries, 2, 8, generator=g)
+    same(batch, query, keys, values, activation)
+    form = cpu_plan.Form(2, 1, 8, torch.float32, activation is SOFTMAX)
+    masks = [p.mask if p.whole is None else p.whole.mask for p in cpu_plan.plan(batch, form)]
+    scores = sum(mask.numel() for mask in masks if mask is not None)
+    assert scores <= batch.num_queries * (150 + cpu_plan.TOGETHER) + 2 * cpu_plan.FEW**2
 
 
 def test_neighbours_do_not_change_a_tree():

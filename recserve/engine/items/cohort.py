@@ -7,8 +7,8 @@ flags of core/finite.py travel with the states until scores are read.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,52 @@ from recserve.kernels.paged_kv import KVPool
 
 
 @dataclass
+class Round:
+    """A draft whose nodes are computed in one step or in several ones.
+
+    Attributes:
+        draft: What the strategy proposed.
+        piece: Its trees with their slots.
+        states: Hidden states of the nodes computed so far, in parts.
+        num_computed: Number of these nodes.
+    """
+
+    draft: Draft
+    piece: ForwardPiece
+    states: list[Tensor] = field(default_factory=list)
+    num_computed: int = 0
+
+    def next_piece(self, most: int | None) -> ForwardPiece:
+        """Returns the next nodes to compute, at most `most`. None means all that are left.
+
+        A node sees earlier nodes only, so it finds their keys and values in the pool.
+        """
+        piece, start = self.piece, self.num_computed
+        stop = len(piece.inputs)
+        if most is not None:
+            stop = min(stop, start + most)
+        if stop - start == len(piece.inputs):
+            return piece
+        counts = None
+        if piece.counts is not None:
+            ends = [min(max(end, start), stop) for end in accumulate(piece.counts, initial=0)]
+            counts = [after - before for before, after in pairwise(ends)]
+        nodes = piece.queries
+        if nodes is None:
+            nodes = torch.arange(len(piece.inputs), device=piece.slots.device)
+        inputs = piece.inputs.select(slice(start, stop))
+        return replace(piece, inputs=inputs, queries=nodes[start:stop], counts=counts)
+
+    def add(self, states: Tensor) -> Tensor | None:
+        """Adds the states of the nodes of `next_piece`. Returns all states after the last part."""
+        self.states.append(states)
+        self.num_computed += states.shape[0]
+        if self.num_computed < len(self.piece.inputs):
+            return None
+        return states if len(self.states) == 1 else torch.cat(self.states)
+
+
+@dataclass
 class Cohort:
     """Requests of one strategy that started together and step together.
 
@@ -31,11 +77,13 @@ class Cohort:
         strategy: The strategy of all requests.
         sequences: The requests.
         state: The strategy's state of the search.
+        round: The draft that is being computed. None between two rounds.
     """
 
     strategy: Strategy
     sequences: list[Sequence]
     state: Any
+    round: Round | None = None
 
     @property
     def finished(self) -> bool:

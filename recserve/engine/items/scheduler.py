@@ -25,7 +25,7 @@ from recserve.core.request import (
 )
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, Strategy
-from recserve.engine.items.cohort import Cohort, checked, computed_nodes, isolate
+from recserve.engine.items.cohort import Cohort, Round, checked, computed_nodes, isolate
 from recserve.engine.runtime.page_placement import PagePlacement
 from recserve.engine.runtime.runner import ForwardPiece, Runner
 from recserve.engine.runtime.scheduler import (
@@ -42,6 +42,10 @@ from recserve.models.inputs import NodeInputs
 
 log = logging.getLogger(__name__)
 
+# With `step_tokens`, requests are admitted for about so many steps. Those that wait in the queue
+# hold no pages, and leave it when they expire.
+ADMITTED_STEPS = 8
+
 FinishedItem = tuple[Sequence, Result | Exception]
 
 
@@ -52,14 +56,18 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         cohorts: Requests whose search runs.
         cold: Admitted requests whose root still needs a forward pass, with their strategies.
         warm: Admitted requests whose root is computed, with their strategies.
+        step_tokens: Most tokens that a step computes, so that requests of other models need not
+            wait. A longer root is still computed in one step. None computes everything at once.
     """
 
-    def __init__(self, runner: Runner, sharing: PageOwner | None = None) -> None:
+    def __init__(
+        self, runner: Runner, sharing: PageOwner | None = None, step_tokens: int | None = None
+    ) -> None:
         """Shares the pages and the prefix cache of `sharing`, a scheduler of the same runner, if
         given.
         """
         super().__init__()
-        self.runner = runner
+        self.runner, self.step_tokens = runner, step_tokens
         self.page_size = runner.pool.page_size
         self._pages = PagePlacement(runner.pool, sharing)
         self.allocator, self.cache = self._pages.allocator, self._pages.cache
@@ -86,7 +94,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         self, request: Request, future: Future[Result], submitted_s: float, strategy: Strategy
     ) -> bool:
         """Takes a request in and reserves all pages that it will need. Returns False if too few
-        are free.
+        are free, or if the admitted requests suffice for the next steps.
         """
         root = request.root
         placed = self._pages.place(
@@ -98,6 +106,12 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             return False
         rows, found = root.keys.shape[0], placed.found
         slots = slots_of_pages(placed.pages, self.page_size, self.runner.pool.keys.device)
+        tree_slots = slots[placed.num_prefix_pages * self.page_size :]
+        if self.step_tokens is not None and self.num_admitted:
+            tokens = rows - found.length + tree_slots.shape[0]
+            if self._num_open_tokens() + tokens > ADMITTED_STEPS * self.step_tokens:
+                self.allocator.release(placed.pages)
+                return False
         sequence = Sequence(
             request=request,
             future=future,
@@ -106,7 +120,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             root_slots=slots[:rows],
             num_computed=found.length,
             last_hidden=found.last_hidden,
-            tree_slots=slots[placed.num_prefix_pages * self.page_size :],
+            tree_slots=tree_slots,
             placeholders=strategy.placeholders,
             placeholder_states=found.placeholder_states,
             metadata=found.metadata,
@@ -124,16 +138,29 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         pass.
         """
         warm, self.warm = self.warm, []
-        return self._start(warm) + self._finish()
+        return self._drop_late() + self._start(warm) + self._finish()
 
     def step(self) -> list[FinishedItem]:
-        """Runs one forward pass over all requests. Returns the results that it completes."""
-        cold = self.cold
+        """Runs one forward pass over all requests, or over `step_tokens` tokens of them. Returns
+        the results that it completes.
+        """
         began = time.perf_counter()
-        drafts = [(cohort, cohort.tree_strategy.propose(cohort.state)) for cohort in self.cohorts]
+        new = [cohort for cohort in self.cohorts if cohort.round is None]
+        drafts = [cohort.tree_strategy.propose(cohort.state) for cohort in new]
         drafted = time.perf_counter()
-        placed = [self._place(cohort, draft) for cohort, draft in drafts]
-        pieces = [*(self._prefill_piece(sequence) for sequence, _ in cold), *placed]
+        for cohort, draft in zip(new, drafts, strict=True):
+            cohort.round = Round(draft, self._place(cohort, draft))
+        cold, left = self._next_roots()
+        parts: list[tuple[Cohort, Round, ForwardPiece]] = []
+        for cohort in self.cohorts:
+            if left is not None and left <= 0:
+                break
+            assert cohort.round is not None
+            part = cohort.round.next_piece(left)
+            left = None if left is None else left - len(part.inputs)
+            parts.append((cohort, cohort.round, part))
+        pieces = [self._prefill_piece(sequence) for sequence, _ in cold]
+        pieces += [part for _, _, part in parts]
         if not pieces:
             return []
         hidden = self.runner.forward(pieces)
@@ -143,18 +170,21 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 started.append((sequence, strategy))
             else:
                 flawed.append((sequence, NotFinite()))
-        for (cohort, draft), piece, states in zip(drafts, placed, hidden[len(cold) :], strict=True):
-            states = isolate(cohort.sequences, piece, states, self.runner.pool)
-            cohort.state = cohort.tree_strategy.verify(cohort.state, draft, piece.slots, states)
+        for (cohort, one, part), states in zip(parts, hidden[len(cold) :], strict=True):
+            whole = one.add(isolate(cohort.sequences, part, states, self.runner.pool))
+            if whole is not None:
+                slots = one.piece.slots
+                cohort.state = cohort.tree_strategy.verify(cohort.state, one.draft, slots, whole)
+                cohort.round = None
         ended = time.perf_counter()
         for sequence, _ in cold:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
-        for cohort, _ in drafts:
+        for cohort, _, _ in parts:
             for sequence in cohort.sequences:
                 sequence.timing.draft_ms += (drafted - began) * 1e3
                 sequence.timing.verify_ms += (ended - drafted) * 1e3
                 sequence.timing.forwards += 1
-        self.cold = []
+        self.cold = self.cold[len(cold) :]
         self._discard(flawed)
         return flawed + self._start(started) + self._finish()
 
@@ -185,6 +215,47 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 self.release(cohort.sequences)
                 cohort.sequences = []
         self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
+
+    def _next_roots(self) -> tuple[list[tuple[Sequence, Strategy]], int | None]:
+        """Returns the roots to compute in the next step, and how many tokens it has left.
+
+        There is at least one root if any is cold. None: the step has no bound.
+        """
+        left = self.step_tokens
+        if left is None:
+            return self.cold, None
+        count = 0
+        for sequence, _ in self.cold:
+            rows = sequence.root_length - sequence.num_computed
+            if count and rows > left:
+                break
+            count, left = count + 1, left - rows
+        return self.cold[:count], left
+
+    def _num_open_tokens(self) -> int:
+        """Returns how many tokens of the admitted requests are not computed, in whole pages."""
+        sequences = [s for s, _ in (*self.cold, *self.warm)]
+        sequences += [s for cohort in self.cohorts for s in cohort.sequences]
+        return sum(s.root_length - s.num_computed + s.tree_slots.shape[0] for s in sequences)
+
+    def _drop_late(self) -> list[FinishedItem]:
+        """Removes cohorts between two parts of a round, once nobody waits for their results.
+
+        Returns:
+            The errors of their requests.
+        """
+        late: list[FinishedItem] = []
+        for cohort in self.cohorts:
+            if cohort.round is not None and all(
+                s.future.cancelled() or expired(s.request) for s in cohort.sequences
+            ):
+                error = DeadlineExceeded("the deadline passed while the request ran")
+                late += [(sequence, error) for sequence in cohort.sequences]
+                cohort.sequences = []
+        if late:
+            self._discard(late)
+            self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
+        return late
 
     def _search_anew(self, old: Sequence, strategy: Strategy) -> bool:
         """Starts a dropped request again. What its earlier searches chose stays chosen."""

@@ -34,6 +34,7 @@ from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
 
 MAX_RETRY_AFTER_S = 60.0
+TURN_S = 0.5  # each further group of texts of one body counts as if it came so much later
 
 
 @dataclass
@@ -113,7 +114,7 @@ class RequestQueue:
         full: set[int] = set()
         left: list[QueuedItems | QueuedText] = []
         entries = [self._entries.popleft() for _ in range(len(self._entries))]
-        for entry in sorted(entries, key=_priority):
+        for entry in sorted(entries, key=_turn):
             if entry.future.cancelled():
                 continue
             if expired(entry.request):
@@ -196,8 +197,14 @@ class Cancellations:
         return True
 
 
-def _priority(entry: QueuedItems | QueuedText) -> int:
-    return entry.request.priority if isinstance(entry.request, TextQuery) else 0
+def _turn(entry: QueuedItems | QueuedText) -> tuple[int, float]:
+    """Returns the priority and the age; a large body's later groups give way to other bodies."""
+    request, submitted_s = entry.request, entry.submitted_s
+    if isinstance(request, TextQuery):
+        return request.priority, submitted_s
+    if isinstance(request, TextScoreQuery | PromptQuery):
+        return 0, submitted_s + request.group * TURN_S
+    return 0, submitted_s
 
 
 def model_and_method(request: Request | TextQuery) -> tuple[str, str]:

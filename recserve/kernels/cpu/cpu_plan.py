@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.tree import TokenTree
 
 SHALLOW = 8
 FEW = 256  # up to so many nodes, an N x N mask costs less than gathering each node's ancestors
+TOGETHER = 128  # nodes of isolated branches that attend together
 SHORT = 512  # up to so many tokens, copying is faster than merging two results
 RUNS = 8  # with this many runs of consecutive slots, slots are gathered one at a time
 GAP = 64  # up to so many unrelated slots are read and masked to avoid a copy
@@ -95,7 +98,7 @@ class PlanPart:
 
 
 def plan(batch: TreeBatch, form: Form) -> list[PlanPart]:
-    """Returns one part for each tree that has a computed node."""
+    """Returns one part for each tree that has a computed node, or several for isolated branches."""
     tree = batch.tree
     queries = batch.queries
     if queries is None:
@@ -105,23 +108,48 @@ def plan(batch: TreeBatch, form: Form) -> list[PlanPart]:
     parts = []
     assert not isinstance(batch.root_slots, RootTable)
     for b, root_slots in enumerate(batch.root_slots):
-        nodes = queries[bounds[b] : bounds[b + 1]]
-        if nodes.shape[0] == 0:
+        if bounds[b] == bounds[b + 1]:
             continue
-        limits = None if tree.root_limits is None else tree.root_limits[nodes]
-        root_mask = None
-        if limits is not None and int(limits.min()) < root_slots.shape[0]:
-            root_mask = torch.arange(root_slots.shape[0])[None, :] < limits[:, None]
-        base = PlanPart(
-            slice(bounds[b], bounds[b + 1]),
-            consecutive(root_slots),
-            root_slots.shape[0],
-            root_mask,
-        )
         shared = 0 if tree.shared is None else int(tree.shared[b])
-        nodes_of_tree = slice(offsets[b], offsets[b + 1])
-        parts.append(_with_tree(base, batch, root_slots, nodes, nodes_of_tree, shared, form))
+        cuts = [offsets[b], offsets[b + 1]]
+        if cuts[1] - cuts[0] > FEW and not shared:
+            cuts = _cuts(tree, *cuts)
+        rows = torch.searchsorted(queries, torch.tensor(cuts)).tolist()
+        root = consecutive(root_slots)
+        for start, stop, first, last in zip(cuts, cuts[1:], rows, rows[1:], strict=False):
+            if first == last:
+                continue
+            nodes = queries[first:last]
+            limits = None if tree.root_limits is None else tree.root_limits[nodes]
+            root_mask = None
+            if limits is not None and int(limits.min()) < root_slots.shape[0]:
+                root_mask = torch.arange(root_slots.shape[0])[None, :] < limits[:, None]
+            base = PlanPart(slice(first, last), root, root_slots.shape[0], root_mask)
+            inside = slice(start, stop)
+            parts.append(_with_tree(base, batch, root_slots, nodes, inside, shared, form))
     return _stacked(parts)
+
+
+def _cuts(tree: TokenTree, start: int, stop: int) -> list[int]:
+    """Returns the bounds of groups of isolated branches of a large tree, from `start` to `stop`.
+
+    Branches below the root do not see each other. So a mask per group has N x TOGETHER scores
+    instead of N x N. A shallow tree stays whole, because it has no mask.
+    """
+    depths = tree.depths[start:stop]
+    if int(depths.max()) < SHALLOW:
+        return [start, stop]
+    tops = ((depths == 0).nonzero().flatten() + start).tolist()
+    cuts = [start]
+    while cuts[-1] + TOGETHER < stop:
+        # the last branch that begins within TOGETHER nodes, or the next one after a longer branch
+        place = bisect_right(tops, cuts[-1] + TOGETHER) - 1
+        if tops[place] == cuts[-1]:
+            place += 1
+        if place == len(tops):
+            break
+        cuts.append(tops[place])
+    return [*cuts, stop]
 
 
 def _with_tree(

@@ -88,10 +88,14 @@ class Embeddings:
         body.check()
         inputs = [self._tokens(number, one) for number, one in enumerate(_inputs(body.input))]
         futures: list[Future[PromptScores]] = []
+        before = 0
         try:
             for tokens in inputs:
-                query = prompt_query(tokens, self.model.device, mean=True, deadline_s=deadline_s)
+                query = prompt_query(
+                    tokens, self.model.device, mean=True, deadline_s=deadline_s, before=before
+                )
                 futures.append(self.engine.submit(query))
+                before += len(tokens)
         except BaseException:
             for future in futures:
                 future.cancel()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from recserve.core.request import PromptQuery, PromptScores, Root
+from recserve.core.request import GROUP_TOKENS, PromptQuery, PromptScores, Root
 from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.logprobs import PromptLogprob, PromptLogprobs
@@ -77,10 +77,14 @@ def scored_prompts(
         raise InvalidRequest(name, "log-probabilities of a prompt are not streamed")
     num_top = max(num_echoed or 0, body.prompt_logprobs or 0)
     futures: list[Future[PromptScores]] = []
+    before = 0
     try:
         for prompt in prompts:
-            query = prompt_query(prompt.tokens, model.device, num_top, deadline_s=deadline_s)
+            query = prompt_query(
+                prompt.tokens, model.device, num_top, deadline_s=deadline_s, before=before
+            )
             futures.append(engine.submit(query))
+            before += len(prompt.tokens)
     except BaseException:
         for future in futures:
             future.cancel()
@@ -94,6 +98,7 @@ def prompt_query(
     num_top: int | None = None,
     mean: bool = False,
     deadline_s: float | None = None,
+    before: int = 0,
 ) -> PromptQuery:
     """Returns the engine's request about a prompt.
 
@@ -103,10 +108,12 @@ def prompt_query(
         num_top: Number of likeliest tokens to report at each place; None reports nothing.
         mean: Whether to report the mean of the final hidden states.
         deadline_s: time.monotonic() value after which the result is useless; None means never.
+        before: Number of tokens of the prompts before it in the same body.
     """
     empty = np.zeros(0, np.int64)
     root = Root(NodeInputs(torch.from_numpy(empty).to(device)), empty)
-    return PromptQuery(root, np.array(tokens, np.int64), num_top, mean, deadline_s)
+    group = before // GROUP_TOKENS
+    return PromptQuery(root, np.array(tokens, np.int64), num_top, mean, deadline_s, group)
 
 
 def written_prompt(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recserve.core.request import Root, Scores, TextScoreQuery
+from recserve.core.request import GROUP_TOKENS, Root, Scores, TextScoreQuery
 from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.scoring import (
@@ -35,9 +35,6 @@ from recserve.service.errors import ContextExceeded
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.prompts import check_length, check_tokens
 
-# Most tokens of the branches in one engine request. They share a forward pass, and this number
-# bounds the memory of its logits.
-GROUP_TOKENS = 4096
 INSTRUCTION = "Given a search query, retrieve relevant documents that answer the query"
 RERANK_SYSTEM_PROMPT = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
@@ -209,10 +206,10 @@ class TextScores:
         shared = Root(NodeInputs(torch.from_numpy(keys).to(self.model.device)), keys)
         futures: list[Future[Scores]] = []
         try:
-            for group in _groups(list(places)):
+            for number, group in enumerate(_groups(list(places))):
                 tokens = np.array([token for branch in group for token in branch], np.int64)
                 offsets = np.cumsum([0, *map(len, group)])
-                request = TextScoreQuery(shared, tokens, offsets, labels, deadline_s)
+                request = TextScoreQuery(shared, tokens, offsets, labels, deadline_s, number)
                 futures.append(self.engine.submit(request))
         except BaseException:
             for future in futures:
