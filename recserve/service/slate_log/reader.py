@@ -35,8 +35,9 @@ def shown_items(folder: Path | str, types: Collection[str] | None = None) -> pa.
 
     Returns:
         The columns of the slate, then `item_id`, `rank`, `score`, `source`, `team`, then
-        `num_outcomes`, `first_outcome` (a time) and `value` (a sum). An event that was sent twice
-        with the same id counts once.
+        `num_outcomes`, `first_outcome` (a time) and `value` (a sum). An outcome counts once per
+        event, user and shown item; events without an id count once per type. A slate has one
+        user: the first whose events name it, if it was made for an anonymous history.
     """
     slates = read_log(folder, "slates")
     lists = slates.column("items").combine_chunks()
@@ -57,10 +58,21 @@ def _outcomes(folder: Path | str, types: Collection[str] | None) -> pa.Table:
     rows = read_log(folder, "outcomes")
     if types is not None:
         rows = rows.filter(pc.is_in(rows.column("type"), value_set=pa.array(list(types))))
-    rows = rows.select([*KEYS, "type", "event", "time", "value"])
-    named = rows.filter(pc.is_valid(rows.column("event")))
-    once = named.group_by([*KEYS, "type", "event"]).aggregate([("time", "min"), ("value", "max")])
-    once = once.rename_columns([*KEYS, "type", "event", "time", "value"])
-    both = pa.concat_tables([once, rows.filter(pc.is_null(rows.column("event")))])
-    counted = both.group_by(KEYS).aggregate([("time", "count"), ("time", "min"), ("value", "sum")])
+    rows = _of_one_user(rows)
+    # Nothing tells events without an id apart, so a client could send one any number of times.
+    events = pc.coalesce(rows.column("event"), rows.column("type"))
+    rows = rows.select([*KEYS, "time", "value"]).append_column("event", events)
+    once = rows.group_by([*KEYS, "event"]).aggregate([("time", "min"), ("value", "max")])
+    once = once.rename_columns([*KEYS, "event", "time", "value"])
+    counted = once.group_by(KEYS).aggregate([("time", "count"), ("time", "min"), ("value", "sum")])
     return counted.rename_columns([*KEYS, "num_outcomes", "first_outcome", "value"])
+
+
+def _of_one_user(rows: pa.Table) -> pa.Table:
+    """Returns the outcomes of the first user of each slate; a null user is one too."""
+    users = pc.coalesce(rows.column("user"), "")
+    rows = rows.set_column(rows.schema.get_field_index("user"), "user", users)
+    by_time = rows.select(["token_id", "user", "time"]).sort_by("time")
+    first = by_time.group_by("token_id", use_threads=False).aggregate([("user", "first")])
+    joined = rows.join(first, keys="token_id")
+    return joined.filter(pc.equal(joined.column("user"), joined.column("user_first")))

@@ -54,6 +54,33 @@ def test_slates_join_their_outcomes(tmp_path):
     assert sum(clicks) == 1
 
 
+def test_outcomes_cannot_be_inflated(tmp_path):
+    log = opened(tmp_path)
+    first, anonymous = slate(1), slate(2, None)
+    log.slate("u1", first, SIGNER)
+    log.slate(None, anonymous, SIGNER)
+    unnamed = [click(first, "i1", type="click", value=float(n % 3)) for n in range(50)]
+    unshown = [click(first, f"i{n}", type="click", event_id=f"e{n}") for n in range(3, 50)]
+    both = [click(first, "i0", type=kind, event_id="e") for kind in ("click", "purchase")]
+    users = [
+        click(anonymous, "i2", f"user{n}", type="click", event_id="e", timestamp=moment)
+        for n, moment in enumerate(["2026-11-24T08:00:00Z", "2026-11-24T07:00:00Z"] * 20)
+    ]
+    outcomes(log, [*unnamed, *unshown, *both, *users])
+    log.close()
+    rows = shown_items(tmp_path).to_pylist()
+    counts = {(row["user"] is None, row["item_id"]): row["num_outcomes"] for row in rows}
+    assert counts == {
+        (False, "i0"): 1,
+        (False, "i1"): 1,
+        (False, "i2"): 0,
+        (True, "i0"): 0,
+        (True, "i1"): 0,
+        (True, "i2"): 1,
+    }
+    assert [row["value"] for row in rows if row["item_id"] == "i1" and row["user"]] == [2.0]
+
+
 def test_a_log_without_outcomes_can_be_read(tmp_path):
     assert shown_items(tmp_path).num_rows == 0
     log = opened(tmp_path)
