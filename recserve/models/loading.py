@@ -7,6 +7,7 @@ rejected by name. Nothing that would change the logits is ignored.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,9 +20,12 @@ from torch import Tensor
 
 from recserve.models.config import DecoderConfig, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.models.weight_check import is_finite
+from recserve.models.weight_check import largest
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+MAX_LAYERS = 1000
+# Products with larger weights leave the range of float32.
+MAX_WEIGHT = 2.0**64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -61,10 +65,16 @@ def load_language_model(
                 raise UnsupportedModel(f"{folder.name} has no tensor {name!r}")
             used.add(name)
             tensor: Tensor = opened[files[name]].get_tensor(name).to(dtype)
-            if not is_finite(tensor):
+            size = largest(tensor)
+            if not math.isfinite(size):
                 raise UnsupportedModel(
                     f"{files[name]}: {name} holds NaN or infinity as {dtype}; the file is damaged, "
                     "or a weight is too large for this type"
+                )
+            if size > MAX_WEIGHT:
+                raise UnsupportedModel(
+                    f"{files[name]}: {name} holds a number of size {size:.3g}; weights up to "
+                    f"{MAX_WEIGHT:.3g} are computed here"
                 )
             return tensor
 
@@ -103,7 +113,8 @@ def read_folder(folder: Path) -> tuple[LanguageModelConfig, torch.dtype]:
     generation = folder / "generation_config.json"
     if generation.exists():
         # Chat models end a turn with other tokens than the end-of-text token.
-        more = _tokens(read_json(generation).get("eos_token_id"))
+        named = read_json(generation).get("eos_token_id")
+        more = _tokens(generation.name, "eos_token_id", named, config.vocab_size)
         config = replace(config, eos_tokens=tuple(dict.fromkeys(config.eos_tokens + more)))
     name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
     if name not in DTYPES:
@@ -128,55 +139,79 @@ def read_config(fields: dict[str, Any]) -> LanguageModelConfig:
     heads, size = _whole(fields, "num_attention_heads"), _whole(fields, "hidden_size")
     theta, scaling = _rope(fields)
     biased = bool(fields.get("attention_bias", False))
+    num_layers = _whole(fields, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise UnsupportedModel(
+            f"config.json: num_hidden_layers is {num_layers}; expected at most {MAX_LAYERS}"
+        )
     decoder = DecoderConfig(
         hidden_size=size,
-        num_layers=_whole(fields, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=int(fields.get("num_key_value_heads") or heads),
-        head_dim=int(fields.get("head_dim") or size // heads),
+        num_kv_heads=_whole(fields, "num_key_value_heads", heads),
+        head_dim=_whole(fields, "head_dim", size // heads),
         intermediate_size=_whole(fields, "intermediate_size"),
         max_positions=_whole(fields, "max_position_embeddings"),
         rope_theta=theta,
-        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        norm_eps=_positive(fields, "rms_norm_eps", 1e-6),
         qk_norm=family == "qwen3",
         attention_bias=family == "qwen2" or biased,
         output_bias=family != "qwen2" and biased,
         rope_scaling=scaling,
     )
+    vocab_size = _whole(fields, "vocab_size")
+    begin = _tokens("config.json", "bos_token_id", fields.get("bos_token_id"), vocab_size)
     return LanguageModelConfig(
         decoder,
-        _whole(fields, "vocab_size"),
+        vocab_size,
         bool(fields.get("tie_word_embeddings", False)),
-        fields.get("bos_token_id"),
-        _tokens(fields.get("eos_token_id")),
+        begin[0] if begin else None,
+        _tokens("config.json", "eos_token_id", fields.get("eos_token_id"), vocab_size),
     )
 
 
-def _tokens(value: int | list[int] | None) -> tuple[int, ...]:
+def _tokens(file: str, name: str, value: object, vocab_size: int) -> tuple[int, ...]:
+    """Returns the tokens of a field: none, one, or a list. Raises UnsupportedModel."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    tokens = value if isinstance(value, list) else [value]
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise UnsupportedModel(
+                f"{file}: {name} has {token!r}; a token number from 0 to {vocab_size - 1} is needed"
+            )
+    return tuple(tokens)
 
 
 def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Returns base and scaling, from the older fields or from `rope_parameters`."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
+    theta = _positive(rope, "rope_theta", _positive(fields, "rope_theta", 10_000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise UnsupportedModel(f"rope type is {kind!r}; only 'default' and 'llama3' are computed")
     return theta, RopeScaling(
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
+        _positive(rope, "factor"),
+        _positive(rope, "low_freq_factor"),
+        _positive(rope, "high_freq_factor"),
+        _whole(rope, "original_max_position_embeddings"),
     )
 
 
-def _whole(fields: dict[str, Any], name: str) -> int:
+def _positive(fields: dict[str, Any], name: str, default: float | None = None) -> float:
+    """Returns a number of a configuration; a missing one or null gives the default."""
     value = fields.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UnsupportedModel(f"config.json: {name} is {value!r}; a number above 0 is needed")
+    return float(value)
+
+
+def _whole(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = fields.get(name)
+    value = default if value is None else value
     if not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"config.json: {name} is {value!r}; a positive integer is needed")
     return value
@@ -226,7 +261,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Returns the file of every tensor."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return {name: folder / file for name, file in read_json(index)["weight_map"].items()}
+        return {name: folder / file for name, file in weight_map(index).items()}
     single = folder / "model.safetensors"
     if not single.exists():
         raise UnsupportedModel(
@@ -237,12 +272,32 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """Returns the file name of each tensor from an index of shards.
+
+    Raises:
+        UnsupportedModel: If the field `weight_map` is missing, or names a file of another folder.
+    """
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise UnsupportedModel(f"{index}: weight_map is missing; it must name each tensor's file")
+    for tensor, file in names.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise UnsupportedModel(
+                f"{index}: weight_map gives {file!r} for {tensor}; a file of this folder is needed"
+            )
+    return names
+
+
 def opened_file(path: Path, device: str = "cpu") -> Any:
     """Opens a safetensors file; raises UnsupportedModel if it is none."""
     try:
         return safe_open(path, framework="pt", device=device)
     except SafetensorError as error:
         raise UnsupportedModel(f"{path} is not a safetensors file: {error}") from error
+    except OSError as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
 
 
 def read_json(path: Path) -> Any:

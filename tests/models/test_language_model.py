@@ -80,6 +80,15 @@ def test_older_rope_fields_mean_the_same(tmp_path):
         ({"num_hidden_layers": 4}, "no tensor 'model.layers.3"),
         ({"num_hidden_layers": 2}, "a tensor 'model.layers.2.* no place for"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000; expected at most 1000"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; a number above 0"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "theta is nan"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "factor is None"),
+        ({"eos_token_id": "x"}, "eos_token_id has 'x'; a token number from 0 to 60"),
+        ({"eos_token_id": [2, 10**9]}, "eos_token_id has 1000000000"),
+        ({"bos_token_id": 61}, "bos_token_id has 61"),
+        ({"head_dim": "x"}, "head_dim is 'x'"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(change, message, tmp_path):
@@ -99,6 +108,27 @@ def test_damaged_files_are_named(tmp_path):
         load_language_model(tmp_path)
     config.write_text("{")
     with pytest.raises(UnsupportedModel, match="config.json is not JSON"):
+        load_language_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({}, "weight_map is missing"),
+        ([], "weight_map is missing"),
+        (
+            {"weight_map": {"model.norm.weight": "../../outside.safetensors"}},
+            "outside.*this folder",
+        ),
+        ({"weight_map": {"model.norm.weight": "/outside.safetensors"}}, "gives '/outside"),
+        ({"weight_map": {"model.norm.weight": 3}}, "gives 3 for model.norm.weight"),
+        ({"weight_map": {"model.norm.weight": "gone.safetensors"}}, "gone.safetensors"),
+    ],
+)
+def test_an_index_names_files_of_its_folder(content, message, tmp_path):
+    drawn(tmp_path, "llama")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(UnsupportedModel, match=message):
         load_language_model(tmp_path)
 
 

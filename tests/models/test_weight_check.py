@@ -21,8 +21,10 @@ from recserve.models.sasrec import SasRec, SasRecConfig, load_sasrec, save_sasre
 from recserve.models.saving import save_language_model
 from recserve.models.weight_check import is_finite
 from recserve.service import Service, ServiceOptions
+from recserve.service.text.loader import TextSettings, load_text
 from tests.support.text_plain import VOCABULARY, drawn_model
 from tests.support.tiny_bundle import shared_bundle
+from tests.support.tiny_llm import tiny_llm
 
 BAD = [float("nan"), float("inf"), -float("inf")]
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -116,6 +118,27 @@ def test_a_weight_that_is_too_large_for_the_type_served_is_refused(tmp_path):
     load_language_model(tmp_path, torch.bfloat16)
     with pytest.raises(UnsupportedModel, match=f"{name} holds NaN or infinity as torch.float16"):
         load_language_model(tmp_path, torch.float16)
+
+
+def test_a_weight_whose_products_overflow_is_refused(tmp_path):
+    save_language_model(drawn_model(), tmp_path)
+    name = spoil(tmp_path / "model.safetensors", 3e38)
+    with pytest.raises(UnsupportedModel, match=rf"{name} holds a number of size 3e\+38"):
+        load_language_model(tmp_path)
+
+
+def test_a_model_whose_first_logits_are_not_finite_is_not_served(tmp_path):
+    """Every weight is allowed, but not their product."""
+    folder = tiny_llm(tmp_path / "toy")
+    load_text(TextSettings(folder), torch.device("cpu"))
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name in weights:
+        if name.endswith(("up_proj.weight", "gate_proj.weight", "down_proj.weight")):
+            weights[name] = torch.full_like(weights[name], 1e15)
+    save_file(weights, file)
+    with pytest.raises(UnsupportedModel, match="computes NaN or infinity after its token 0"):
+        load_text(TextSettings(folder), torch.device("cpu"))
 
 
 def test_medusa_heads_with_such_a_weight_are_refused(tmp_path):

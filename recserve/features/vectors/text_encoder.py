@@ -98,5 +98,12 @@ def document(items: ItemTable, row: int) -> str:
 
 def unit(vectors: np.ndarray) -> np.ndarray:
     """Returns rows of length 1; zero rows stay zero."""
-    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    with np.errstate(over="ignore"):
+        length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    extreme = (~np.isfinite(length) | (length == 0))[:, 0]
+    if extreme.any():  # the squares of such numbers leave the range of the type
+        largest = np.abs(vectors[extreme]).max(axis=1, keepdims=True, initial=0)
+        vectors = vectors.copy()
+        vectors[extreme] /= np.where(largest > 0, largest, 1)
+        length = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / np.where(length > 0, length, 1)).astype(np.float32)

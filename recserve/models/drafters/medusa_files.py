@@ -28,7 +28,7 @@ from recserve.models.drafters.medusa_names import (
     repeat_blocks,
     their_names,
 )
-from recserve.models.loading import UnsupportedModel
+from recserve.models.loading import UnsupportedModel, weight_map
 from recserve.models.weight_check import is_finite
 
 ACCURACIES = "medusa_accuracies"
@@ -232,7 +232,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     if present:
         paths = present[:1]
     elif index.exists():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = weight_map(index)
         paths = [folder / f for f in sorted({f for n, f in names.items() if may_be_head(n)})]
     else:
         hint = ""

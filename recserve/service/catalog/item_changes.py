@@ -130,6 +130,10 @@ class ItemChanges:
             raise ValueError(f"embedding: expected {wanted} numbers, got {given.size}")
         if not np.isfinite(given).all():
             raise ValueError("embedding: holds a number that is not finite in single precision")
+        with np.errstate(over="ignore"):
+            too_long = self.vectors.raw and not np.isfinite(np.linalg.norm(given))
+        if too_long:  # other embeddings are scaled to length 1
+            raise ValueError("embedding: its length is not finite in single precision")
         if given.size < sizes[0]:
             vector = self.vectors.of_content(given[None])[0]
         else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recserve.models.loading import UnsupportedModel, opened_file, read_json
+from recserve.models.loading import UnsupportedModel, opened_file, read_json, weight_map
 
 # Drafters by the tensors that only their files have. The first pattern that fits a tensor decides.
 PATTERNS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -84,7 +84,7 @@ def drafter_files(folder: Path) -> DrafterFiles:
     tensors: dict[str, Path] = {}
     paths = [folder / name for name in FILES if (folder / name).exists()]
     if (folder / INDEX).exists():
-        paths += [folder / name for name in set(read_json(folder / INDEX)["weight_map"].values())]
+        paths += [folder / name for name in set(weight_map(folder / INDEX).values())]
     for path in sorted(set(paths)):
         with opened_file(path) as file:
             tensors |= dict.fromkeys(file.keys(), path)

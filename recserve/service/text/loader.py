@@ -11,9 +11,11 @@ import torch
 
 from recserve.kernels.cpu.products import PackedFormat
 from recserve.kernels.int8 import WeightFormat
+from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.models.loading import DTYPES, load_language_model, read_folder
+from recserve.models.loading import DTYPES, UnsupportedModel, load_language_model, read_folder
 from recserve.models.packing import fastest_dtype, pack_weights
+from recserve.models.weight_check import is_finite
 from recserve.service.memory import ModelSize, available_bytes
 from recserve.service.model_loader import resolve_dtype
 from recserve.service.text.model import TextModel
@@ -86,6 +88,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         raise ValueError(f"llm is {folder}; there is no such folder")
     tokenizer = TextTokenizer.open(folder, settings.chat_template)
     network = load_language_model(folder, _dtype(settings, device), device)
+    _probe(network, folder)
     config = network.config
     if len(tokenizer.all_bytes) > config.vocab_size:
         raise ValueError(
@@ -110,6 +113,18 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
     )
     pack_weights(network, settings.weights or _exact_format(folder, network))
     return LoadedText(network, drafters, model)
+
+
+def _probe(network: LanguageModel, folder: Path) -> None:
+    """Computes the logits after one token. Raises UnsupportedModel if they are not finite."""
+    token = torch.tensor([[network.config.bos_token or 0]], device=network.tokens.weight.device)
+    with torch.inference_mode():
+        logits = network.logits(network(token, torch.zeros_like(token), DenseAttention()))
+    if not is_finite(logits):
+        raise UnsupportedModel(
+            f"{folder.name} computes NaN or infinity after its token {int(token)}; its weights, or "
+            "rms_norm_eps or rope_theta in config.json, are damaged"
+        )
 
 
 def _exact_format(folder: Path, network: LanguageModel) -> PackedFormat | None:

@@ -143,6 +143,17 @@ def test_attributes_are_checked_and_filtered_by(service):
     assert not scores(slate(service, filter={"range": ["price", 1e5, None]}))
 
 
+@pytest.mark.parametrize("size", [3.4e38, 1e30, 1e-30])
+def test_an_embedding_of_any_length_has_its_direction(service, size):
+    direction = np.linspace(-1, 1, 16)
+    body = {"item_id": "plain", "embedding": direction.tolist()}
+    other = {"item_id": "extreme", "embedding": (direction * size).tolist()}
+    assert not put(service, body, other).degraded
+    items = service.runtime.snapshot.items
+    plain, extreme = (items.vectors[items.visible.get(name)] for name in ("plain", "extreme"))
+    np.testing.assert_allclose(extreme, plain, rtol=1e-5, atol=1e-7)
+
+
 def test_a_new_vector_gives_a_new_place_and_keeps_the_history(service):
     ids = base_of(service).items.ids
     far = base_of(service).vectors[300]
