@@ -10,7 +10,6 @@ The public names are imported on first use:
 from __future__ import annotations
 
 import os
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from recserve.bundle.building import BuildOptions, build_bundle
     from recserve.bundle.bundle import Bundle
     from recserve.engine.build import EngineModels, build_engine
-    from recserve.engine.build import ModelEngine as Engine
+    from recserve.engine.engine import Engine
     from recserve.engine.engine_config import EngineConfig
     from recserve.schemas.events import EventInput, EventsRequest
     from recserve.schemas.items import (
@@ -67,7 +66,7 @@ _HOMES = {
     "Bundle": "recserve.bundle.bundle",
     "Candidate": "recserve.schemas.items",
     "Diversity": "recserve.schemas.items",
-    "Engine": "recserve.engine.build:ModelEngine",
+    "Engine": "recserve.engine.engine",
     "EngineConfig": "recserve.engine.engine_config",
     "EngineModels": "recserve.engine.build",
     "EventInput": "recserve.schemas.events",
@@ -86,9 +85,6 @@ _HOMES = {
     "build_engine": "recserve.engine.build",
 }
 
-# Old name -> new name; the old names are deprecated for one release.
-_RENAMED = {"RankBody": "RankRequest", "RecommendBody": "RecommendRequest"}
-
 # torch reads this when it is imported. It places large tensors on huge pages, from which weights
 # stream faster.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -97,16 +93,9 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name in _RENAMED:
-        new = _RENAMED[name]
-        warnings.warn(
-            f"recserve.{name} is deprecated; use recserve.{new}", DeprecationWarning, stacklevel=2
-        )
-        name = new
     if name not in _HOMES:
         raise AttributeError(f"recserve has no {name!r}; public names: {', '.join(__all__)}")
-    module, _, attribute = _HOMES[name].partition(":")
-    return getattr(import_module(module), attribute or name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def _version() -> str:

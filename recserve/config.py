@@ -96,8 +96,6 @@ class ServerConfig(BaseSettings):
         graphs: True captures CUDA graphs at start. By default true on CUDA.
         invariant: True makes every response bitwise independent of other requests, drafts and
             caches. CPU only.
-        shadow: Strategy whose slates are compared with served slates in idle time.
-        shadow_share: Share of served slates that are compared.
         experiments: A/B experiments inside the server, see the guide to experiments.
         warm_drafts: Deprecated and without effect. A warm event computes only the user's prefix.
         access_log: True logs one line for each request, without paths and user ids.
@@ -155,8 +153,6 @@ class ServerConfig(BaseSettings):
     load_aware: bool = False
     graphs: bool | None = None
     invariant: bool = False
-    shadow: str | None = None
-    shadow_share: float = Field(0.01, ge=0, le=1)
     experiments: tuple[dict[str, Any], ...] = ()
     warm_drafts: bool = True
     access_log: bool = False

@@ -70,14 +70,13 @@ class SlateRecipe:
 
         from recserve.batch.together import reset, together
         from recserve.kernels import dispatch
-        from recserve.search.strategies.registry import canonical_name
         from recserve.service import Service
 
         torch.set_num_threads(self.threads)
         with Service.open(self.bundle, self.store, self.device) as service:
             engine, strategy = service.runtime.engine, self.defaults.strategy
             there = ("auto", *engine.strategies)
-            if canonical_name(strategy) not in there:
+            if strategy not in there:
                 listed = ", ".join(there)
                 raise WrongOption(f"strategy is {strategy!r}; expected one of {listed}")
             yield Generator(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -72,28 +71,6 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
     """
     config = _sized(config or EngineConfig(), models)
     return Engine(_assemble(models, config), config)
-
-
-class ModelEngine(Engine):
-    """Deprecated class behind the name `recserve.Engine`; use `build_engine`."""
-
-    def __init__(
-        self,
-        recommender: Recommender | None = None,
-        ranker: Ranker | None = None,
-        config: EngineConfig | None = None,
-        heads: Heads | None = None,
-        text: LanguageModel | None = None,
-        drafters: Mapping[str, Drafter] | None = None,
-    ) -> None:
-        warnings.warn(
-            "recserve.Engine(...) is recserve.build_engine(EngineModels(...), config) now",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        models = EngineModels(recommender, ranker, heads, text, drafters)
-        config = _sized(config or EngineConfig(), models)
-        super().__init__(_assemble(models, config), config)
 
 
 def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -132,11 +131,6 @@ class Engine:
         if self.searches is not None:
             self.searches.record(trie, self._stepping, lambda: not self._closing)
 
-    def prepare(self, trie: TrieView) -> None:
-        """Deprecated name of `record`."""
-        warnings.warn("Engine.prepare is Engine.record now", DeprecationWarning, stacklevel=2)
-        self.record(trie)
-
     def run(self, request: Request) -> Result:
         """Returns the result of one request. Steps the engine itself if `start` was not called."""
         return self.run_many([request])[0]
@@ -216,12 +210,6 @@ class Engine:
             model: `recommender`, `ranker` or `text`.
         """
         return self.schedulers[model].allocator.num_pages * self.config.page_size
-
-    def room(self, model: str) -> int:
-        """Deprecated name of `token_capacity`."""
-        message = "Engine.room is Engine.token_capacity now"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.token_capacity(model)
 
     def stats(self) -> EngineStats:
         """Returns the engine's statistics. It is safe to call from any thread.

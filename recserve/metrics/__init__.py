@@ -1,6 +1,6 @@
 """Prometheus metrics: the collectors of a server, the engine's figures, and vLLM's names."""
 
-from recserve.metrics.gauges import Gauges, ShadowCounts, SlateLogCounts
+from recserve.metrics.gauges import Gauges, SlateLogCounts
 from recserve.metrics.metrics import ARMS, POSITIONS, SECONDS, STAGES, Metrics
 
 __all__ = [
@@ -10,6 +10,5 @@ __all__ = [
     "STAGES",
     "Gauges",
     "Metrics",
-    "ShadowCounts",
     "SlateLogCounts",
 ]

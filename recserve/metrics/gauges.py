@@ -55,25 +55,6 @@ class SlateLogCounts:
     bytes: int = 0
 
 
-@dataclass
-class ShadowCounts:
-    """Running sums of the comparison of a shadow strategy with served slates.
-
-    Attributes:
-        answers: Slates that were compared.
-        shared: Sum over compared slates of the share of items that are in both.
-        identical: Compared slates with the same items in the same order.
-        given_seconds: Engine time of the served slates, without their time in the queue.
-        seconds: Engine time of the shadow slates, whose prefix is already cached.
-    """
-
-    answers: int = 0
-    shared: float = 0.0
-    identical: int = 0
-    given_seconds: float = 0.0
-    seconds: float = 0.0
-
-
 @dataclass(frozen=True)
 class Gauges:
     """Engine figures that are read at scrape time.
@@ -83,7 +64,6 @@ class Gauges:
         illegal_items: Items from a model that do not exist or were excluded. Always 0.
         kv_pages: Pages of the KV pool, by state.
         prefix_tokens: Prefix tokens, by whether the prefix cache held them.
-        shadow: Comparison with served slates, by shadow strategy.
         graph_steps: Text steps, by graph replay or by the reason why none was replayed.
         graph_searches: Item searches, by graph replay or by the reason why none was replayed.
         graph_seconds: Capture time of each CUDA graph, by bucket.
@@ -99,7 +79,6 @@ class Gauges:
     illegal_items: int = 0
     kv_pages: Mapping[str, int] = field(default_factory=dict)
     prefix_tokens: Mapping[str, int] = field(default_factory=dict)
-    shadow: Mapping[str, ShadowCounts] = field(default_factory=dict)
     graph_steps: Mapping[str, int] = field(default_factory=dict)
     graph_searches: Mapping[str, int] = field(default_factory=dict)
     graph_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -107,17 +107,6 @@ class _EngineCollector(Collector):
             for bucket, value in taken.items():
                 record.add_metric([bucket], value)
             yield record
-        for name, text in (
-            ("answers", "Answers compared with a shadow strategy"),
-            ("shared", "Sum over compared answers of the share of items in both slates"),
-            ("identical", "Compared answers with the same items in the same order"),
-            ("given_seconds", "Engine time of the compared answers"),
-            ("seconds", "Engine time of the shadow strategy, with the prefix cached"),
-        ):
-            family = CounterMetricFamily(f"recserve_shadow_{name}", text, labels=["strategy"])
-            for strategy, counts in gauges.shadow.items():
-                family.add_metric([strategy], getattr(counts, name))
-            yield family
         yield from health_families(gauges)
 
 

@@ -47,7 +47,6 @@ class RecommendStrategy(Strategy, Pluggable):
 
     Attributes:
         name: Name in requests, settings and reports.
-        aliases: Deprecated names that requests and settings may still use.
         exact: Whether a slate equals full beam search.
         dense_weight: How the strategy treats a request's dense weight.
         outcome: Whether the strategy reads a request's outcome weights.
@@ -60,7 +59,6 @@ class RecommendStrategy(Strategy, Pluggable):
         recorded: Replays a captured search. None: searches are not captured.
     """
 
-    aliases: ClassVar[tuple[str, ...]] = ()
     exact: ClassVar[bool] = False
     dense_weight: ClassVar[DenseWeight] = "refused"
     outcome: ClassVar[bool] = False

@@ -53,7 +53,7 @@ class ServiceLoader:
         if store is None and config.bundles_dir is not None:
             store = f"lmdb:{config.bundles_dir.resolve() / HISTORY}"
         # A service reads some files later, so a symbolic link must not lead elsewhere by then.
-        return self._shadowed(Service.open(config.bundle.resolve(), store, config.device, options))
+        return Service.open(config.bundle.resolve(), store, config.device, options)
 
     def check(self, old: Service, bundle: Bundle, force: bool) -> None:
         """Raises UnfitBundle if a bundle cannot replace that of a service."""
@@ -67,12 +67,7 @@ class ServiceLoader:
             drafters = open_drafters(self.config.drafters or ("none",), text.network)
             model = replace(text.model, drafters=drafters, default_drafter=next(iter(drafters)))
             text = LoadedText(text.network, drafters, model)
-        new = open_successor(old, bundle, self.config.device, self._options(text))
-        try:
-            return self._shadowed(new)
-        except BaseException:
-            new.close()
-            raise
+        return open_successor(old, bundle, self.config.device, self._options(text))
 
     def _options(self, text: LoadedText | None) -> ServiceOptions:
         config = self.config
@@ -93,8 +88,3 @@ class ServiceLoader:
             weights=config.weights,
             history_timeout_ms=config.history_timeout_ms,
         )
-
-    def _shadowed(self, service: Service) -> Service:
-        if self.config.shadow is not None:
-            service.compare_with(self.config.shadow, self.config.shadow_share)
-        return service

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version as installed
 from typing import Any
 
@@ -21,7 +21,6 @@ from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import Histories
 from recserve.service.pending import Stopwatch
 from recserve.service.recommend.attribution import Signer
-from recserve.service.recommend.shadow import Shadow
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ class Runtime:
         model_version: Version of the bundle's models.
         device: Device of the models.
         illegal_items: Number of excluded or missing items that a model has returned; must stay 0.
-        shadow: Compares another strategy with the answers; None if there is no comparison.
     """
 
     engine: Engine
@@ -48,7 +46,6 @@ class Runtime:
     model_version: str
     device: torch.device
     illegal_items: int = field(default=0)
-    shadow: Shadow | None = None
 
     def envelope(
         self,
@@ -100,11 +97,8 @@ class Runtime:
         log.error("a model returned %d items that do not exist or were excluded", count)
 
     def gauges(self) -> Gauges:
-        """Returns the metrics of the engine and of the shadow strategy for Prometheus."""
-        gauges = gauges_of(self.engine.stats(), self.illegal_items)
-        if self.shadow is None:
-            return gauges
-        return replace(gauges, shadow={self.shadow.strategy: self.shadow.counts})
+        """Returns the metrics of the engine for Prometheus."""
+        return gauges_of(self.engine.stats(), self.illegal_items)
 
 
 def build_info(device: str) -> dict[str, str]:

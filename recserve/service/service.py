@@ -36,13 +36,12 @@ from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.history.user_histories import UserHistories
 from recserve.service.model_loader import Device
-from recserve.service.options import ServiceOptions, with_old_keywords
+from recserve.service.options import ServiceOptions
 from recserve.service.parts import ItemParts, open_parts
 from recserve.service.pending import Pending, failed
 from recserve.service.recommend.pipeline import answered
 from recserve.service.recommend.rank import Rankings
 from recserve.service.recommend.recommend import Recommendations
-from recserve.service.recommend.shadow import Shadow
 from recserve.service.runtime import Runtime, gauges_of
 from recserve.service.text.completions import Texts
 from recserve.service.text.loader import LoadedText
@@ -84,7 +83,6 @@ class Service:
         store: str | None = None,
         device: Device = "auto",
         options: ServiceOptions | None = None,
-        **old: Any,
     ) -> Service:
         """Opens a bundle and starts its engine.
 
@@ -94,7 +92,6 @@ class Service:
                 store is filled with the bundle's own events.
             device: Device of the models.
             options: The other options; None means the defaults.
-            old: Options of the previous release as keywords; deprecated for one release.
 
         Raises:
             BundleError: If the bundle is damaged.
@@ -102,7 +99,7 @@ class Service:
             JournalError: If the journal of item changes cannot be read.
             ValueError: If the device or an option does not fit this machine.
         """
-        options = with_old_keywords(options or ServiceOptions(), old)
+        options = options or ServiceOptions()
         parts = open_parts(Bundle.open(bundle), store, device, options)
         text = None if options.text is None else options.text.model
         return Service(parts.runtime.engine, parts, text)
@@ -316,14 +313,6 @@ class Service:
     def gauges(self) -> Gauges:
         """Returns the metrics of the engine for Prometheus."""
         return gauges_of(self.engine.stats()) if self.item_parts is None else self.runtime.gauges()
-
-    def compare_with(self, strategy: str, share: float) -> None:
-        """Runs a second strategy on a share (0 to 1) of the requests and compares the answers.
-
-        Raises:
-            ValueError: If the strategy is not available or the share is out of range.
-        """
-        self.runtime.shadow = Shadow(self.engine, strategy, share)
 
     @property
     def _parts(self) -> ItemParts:

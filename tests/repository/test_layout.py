@@ -29,7 +29,6 @@ MAY_IMPORT = {
     "schemas": set(),
     "metrics": set(),
     "config": set(),
-    "messages": {"schemas"},  # deprecated names
     "models": {"kernels"},
     "core": TENSORS,
     # How items are found and how text is drafted know nothing of each other, nor of the engine.

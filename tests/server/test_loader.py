@@ -31,7 +31,6 @@ def test_text_and_drafters_survive_a_replacement(tmp_path):
             drafters=("ngram",),
             device="cpu",
             kv_bytes=2**24,
-            shadow="beam",
         )
     )
     old = loader.first()
@@ -39,7 +38,6 @@ def test_text_and_drafters_survive_a_replacement(tmp_path):
     new = loader.successor(old, Bundle.open(bundles / "two"))
     try:
         assert new.texts.model.default_drafter == "ngram"
-        assert new.runtime.shadow is not None
         assert new.texts.model.drafters["ngram"] is not old.texts.model.drafters["ngram"]
         hand_over(old, new, lambda: None)
         assert text_of(old) == text_of(new) == before

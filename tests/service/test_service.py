@@ -502,26 +502,3 @@ def test_a_full_queue_leaves_roots_cold(service, ids, monkeypatch):
     monkeypatch.setattr(service.runtime.engine, "submit", full)
     body = structs.replace(view("me", ids[0]), warm=True)
     assert service.add_events(body).warmed == 0
-
-
-def test_the_old_keywords_of_open_warn_and_work(tmp_path):
-    journal, store = tmp_path / "items", f"lmdb:{tmp_path}/old"
-    with pytest.warns(DeprecationWarning, match="ServiceOptions") as caught:
-        opened = Service.open(
-            shared_bundle(),
-            store,
-            "cpu",
-            signing_key=KEY,
-            max_queue=7,
-            kv_bytes=2**22,
-            journal=journal,
-            warm_drafts=False,
-        )
-    with opened as service:
-        assert len(caught) == 5 and str(caught[0].filename) == __file__
-        assert (service.engine.config.max_queue, service.engine.config.kv_bytes) == (7, 2**22)
-        assert service.runtime.signer.key == KEY
-        assert service.items.journal.path.parent == journal
-        assert service.recommend(RecommendRequest(history=[], k=3)).items
-    with pytest.raises(TypeError, match="'max_que'"):
-        Service.open(shared_bundle(), store, "cpu", max_que=7)

@@ -26,11 +26,6 @@ def strategy_classes() -> Mapping[str, type[RecommendStrategy]]:
     return with_plugins(ENTRY_POINTS, RecommendStrategy, BUILT_IN)
 
 
-def canonical_name(name: str) -> str:
-    """Returns the name of the strategy with this name or alias, or the argument if none has it."""
-    return next((n for n, each in strategy_classes().items() if name in each.aliases), name)
-
-
 def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, RecommendStrategy]:
     """Returns the strategies by name that a recommender and its trained heads support."""
     built = {name: cls.from_models(model, heads) for name, cls in strategy_classes().items()}

@@ -44,7 +44,6 @@ class RpgStrategy(RecommendStrategy):
     """Scores by level heads, over the whole catalogue or along the item graph."""
 
     name = "rpg"
-    aliases = ("parallel",)
     auto = "fallback"
     missing = "this recommender has no level heads; train it with a recipe that has them"
 

@@ -17,7 +17,7 @@ from recserve.schemas.items import (
     RecommendRequest,
     RecommendResponse,
 )
-from recserve.search.strategies.registry import canonical_name, strategy_classes
+from recserve.search.strategies.registry import strategy_classes
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
 from recserve.service.pending import Pending, Stopwatch
@@ -127,8 +127,6 @@ class Recommendations:
         def finish(result: Result | None) -> RecommendResponse:
             assert isinstance(result, Slate)
             self.chooser.took(strategy, width, result.timing.total_ms / 1e3)
-            if self.runtime.shadow is not None:
-                self.runtime.shadow.follow(request, result)
             made = strategy
             if body.strategy == AUTO and strategy == SPECULATIVE and not result.timing.drafted:
                 made = BEAM
@@ -139,7 +137,7 @@ class Recommendations:
     def _choice(self, body: RecommendRequest, width: int, deadline_s: float | None) -> Choice:
         """Resolves the strategy of the request. Raises InvalidRequest for an unknown one."""
         there = self.runtime.engine.strategies
-        name = canonical_name(body.strategy)
+        name = body.strategy
         if name == AUTO:
             if body.outcome is not None and self.outcomes:
                 return Choice(_reads_outcome())

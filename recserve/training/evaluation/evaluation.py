@@ -19,7 +19,7 @@ from rich.table import Table
 
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.sasrec import load_sasrec
-from recserve.search.strategies.registry import canonical_name, strategy_classes
+from recserve.search.strategies.registry import strategy_classes
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
 from recserve.training.evaluation.cases import Cases as Cases
@@ -135,7 +135,7 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         strategies = ("auto", *strategy_classes(), EXHAUSTIVE, "dense_head", "sasrec")
-        if canonical_name(self.strategy) not in strategies:
+        if self.strategy not in strategies:
             raise ValueError(f"strategy is {self.strategy!r}; choose one of {strategies}")
         if not self.k or min(self.k) < 1 or max(self.k) > self.width:
             raise ValueError(
@@ -160,7 +160,7 @@ def evaluate_bundle(bundle: Bundle, options: EvaluationOptions | None = None) ->
     """
     options = options or EvaluationOptions()
     k, width = options.k, options.width
-    strategy = canonical_name(options.strategy)
+    strategy = options.strategy
     name = "sasrec" if strategy == "sasrec" else "recommender"
     if not bundle.has(name):
         raise BundleError(f"{bundle.root}: no {name} was trained; run `recserve train {name}`")

@@ -5,7 +5,6 @@ import time
 import pytest
 
 from recserve.batch.together import together
-from recserve.metrics import ShadowCounts
 from recserve.schemas.items import RecommendRequest
 from recserve.search.strategies.speculative import NO_DRAFT, UNCALIBRATED
 from recserve.service import Service
@@ -86,29 +85,6 @@ def test_an_answer_says_that_it_was_hurried(service):
     hurried = service.begin_recommend(body, deadline_s=in_ms(60_000)).wait()
     assert hurried.strategy in chooser.quick and not hurried.exact
     assert "hurried" in hurried.degraded
-
-
-def test_a_shadow_compares_and_changes_nothing(service):
-    history = list(service.runtime.snapshot.catalog.items.ids[:5])
-    body = RecommendRequest(history=history, k=5, strategy="beam")
-    alone = service.recommend(body)
-    service.compare_with("speculative", 1.0)
-    for _ in range(3):
-        assert service.recommend(body).items == alone.items
-    for _ in range(200):
-        counts = service.gauges().shadow["speculative"]
-        if counts.answers == 3:
-            break
-        time.sleep(0.02)
-    assert (counts.answers, counts.shared, counts.identical) == (3, 3.0, 3)
-    assert counts.seconds > 0 and counts.given_seconds > 0
-    service.compare_with("beam", 1.0)
-    service.recommend(body)
-    assert service.gauges().shadow["beam"] == ShadowCounts()
-    with pytest.raises(ValueError, match="shadow is 'other'; this bundle offers"):
-        service.compare_with("other", 0.5)
-    with pytest.raises(ValueError, match="expected 0 to 1, got 2|shadow_share is 2"):
-        service.compare_with("beam", 2)
 
 
 def test_auto_says_beam_where_nothing_was_drafted(service):
