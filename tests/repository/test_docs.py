@@ -213,10 +213,3 @@ def test_the_strategies_of_the_guide_are_those_of_the_registry():
     table = guide.partition("\n## Choose a strategy")[2].partition("\n`auto` takes")[0]
     named = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     assert named == set(strategy_classes())
-
-
-def test_the_readme_shows_the_picture_and_every_room():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "docs/images/token-tree.svg" in LINK.findall(text)
-    folders = {p.parent.name for p in (ROOT / "recserve").glob("*/*.py")}
-    assert not {name for name in folders if f"{name}/" not in text}
