@@ -101,19 +101,10 @@ def compare(
     Raises:
         ValueError: If an arm is empty, there are fewer than two blocks, or a value is not positive.
     """
-    values, treated = observations.values, observations.treated
-    if treated.all() or not treated.any() or observations.num_blocks < 2:
-        blocks = observations.num_blocks
-        raise ValueError(f"{len(values)} values in {blocks} blocks: expected both arms and two")
-    if not values.min() > 0:
-        raise ValueError(f"smallest value {values.min()}: latencies are above 0")
+    p_value = no_difference_p(observations, statistic)
     scores = BlockScores(observations, statistic)
     units = observations.units
-    degrees = observations.num_blocks - 1
-    inflation = 1.0
-    if units is not None:
-        inflation = unit_inflation(observations, statistic)
-        degrees = min(degrees, len(np.unique(units)) - 1)
+    inflation, degrees = _spread(observations, statistic)
     reach = float(stats.t.ppf((1 + confidence) / 2, degrees))
     control, treatment = scores.level(False), scores.level(True)
     ratio, change = float(np.log(treatment / control)), treatment - control
@@ -128,12 +119,6 @@ def compare(
     low_ms, high_ms = np.clip(
         invert(scores.shifted, limit, change, 0.01 * control), -end_ms, end_ms
     )
-    plain = scores.scaled(0.0)
-    if units is None:
-        p_value = sign_test(plain)
-    else:
-        ratio_of_errors = abs(float(plain.sum())) / max(inflation * robust_error(plain), 1e-300)
-        p_value = float(2 * stats.t.sf(ratio_of_errors, degrees))
     return Effect(
         statistic=statistic,
         control=control,
@@ -150,6 +135,35 @@ def compare(
         num_blocks=observations.num_blocks,
         confidence=confidence,
     )
+
+
+def no_difference_p(observations: Observations, statistic: Statistic) -> float:
+    """Returns the p-value of no difference between the arms, without intervals.
+
+    Raises:
+        ValueError: If an arm is empty, there are fewer than two blocks, or a value is not positive.
+    """
+    values, treated = observations.values, observations.treated
+    if treated.all() or not treated.any() or observations.num_blocks < 2:
+        blocks = observations.num_blocks
+        raise ValueError(f"{len(values)} values in {blocks} blocks: expected both arms and two")
+    if not values.min() > 0:
+        raise ValueError(f"smallest value {values.min()}: latencies are above 0")
+    scores = BlockScores(observations, statistic).scaled(0.0)
+    if observations.units is None:
+        return sign_test(scores)
+    inflation, degrees = _spread(observations, statistic)
+    errors = abs(float(scores.sum())) / max(inflation * robust_error(scores), 1e-300)
+    return float(2 * stats.t.sf(errors, degrees))
+
+
+def _spread(observations: Observations, statistic: Statistic) -> tuple[float, int]:
+    """Returns by how much units widen errors, and the degrees of freedom of the errors."""
+    degrees = observations.num_blocks - 1
+    if observations.units is None:
+        return 1.0, degrees
+    inflation = unit_inflation(observations, statistic)
+    return inflation, min(degrees, len(np.unique(observations.units)) - 1)
 
 
 @dataclass(frozen=True)
