@@ -81,7 +81,7 @@ def test_resumed_run_equals_the_straight_one(orthogonal: tuple[str, ...], tmp_pa
         torch.testing.assert_close(two, one, rtol=0, atol=0)
 
 
-def test_loss_falls_and_a_picture_is_left(tmp_path: Path) -> None:
+def test_loss_falls_and_a_picture_is_left(tmp_path: Path, pictures: None) -> None:
     report = fit(Line(), replace(SCHEDULE, epochs=20), OPTIONS, tmp_path, quiet())
     assert report.metrics["score"] > report.history[0].metrics["score"]
     assert (tmp_path / "training.png").read_bytes()[:4] == b"\x89PNG"

@@ -46,7 +46,7 @@ def retrained(old: Path, folder: Path, noise: float) -> Bundle:
 @pytest.mark.parametrize("name", ["speculative", "nezha"])
 def test_an_old_head_starts_at_a_lower_loss_than_a_fresh_one(tmp_path, name):
     old = Bundle.open(tiny_bundle(tmp_path / "old", ranker=False))
-    drafted(old, name, epochs=8)
+    drafted(old, name, epochs=4)
     part = "surprise" if name == "nezha" else "divergence"
     first = {}
     for start in (None, old.root):
@@ -61,7 +61,7 @@ def test_an_old_head_starts_at_a_lower_loss_than_a_fresh_one(tmp_path, name):
 
 def test_a_retriever_starts_from_the_old_one(tmp_path):
     old = Bundle.open(tiny_bundle(tmp_path / "old", ranker=False))
-    recipe = RetrieverRecipe(validation_users=20, schedule=Schedule(6, 3e-3))
+    recipe = RetrieverRecipe(validation_users=20, schedule=Schedule(3, 3e-3))
     train_retriever(old, TrainOptions(device="cpu"), recipe, QUIET)
     bundle = retrained(old.root, tmp_path / "new", noise=0.02)
     train_retriever(bundle, TrainOptions(device="cpu", start_from=old.root), recipe, QUIET)

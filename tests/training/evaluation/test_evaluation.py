@@ -136,7 +136,7 @@ def test_cases_hold_out_the_last_two_events(built: Path) -> None:
 
 @pytest.mark.parametrize("input", chosen(("items", "codes"), "items"))
 def test_training_learns_the_ring_and_the_bundle_keeps_it(
-    built: Path, tmp_path: Path, copied: Callable[[Path], Path], input: str
+    built: Path, copied: Callable[[Path], Path], input: str, pictures: None
 ) -> None:
     path = copied(built)
     bundle = Bundle.open(path)

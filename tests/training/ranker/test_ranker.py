@@ -105,7 +105,7 @@ def make_data(log: EventLog, seed: int = 0) -> RankingData:
 def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
     log = topic_log()
     report = fit_ranker(RankerSource(log, topic_items(), noise_vectors()), tmp_path, CPU, SMALL)
-    assert report.best_epoch >= 1 and (tmp_path / "training.png").exists()
+    assert report.best_epoch >= 1
     tables = RankingTables.load(tmp_path, topic_items(), noise_vectors())
     model = load_ranker(tmp_path, noise_vectors())
     users = np.arange(log.num_users)
