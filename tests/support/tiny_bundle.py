@@ -25,11 +25,23 @@ NUM_ITEMS, NUM_USERS = 500, 40
 
 
 def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> Path:
-    """Writes a bundle of 500 items and 40 users under `folder` and returns its path."""
+    """Writes a bundle of 500 items and 40 users under `folder` and returns its path.
+
+    It is a copy of one that this process has built, which the test may change.
+    """
+    shutil.copytree(_original(ranker, recommender), folder, dirs_exist_ok=True)
+    return folder / "bundle"
+
+
+@functools.cache
+def _original(ranker: bool, recommender: bool) -> Path:
+    """Returns a folder with a bundle and its data, which must not be changed."""
+    folder = Path(tempfile.mkdtemp(prefix="recserve-test-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     files = write_synthetic(folder / "data", SyntheticOptions(NUM_ITEMS, NUM_USERS, 12, seed=3))
-    out = folder / "bundle"
-    built(files, out)
-    return with_models(out, ranker, recommender)
+    built(files, folder / "bundle")
+    with_models(folder / "bundle", ranker, recommender)
+    return folder
 
 
 def built(files: SyntheticFiles, out: Path, seed: int = 0) -> None:
@@ -94,9 +106,6 @@ def with_models(
     return out
 
 
-@functools.cache
 def shared_bundle() -> Path:
     """Returns one bundle with both models for all tests of this process; it must not be changed."""
-    folder = Path(tempfile.mkdtemp(prefix="recserve-test-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return tiny_bundle(folder)
+    return _original(ranker=True, recommender=True) / "bundle"
