@@ -224,10 +224,11 @@ def marked(trap: Trap):
 
 @pytest.fixture(autouse=True)
 def short_trials(request, monkeypatch):
-    """Few texts, where the trial's result does not matter."""
+    """Few and short texts, where the trial's result does not matter."""
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(drafter_trial, "NUM_TEXTS", 4)
         monkeypatch.setattr(drafter_trial, "NUM_TIMED", 1)
+        monkeypatch.setattr(drafter_trial, "OUTPUT", 8)
 
 
 @pytest.mark.parametrize("trap", [marked(trap) for trap in TRAPS])
