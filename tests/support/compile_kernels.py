@@ -1,7 +1,7 @@
 """Compiles every variant of every kernel to machine code without a GPU; test_compile.py runs it.
 
 python tests/support/compile_kernels.py 90             # all of them
-python tests/support/compile_kernels.py 80 90 --few    # three for each
+python tests/support/compile_kernels.py 90 --few       # three of them
 """
 
 import io

@@ -7,6 +7,7 @@ import torch
 
 from tests.support import triton_interpreter
 from tests.support.accept_cases import CASES, draw
+from tests.support.grids import covering
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -22,6 +23,8 @@ from recserve.kernels.triton import (  # noqa: E402
 )
 from recserve.speculation.verifier import ScoredTrees  # noqa: E402
 from recserve.speculation.verifiers.registry import verify  # noqa: E402
+
+KINDS = {"all-candidates": False, "some-auxiliary": True}
 
 
 @triton.jit
@@ -72,9 +75,9 @@ def assert_same(got, expected):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
-@pytest.mark.parametrize("kinds", [False, True], ids=["all-candidates", "some-auxiliary"])
-@pytest.mark.parametrize("sizes,vocabulary", CASES)
-def test_walk_matches_reference(sizes, vocabulary, kinds, monkeypatch):
+@pytest.mark.parametrize("case, kinds", covering(CASES, KINDS))
+def test_walk_matches_reference(case, kinds, monkeypatch):
+    sizes, vocabulary = case
     monkeypatch.setattr(accept, "BLOCK_NODES", 16)
     monkeypatch.setattr(accept, "BLOCK_TILES", 1)
     tree, logits, keys, temperatures = draw(sizes, vocabulary, 3, kinds)
@@ -105,9 +108,9 @@ def check_drawn(p, q, tree, keys, monkeypatch, rows=None):
     return expected
 
 
-@pytest.mark.parametrize("kinds", [False, True], ids=["all-candidates", "some-auxiliary"])
-@pytest.mark.parametrize("sizes,vocabulary", [*CASES, ((3, 2), 2500)])
-def test_rejection_matches_reference(sizes, vocabulary, kinds, monkeypatch):
+@pytest.mark.parametrize("case, kinds", covering([*CASES, ((3, 2), 2500)], KINDS))
+def test_rejection_matches_reference(case, kinds, monkeypatch):
+    sizes, vocabulary = case
     tree, logits, keys, _ = draw(sizes, vocabulary, 4, kinds)
     p = logits.softmax(-1)
     q = (logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))).softmax(-1)

@@ -45,11 +45,13 @@ def test_softmax_matches_reference(splits, shape, cached, limits):
     same(*draw_batch(*shape, cached=cached, limits=limits), SOFTMAX)
 
 
-@pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", [s for s in SHAPES[:-1] if s[2] == s[3]])
-def test_silu_matches_reference(splits, kinds, roots, heads, kv_heads, dim, cached):
-    drawn = draw_batch(kinds, roots, heads, kv_heads, dim, cached=cached, limits=True)
-    same(*drawn, Activation(normalizer=37.0))
+@pytest.mark.parametrize(
+    "splits,shape,cached",
+    covering(SPLITS, [s for s in SHAPES[:-1] if s[2] == s[3]], CACHED, pairs=True),
+    indirect=["splits"],
+)
+def test_silu_matches_reference(splits, shape, cached):
+    same(*draw_batch(*shape, cached=cached, limits=True), Activation(normalizer=37.0))
 
 
 def test_shared_rows_are_seen_by_all():
@@ -120,7 +122,6 @@ HALVES = [torch.float16, torch.bfloat16]
         ((4, 2), (7, 1), (8, 1), (3, 3)),
         (32, 64, 80, 96, 128, 256),
         (torch.float32, *HALVES),
-        pairs=True,
     ),
 )
 def test_head_dims_groups_and_halves(heads, dim, dtype):
