@@ -298,6 +298,7 @@ def test_below_the_lowest_level_torch_computes(monkeypatch):
     assert native_library.load_library(COMPILER) is None
 
 
+@pytest.mark.slow
 def test_a_library_of_clang_has_as_many_threads_as_torch(tmp_path):
     """In a process of its own: it loads a second OpenMP runtime."""
     if shutil.which("clang") is None:
