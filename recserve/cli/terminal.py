@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -17,7 +18,9 @@ from rich.text import Text
 from recserve.batch.job import Progress
 from recserve.schemas.events import HistoryResponse
 from recserve.schemas.items import ItemResponse, RankResponse, RecommendResponse, TimingMs
-from recserve.service.finding import Finding
+
+if TYPE_CHECKING:  # it would import torch, in every parent of batch workers too
+    from recserve.service.finding import Finding
 
 Title = Callable[[str], str | None]
 

@@ -50,8 +50,9 @@ def test_the_next_run_computes_only_what_is_missing(tmp_path, stop_after):
     assert files(job.output) == expected
 
 
-def test_every_moment_of_a_kill_leaves_a_folder_that_resumes(tmp_path):
-    """SIGKILL in a process of its own, at 12 drawn moments; the models are a stand-in."""
+@pytest.mark.parametrize("most", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_every_moment_of_a_kill_leaves_a_folder_that_resumes(tmp_path, most):
+    """SIGKILL in a process of its own, at drawn moments; the models are a stand-in."""
     source = users(tmp_path / "in.parquet", 120, bad_every=10)
     expected = undisturbed(source, tmp_path / "calm", 2)
     code = (
@@ -62,7 +63,7 @@ def test_every_moment_of_a_kill_leaves_a_folder_that_resumes(tmp_path):
     )
     output, draw, kills = tmp_path / "out", random.Random(5), 0
     command = [sys.executable, "-c", code, str(source), str(output)]
-    while kills < 12:
+    while kills < most:
         manifest = output / MANIFEST
         before = manifest.read_bytes().count(b"\n") if manifest.exists() else 0
         process = subprocess.Popen(command, cwd=ROOT)

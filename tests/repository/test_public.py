@@ -16,6 +16,9 @@ def test_every_public_name_is_there_and_sorted():
         recserve.nothing  # noqa: B018
 
 
-def test_the_package_alone_imports_no_torch():
-    code = "import sys, recserve; sys.exit('torch' in sys.modules)"
+def test_the_package_and_the_parent_of_batch_workers_import_no_torch():
+    code = (
+        "import sys, recserve, recserve.cli.terminal, recserve.batch.processes\n"
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
