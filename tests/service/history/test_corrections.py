@@ -30,9 +30,10 @@ def opened(tmp_path):
     return make
 
 
-@pytest.fixture
-def ids(opened):
-    with opened("looked at") as one:
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory):
+    store = f"lmdb:{tmp_path_factory.mktemp('looked-at')}/store"
+    with Service.open(shared_bundle(), store, "cpu") as one:
         return one.samples(0, 60)["items"]
 
 
