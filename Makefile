@@ -8,6 +8,7 @@ TIER ?= native
 PYTEST_ARGS ?=
 BUDGET ?= 10
 CAMPAIGN_ARGS ?=
+MUTANTS_ARGS ?=
 DEMO_ARGS ?=
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
@@ -20,6 +21,7 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 FUZZ := $(VENV)/.installed-fuzz
+MUTANTS := $(VENV)/.installed-mutants
 
 # What stands in for another machine, by the name of the tier: the instruction sets of the C sources,
 # of torch's kernels and of oneDNN; no C sources; no C compiler.
@@ -33,7 +35,7 @@ $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
 PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow campaign sanitize check format install docs package redis promtool chromium clang newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow campaign mutants sanitize check format install docs package redis promtool chromium clang newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -51,6 +53,10 @@ test-all: $(DEV) redis promtool chromium clang
 campaign: $(FUZZ) redis
 	@mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --minutes $(BUDGET) --json build/campaign.json --markdown build/campaign.md $(CAMPAIGN_ARGS)
+
+# Small faults in the code of each promise, which the promise's tests must notice; tries only what changed.
+mutants: $(MUTANTS) redis
+	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(MUTANTS_ARGS)
 
 # The tests of the C sources, compiled for AddressSanitizer and UBSan by gcc.
 sanitize: $(DEV)
@@ -135,4 +141,9 @@ $(DOCS): $(RUNTIME)
 $(FUZZ): $(DEV)
 	@echo "installing the fuzzers"
 	@$(PIP) --editable '.[fuzz]'
+	@touch $@
+
+$(MUTANTS): $(DEV)
+	@echo "installing what draws mutants"
+	@$(PIP) --editable '.[mutants]'
 	@touch $@

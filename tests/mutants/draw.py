@@ -1,0 +1,214 @@
+"""Draws mutants of Python files with a seed. cosmic-ray supplies the mutations.
+
+Only cosmic-ray's operators are used, on a source string. Its session database would apply each
+mutation in the checkout itself, and would run one test command for all files.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import cosmic_ray.plugins
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.operator import Operator
+
+LOGS = {"log", "logger", "logging", "warnings"}
+CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
+
+Position = tuple[int, int]  # line from 1, column from 0
+Span = tuple[Position, Position]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed file.
+
+    Attributes:
+        promise: Name of the promise that the change breaks.
+        name: Name of a mutant made by hand; empty for a drawn one.
+        file: Path of the file in the repository.
+        place: Function or class of the change.
+        old: The changed lines before.
+        new: The changed lines after.
+        text: The whole file after the change.
+    """
+
+    promise: str
+    name: str
+    file: str
+    place: str
+    old: str
+    new: str
+    text: str
+
+
+def operators(patterns: Sequence[str]) -> dict[str, Operator]:
+    """Returns cosmic-ray's operators whose whole name matches one of the patterns.
+
+    Raises:
+        ValueError: If a pattern matches no operator.
+    """
+    names = [name.removeprefix("core/") for name in cosmic_ray.plugins.operator_names()]
+    for pattern in patterns:
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise ValueError(f"no operator of cosmic-ray is called {pattern!r}")
+    chosen = [name for name in names if any(re.fullmatch(p, name) for p in patterns)]
+    return {name: cosmic_ray.plugins.get_operator(f"core/{name}")() for name in sorted(chosen)}
+
+
+def draw(
+    root: Path, promise: str, files: Sequence[str], count: int, seed: int, allowed: Sequence[str]
+) -> list[Mutant]:
+    """Draws mutants of a promise's files: places without repeats, then one change of each place.
+
+    Args:
+        root: The repository.
+        promise: Name of the promise.
+        files: Paths of its files.
+        count: Number of mutants.
+        seed: Seed of the draw. Same seed and same files give the same mutants.
+        allowed: Patterns of operators, as in `operators`.
+    """
+    places: list[tuple[str, Span, list[tuple[str, int]]]] = []
+    chosen = operators(allowed)
+    texts = {file: (root / file).read_text(encoding="utf-8") for file in files}
+    for file, text in texts.items():
+        places += [(file, *place) for place in _places(text, chosen)]
+    rng = random.Random(f"{seed} {promise}")
+    rng.shuffle(places)
+    mutants: list[Mutant] = []
+    for file, _, changes in places:
+        operator, occurrence = rng.choice(changes)
+        text = mutate_code(texts[file], chosen[operator], occurrence)
+        if text is None or not _differs(texts[file], text):
+            continue
+        mutants.append(make_mutant(promise, "", file, texts[file], text))
+        if len(mutants) == count:
+            break
+    return mutants
+
+
+def make_mutant(promise: str, name: str, file: str, before: str, after: str) -> Mutant:
+    """Returns a mutant with the lines that differ between two texts of a file."""
+    lines = before.splitlines(), after.splitlines()
+    codes = difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
+    changed = [code for code in codes if code[0] != "equal"]
+    first, last = changed[0], changed[-1]
+    old = " ".join(line.strip() for line in lines[0][first[1] : last[2]])
+    new = " ".join(line.strip() for line in lines[1][first[3] : last[4]])
+    place = _place(before, first[1] + 1) if file.endswith(".py") else f"line {first[1] + 1}"
+    return Mutant(promise, name, file, place, old, new, after)
+
+
+def _places(text: str, chosen: dict[str, Operator]) -> Iterator[tuple[Span, list[tuple[str, int]]]]:
+    """Yields each place that a mutation can change, with its operators and their occurrences."""
+    nodes = list(ast_nodes(get_ast(text)))
+    spans = list(excluded_spans(ast.parse(text)))
+    found: dict[Span, list[tuple[str, int]]] = {}
+    for name, operator in chosen.items():
+        occurrence = 0
+        for node in nodes:
+            for start, stop in operator.mutation_positions(node):
+                if not any(low <= start < high for low, high in spans):
+                    found.setdefault((start, stop), []).append((name, occurrence))
+                occurrence += 1
+    yield from sorted(found.items())
+
+
+def excluded_spans(tree: ast.Module) -> Iterator[Span]:
+    """Yields the parts of a file in which a mutation breaks no promise.
+
+    - annotations and what stands under `if TYPE_CHECKING:`
+    - decorators and their arguments
+    - log messages and warnings
+    - `__repr__` and `__str__`
+    - f-strings in `raise` statements
+    - assertions, which hold anyway
+    - constants in capitals with a number, and numbers as defaults of parameters and fields
+    - indices of a `shape`: 0 and -1 are the same axis of a vector
+    """
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg(annotation=ast.expr() as annotation):
+                yield _span(annotation)
+            case ast.AnnAssign(annotation=annotation, target=target, value=value):
+                yield _span(annotation)
+                if value is not None and _is_setting(target, value):
+                    yield _span(value)
+            case ast.Assign(targets=[target], value=value) if _is_setting(target, value):
+                yield _span(value)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.Assert():
+                yield _span(node)
+            case ast.Raise(exc=ast.expr() as error):
+                yield from (_span(e) for e in ast.walk(error) if isinstance(e, ast.JoinedStr))
+            case ast.Subscript(value=ast.Attribute(attr="shape"), slice=index):
+                yield _span(index)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name))) if name in LOGS:
+                yield _span(node)
+            case ast.ClassDef(decorator_list=decorators, body=body):
+                yield from map(_span, decorators)
+                for field in body:
+                    if isinstance(field, ast.AnnAssign) and _is_number(field.value):
+                        yield _span(field)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield from map(_span, node.decorator_list)
+                if node.returns is not None:
+                    yield _span(node.returns)
+                for default in (*node.args.defaults, *node.args.kw_defaults):
+                    if default is not None and _is_number(default):
+                        yield _span(default)
+                if node.name in ("__repr__", "__str__"):
+                    yield _span(node)
+
+
+def _is_setting(target: ast.expr, value: ast.expr) -> bool:
+    """Returns whether an assignment gives a constant in capitals a number."""
+    named = isinstance(target, ast.Name) and CONSTANT.fullmatch(target.id)
+    return bool(named) and _is_number(value)
+
+
+def _is_number(value: ast.expr | None) -> bool:
+    """Returns whether an expression is made of numbers only, such as `64 << 10` or -1."""
+    parts = () if value is None else tuple(ast.walk(value))
+    kinds = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+    return bool(parts) and all(
+        isinstance(p, kinds) and (not isinstance(p, ast.Constant) or type(p.value) in (int, float))
+        for p in parts
+    )
+
+
+def _span(node: ast.expr | ast.stmt) -> Span:
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+def _differs(before: str, after: str) -> bool:
+    """Returns whether a changed text is valid Python with another meaning."""
+    try:
+        return ast.dump(ast.parse(before)) != ast.dump(ast.parse(after))
+    except SyntaxError:
+        return False
+
+
+def _place(text: str, line: int) -> str:
+    """Returns the innermost function or class around a line, such as `PrefixCache.match`."""
+    names: list[str] = []
+    body: Sequence[ast.stmt] = ast.parse(text).body
+    while True:
+        around = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.lineno <= line <= (node.end_lineno or 0)
+        ]
+        if not around:
+            return ".".join(names) or "module"
+        names.append(around[0].name)
+        body = around[0].body

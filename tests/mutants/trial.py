@@ -1,0 +1,177 @@
+"""Runs tests against a changed file, in a copy of the repository. The checkout stays as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.draw import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+LOAD = """
+import pathlib, sys
+import recserve
+from recserve.kernels.cpu import native
+assert pathlib.Path(recserve.__file__).is_relative_to(pathlib.Path.cwd()), recserve.__file__
+assert len(sys.argv) == 1 or native.library() is not None, "the C sources do not compile"
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the tests ended.
+
+    Attributes:
+        outcome: `killed` if a test failed, `timeout`, or `survived`.
+        test: The first test that failed; empty if none did.
+        seconds: Duration.
+        cpu_s: Processor time of all processes, about the duration on an idle core.
+        output: End of the output.
+    """
+
+    outcome: str
+    test: str
+    seconds: float
+    cpu_s: float
+    output: str
+
+
+class Scratch:
+    """A copy of the repository in which one mutant at a time is tried.
+
+    Attributes:
+        folder: The copy.
+        cache: Folder of the compiled C sources.
+    """
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        """Copies all files that git knows or would add.
+
+        Raises:
+            RuntimeError: If Python would import another package than the copy's.
+        """
+        self.folder, self.cache = folder, cache
+        self._process: subprocess.Popen[bytes] | None = None
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+        )
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            source, target = ROOT / name, folder / name
+            if source.is_symlink() or source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target, follow_symlinks=False)
+        self.load(compiled=False)
+
+    def load(self, compiled: bool) -> None:
+        """Imports the package once.
+
+        Args:
+            compiled: Whether the C sources are compiled too.
+
+        Raises:
+            RuntimeError: If that fails.
+        """
+        command = [sys.executable, "-c", LOAD, *(["compiled"] if compiled else [])]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self._environment(), capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"{self.folder} cannot be used: {done.stderr[-2000:]}")
+
+    def run(self, tests: Sequence[str], limit_s: float, write_bytecode: bool = False) -> Result:
+        """Runs tests up to the first failure.
+
+        Args:
+            tests: Arguments of pytest.
+            limit_s: Time after which the tests count as failed.
+            write_bytecode: Whether to keep compiled Python files. Not while a file is changed,
+                because Python compares only the second and the size of a change.
+        """
+        options = "-x -q -m 'not slow' -p no:cacheprovider --hypothesis-seed=0 --tb=line"
+        command = [sys.executable, "-m", "pytest", *shlex.split(options), *tests]
+        began_s = time.monotonic()
+        # A file, because a server that outlives the tests would hold a pipe open.
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+            self._process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self._environment({} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            status, cpu_s = _wait(self._process, began_s + limit_s)
+            file.seek(0)
+            output = file.read()
+        outcome = "timeout" if status is None else "killed" if status else "survived"
+        failed = FAILED.search(output)
+        seconds = round(time.monotonic() - began_s, 1)
+        return Result(outcome, failed[1] if failed else "", seconds, cpu_s, output[-3000:])
+
+    def try_mutant(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> Result:
+        """Runs tests against a mutant, and restores the file."""
+        path = self.folder / mutant.file
+        before = path.read_bytes()
+        try:
+            for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+                compiled.unlink()
+            path.write_text(mutant.text, encoding="utf-8")
+            if path.suffix != ".py":
+                self.load(compiled=True)  # the compiler's time is not the tests'
+            return self.run(tests, limit_s)
+        finally:
+            path.write_bytes(before)
+
+    def stop(self) -> None:
+        """Ends the tests that run now."""
+        if self._process is not None:
+            _kill(self._process)
+
+    def _environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONPATH": str(self.folder),
+            "XDG_CACHE_HOME": str(self.cache),
+            "OMP_NUM_THREADS": "1",
+            **(more or {}),
+        }
+
+
+def _wait(process: subprocess.Popen[bytes], end_s: float) -> tuple[int | None, float]:
+    """Waits for a process, and ends what is left of it and of the servers that it started.
+
+    Returns:
+        The exit status, None if the time was over, and the processor time in seconds.
+    """
+    status: int | None = None
+    while time.monotonic() < end_s:
+        ended, code, usage = os.wait4(process.pid, os.WNOHANG)
+        if ended:
+            status = process.returncode = os.waitstatus_to_exitcode(code)
+            break
+        time.sleep(0.05)
+    _kill(process)
+    if status is None:
+        _, code, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(code)
+    return status, round(usage.ru_utime + usage.ru_stime, 1)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
