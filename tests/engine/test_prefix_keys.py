@@ -89,3 +89,23 @@ def test_a_drafter_never_reads_the_entries_of_another():
     assert cached == [0, 0]
     _, cached = write(heads(), ["one", "one"])
     assert cached[0] == 0 < cached[1]
+
+
+@pytest.mark.parametrize("cached", range(1, 10))
+def test_a_beginning_with_a_drafter_is_found_without_its_last_row(cached):
+    """The drafter's entry of the next row needs the state of that row, which is computed again."""
+    for drafter, length in (("", cached), ("one", cached - 1)):
+        allocator = PageAllocator(8)
+        cache = PrefixCache(allocator, SIZE)
+        pages = allocator.allocate(-(-cached // SIZE))
+        cache.insert(RootKeys(np.arange(cached), drafter=drafter), pages, torch.ones(1))
+        allocator.release(pages)
+        match = cache.match(np.arange(cached + 3), drafter=drafter)
+        assert match.length == length and match.last_hidden is None
+        held = match.pages + ([] if match.partial is None else [match.partial])
+        assert held == pages and len(match.pages) == length // SIZE
+        assert all(allocator.references(page) == cache_references(cache, page) + 1 for page in held)
+
+
+def cache_references(cache: PrefixCache, page: int) -> int:
+    return sum(entry.page == page for entry in cache._entries.values())

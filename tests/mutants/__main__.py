@@ -234,10 +234,12 @@ def by_hand(promises: dict[str, Promise]) -> Iterator[Mutant]:
         name, promise, file = one["name"], one["promise"], one["file"]
         if file not in promises[promise].files:
             raise ValueError(f"{name}: {file} is no file of the promise {promise}")
-        text = (ROOT / file).read_text(encoding="utf-8")
-        if (count := text.count(one["old"])) != 1:
-            raise ValueError(f"{name}: {file} has {count} times, not once: {one['old']!r}")
-        yield make_mutant(promise, name, file, text, text.replace(one["old"], one["new"]))
+        text = changed = (ROOT / file).read_text(encoding="utf-8")
+        for old, new in zip(one["old"], one["new"], strict=True):
+            if (count := text.count(old)) != 1:
+                raise ValueError(f"{name}: {file} has {count} times, not once: {old!r}")
+            changed = changed.replace(old, new)
+        yield make_mutant(promise, name, file, text, changed)
 
 
 def try_all(

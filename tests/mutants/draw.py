@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import hashlib
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -68,24 +69,33 @@ def draw(
 ) -> list[Mutant]:
     """Draws mutants of a promise's files: places without repeats, then one change of each place.
 
+    Places are ordered by a hash of the seed and of their own line. So a file that moves, or a
+    change elsewhere, leaves the other mutants of a seed as they were.
+
     Args:
         root: The repository.
         promise: Name of the promise.
         files: Paths of its files.
         count: Number of mutants.
-        seed: Seed of the draw. Same seed and same files give the same mutants.
+        seed: Seed of the draw.
         allowed: Patterns of operators, as in `operators`.
     """
-    places: list[tuple[str, Span, list[tuple[str, int]]]] = []
+    places: dict[str, tuple[str, list[tuple[str, int]]]] = {}
     chosen = operators(allowed)
     texts = {file: (root / file).read_text(encoding="utf-8") for file in files}
     for file, text in texts.items():
-        places += [(file, *place) for place in _places(text, chosen)]
-    rng = random.Random(f"{seed} {promise}")
-    rng.shuffle(places)
+        lines = text.splitlines()
+        for (line, column), changes in _places(text, chosen):
+            code = lines[line - 1]
+            about = f"{seed} {code.strip()} {column - len(code) + len(code.lstrip())}"
+            key = hashlib.sha256(about.encode()).hexdigest()
+            while key in places:  # an equal line
+                key = hashlib.sha256(key.encode()).hexdigest()
+            places[key] = file, changes
     mutants: list[Mutant] = []
-    for file, _, changes in places:
-        operator, occurrence = rng.choice(changes)
+    for key in sorted(places):
+        file, changes = places[key]
+        operator, occurrence = random.Random(key).choice(changes)
         text = mutate_code(texts[file], chosen[operator], occurrence)
         if text is None or not _differs(texts[file], text):
             continue
@@ -107,17 +117,17 @@ def make_mutant(promise: str, name: str, file: str, before: str, after: str) -> 
     return Mutant(promise, name, file, place, old, new, after)
 
 
-def _places(text: str, chosen: dict[str, Operator]) -> Iterator[tuple[Span, list[tuple[str, int]]]]:
+def _places(text: str, chosen: dict[str, Operator]) -> Iterator[tuple[Position, list[tuple[str, int]]]]:
     """Yields each place that a mutation can change, with its operators and their occurrences."""
     nodes = list(ast_nodes(get_ast(text)))
     spans = list(excluded_spans(ast.parse(text)))
-    found: dict[Span, list[tuple[str, int]]] = {}
+    found: dict[Position, list[tuple[str, int]]] = {}
     for name, operator in chosen.items():
         occurrence = 0
         for node in nodes:
-            for start, stop in operator.mutation_positions(node):
+            for start, _ in operator.mutation_positions(node):
                 if not any(low <= start < high for low, high in spans):
-                    found.setdefault((start, stop), []).append((name, occurrence))
+                    found.setdefault(start, []).append((name, occurrence))
                 occurrence += 1
     yield from sorted(found.items())
 
@@ -133,6 +143,7 @@ def excluded_spans(tree: ast.Module) -> Iterator[Span]:
     - assertions, which hold anyway
     - constants in capitals with a number, and numbers as defaults of parameters and fields
     - indices of a `shape`: 0 and -1 are the same axis of a vector
+    - `strict=` of `zip`, which asserts equal lengths
     """
     for node in ast.walk(tree):
         match node:
@@ -150,6 +161,8 @@ def excluded_spans(tree: ast.Module) -> Iterator[Span]:
                 yield from (_span(e) for e in ast.walk(error) if isinstance(e, ast.JoinedStr))
             case ast.Subscript(value=ast.Attribute(attr="shape"), slice=index):
                 yield _span(index)
+            case ast.keyword(arg="strict", value=value):
+                yield _span(value)
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name))) if name in LOGS:
                 yield _span(node)
             case ast.ClassDef(decorator_list=decorators, body=body):

@@ -64,6 +64,7 @@ class Scratch:
         """
         self.folder, self.cache = folder, cache
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT,
@@ -118,6 +119,8 @@ class Scratch:
             status, cpu_s = _wait(self._process, began_s + limit_s)
             file.seek(0)
             output = file.read()
+        if self._stopped:
+            raise RuntimeError("the tests were stopped")
         outcome = "timeout" if status is None else "killed" if status else "survived"
         failed = FAILED.search(output)
         seconds = round(time.monotonic() - began_s, 1)
@@ -138,7 +141,8 @@ class Scratch:
             path.write_bytes(before)
 
     def stop(self) -> None:
-        """Ends the tests that run now."""
+        """Ends the tests that run now; they have no result then."""
+        self._stopped = True
         if self._process is not None:
             _kill(self._process)
 
