@@ -111,3 +111,22 @@ def test_a_table_without_a_capacity_is_as_long_as_its_parameters():
     assert table.bias.owners.tolist() == [1, 1] and table.stops.owners.tolist() == [2, 2]
     assert table.bad_words.owners.tolist() == [1, 1, 2]
     assert table.bad_words.before.tolist() == [[-1, -1], [2, -1], [1, 4]]
+
+
+def test_a_capacity_holds_what_fits_and_no_more():
+    capacity = SamplingCapacity(num_entries=2, num_bad_words=2, bad_word_length=3)
+    full = SamplingParams(
+        logit_bias={1: 1.0, 2: 1.0},
+        stop_token_ids=(1, 2),
+        min_tokens=1,
+        bad_words=((1, 2, 3), (4,)),
+    )
+    assert capacity.holds([full]) and capacity.holds([full, SamplingParams()])
+    for more in (
+        {"logit_bias": {1: 1.0}},
+        {"stop_token_ids": (1,), "min_tokens": 1},
+        {"bad_words": ((1,),)},
+    ):
+        assert not capacity.holds([full, SamplingParams(**more)])
+    assert capacity.holds([full, SamplingParams(stop_token_ids=(1,))]), "they need no entry"
+    assert not capacity.holds([SamplingParams(bad_words=((1, 2, 3, 4),))])

@@ -4,6 +4,7 @@ import base64
 
 import pytest
 
+from recserve.server.transport.gate import AccessKeys
 from tests.support.live_server import live
 from tests.support.scripted_text import scripted
 
@@ -76,3 +77,17 @@ def test_admin_routes_want_an_admin_key_and_others_an_api_key(client):
         assert status(client, "GET", "/admin/bundle", f"Bearer {key}") == 401
     assert status(client, "GET", "/admin/bundle", f"Bearer {ADMIN}") not in (401, 403)
     assert status(client, "GET", "/v1/models", f"Bearer {ADMIN}") == 401
+
+
+def test_an_answer_leaves_the_connection_open(client):
+    for path, key in (("/v1/models", KEY), ("/v1/models", "wrong"), ("/health", KEY)):
+        answer = client.get(path, headers={"Authorization": f"Bearer {key}"})
+        assert answer.headers.get("connection") != "close"
+
+
+def test_salts_keep_two_keys_apart():
+    assert AccessKeys((KEY,)).salts() == {}
+    for keys in ((KEY, ADMIN), (KEY, ADMIN, "a third key of some length")):
+        salts = AccessKeys(keys).salts()
+        assert set(salts) == {key.encode() for key in keys}
+        assert len(set(salts.values())) == len(keys)

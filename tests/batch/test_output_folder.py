@@ -1,0 +1,123 @@
+"""The output folder of a job: what it may replace, and what a loss of power leaves of it."""
+
+import os
+
+import pytest
+
+from recserve.batch.manifest import JOB, MANIFEST, SUCCESS, OutputExists, OutputFolder
+from recserve.batch.part import TEMPORARY, JobPart
+from recserve.batch.source import Partition
+
+
+def partition(number: int) -> Partition:
+    return Partition(number, "/in.parquet", "in.parquet", 2 * number, 2)
+
+
+def finished(folder, number: int, content: bytes = b"four") -> JobPart:
+    name = f"{partition(number).name}.parquet"
+    (folder / name).write_bytes(content)
+    return JobPart(name, "in.parquet", 2 * number, 2, 2, 0, len(content), "0" * 64)
+
+
+def test_folders_above_are_made(tmp_path):
+    path = tmp_path / "a" / "b" / "out"
+    with OutputFolder(path) as output:
+        assert path.is_dir() and not output.whole and output.done == {}
+
+
+def test_a_folder_with_other_files_is_refused_and_left(tmp_path):
+    (tmp_path / "letter.txt").write_text("x")
+    for overwrite in (False, True):
+        with pytest.raises(OutputExists, match="is not empty"):
+            OutputFolder(tmp_path, overwrite)
+    (tmp_path / f"{TEMPORARY}1").write_text("x")
+    with pytest.raises(OutputExists, match="is not empty"):
+        OutputFolder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{TEMPORARY}1", "letter.txt"]
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(OutputExists, match="is not empty"):
+        OutputFolder(tmp_path / "out")
+
+
+def test_a_folder_that_only_holds_unfinished_files_is_used(tmp_path):
+    (tmp_path / f"{TEMPORARY}1").write_text("x")
+    with OutputFolder(tmp_path):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_overwriting_removes_everything_of_the_earlier_job(tmp_path):
+    with OutputFolder(tmp_path) as output:
+        output.claim({"k": 1})
+        output.add(finished(tmp_path, 0))
+        output.finish([partition(0)], ".parquet")
+        assert output.whole
+    (tmp_path / "_errors").mkdir()
+    (tmp_path / "_errors" / "x.jsonl").write_text("{}")
+    with OutputFolder(tmp_path, overwrite=True) as output:
+        assert list(tmp_path.iterdir()) == [] and output.done == {}
+        output.claim({"k": 2})
+
+
+def test_facts_may_be_added_but_not_changed(tmp_path):
+    with OutputFolder(tmp_path) as output:
+        output.claim({"k": 1})
+        output.claim({"k": 1, "model": "m"})
+        assert '"model": "m"' in (tmp_path / JOB).read_text()
+        with pytest.raises(OutputExists, match="k was 1 and is 2"):
+            output.claim({"k": 2})
+    with (
+        OutputFolder(tmp_path) as output,
+        pytest.raises(OutputExists, match="model was 'm' and is 'n'"),
+    ):
+        output.claim({"k": 1, "model": "n"})
+
+
+def test_parts_that_are_not_whole_are_forgotten(tmp_path):
+    with OutputFolder(tmp_path) as output:
+        output.claim({"k": 1})
+        parts = [finished(tmp_path, number) for number in range(3)]
+        for part in parts:
+            output.add(part)
+        output.finish([partition(number) for number in range(3)], ".parquet")
+    (tmp_path / parts[0].part).unlink()
+    (tmp_path / parts[1].part).write_bytes(b"three")
+    with OutputFolder(tmp_path) as output:
+        assert list(output.done) == [parts[2].part] and not output.whole
+        assert len((tmp_path / MANIFEST).read_text().splitlines()) == 1
+
+
+def test_the_manifest_is_in_the_order_of_the_input(tmp_path):
+    with OutputFolder(tmp_path) as output:
+        output.claim({"k": 1})
+        for number in (2, 0, 1):
+            output.add(finished(tmp_path, number))
+        parts = output.finish([partition(number) for number in range(3)], ".parquet")
+    assert [part.first_row for part in parts] == [0, 2, 4]
+    with OutputFolder(tmp_path) as output:
+        assert list(output.done.values()) == parts and output.whole
+
+
+def test_every_line_of_the_manifest_is_synced_before_the_next_part(tmp_path, monkeypatch):
+    synced: dict[int, bytes] = {}
+    real = os.fsync
+
+    def noting(handle: int) -> None:
+        real(handle)
+        number = os.fstat(handle).st_ino
+        for path in tmp_path.iterdir():
+            if path.stat().st_ino == number:
+                synced[number] = path.read_bytes()
+
+    with OutputFolder(tmp_path) as output:
+        output.claim({"k": 1})
+        monkeypatch.setattr(os, "fsync", noting)
+        for number in range(3):
+            output.add(finished(tmp_path, number))
+            manifest = tmp_path / MANIFEST
+            assert synced[manifest.stat().st_ino] == manifest.read_bytes()
+            assert manifest.read_bytes().count(b"\n") == number + 1
+        output.finish([partition(number) for number in range(3)], ".parquet")
+        assert synced[(tmp_path / SUCCESS).stat().st_ino] == b""

@@ -1,0 +1,73 @@
+"""Outcomes that name a slate: their time, their user, and what stands for their event."""
+
+import time
+
+import pytest
+
+from recserve.schemas.events import EventInput
+from recserve.service.recommend.attribution import BadToken, Signer
+from recserve.service.slate_log.records import attributed
+from tests.support.slate_records import SIGNER, slate
+
+
+def event(number: int, user: str = "u1", **fields) -> EventInput:
+    token = slate(number).attribution_token
+    return EventInput(user_id=user, item_id=f"i{number}", attribution_token=token, **fields)
+
+
+def test_an_outcome_has_the_time_of_its_event_or_of_its_arrival():
+    dated = event(1, timestamp="2026-11-24T12:00:00.000001+00:00")
+    before_us = time.time_ns() // 1000
+    (first, second), _ = attributed([event(0), dated], set(), SIGNER, "hash")
+    assert before_us <= first.time_us <= time.time_ns() // 1000
+    assert second.time_us == 1_795_521_600_000_001
+
+
+def test_events_are_judged_one_by_one():
+    """A refused event, one without a token and one with a foreign token hide none after them."""
+    plain = EventInput(user_id="u1", item_id="i")
+    foreign = event(3, user="u2")
+    events = [event(0), event(1), plain, foreign, event(4), event(5, correction="remove"), event(6)]
+    found, wrong = attributed(events, {1}, SIGNER, "hash")
+    assert [one.event.item_id for one in found] == ["i0", "i4", "i6"]
+    assert [one.index for one in wrong] == [3, 5]
+
+
+@pytest.mark.parametrize(("users", "user"), [("id", "u1"), ("none", None)])
+def test_a_user_is_logged_as_the_settings_say(users, user):
+    (one,), _ = attributed([event(0)], set(), SIGNER, users)
+    assert one.user == user
+
+
+def test_a_hashed_user_needs_the_key():
+    (one,), _ = attributed([event(0)], set(), SIGNER, "hash")
+    assert one.user == SIGNER.user("u1") != Signer(b"another key of 16").user("u1")
+
+
+def test_the_key_of_an_event_belongs_to_its_user():
+    events = [event(0, event_id="e"), event(1, event_id="e"), event(2)]
+    found, _ = attributed(events, set(), SIGNER, "id")
+    first, second, third = (one.key for one in found)
+    assert first == second is not None and third is None
+    anonymous = SIGNER.token("r", None, "m", "c")
+    other = EventInput(user_id="u2", item_id="i", event_id="e", attribution_token=anonymous)
+    (fourth,), _ = attributed([other], set(), SIGNER, "id")
+    assert fourth.key not in (None, first)
+
+
+def test_every_bit_of_a_token_counts():
+    token = SIGNER.token("r", "u1", "m", "c")
+    assert SIGNER.read(token).request_id == "r"
+    for place in range(len(token)):
+        changed = token[:place] + ("A" if token[place] != "A" else "B") + token[place + 1 :]
+        with pytest.raises(BadToken):
+            SIGNER.read(changed)
+    for cut in (1, 4, 16, len(token) - 1):
+        with pytest.raises(BadToken):
+            SIGNER.read(token[:-cut])
+
+
+def test_a_short_key_signs_nothing():
+    Signer(b"k" * 16)
+    with pytest.raises(ValueError, match="16 bytes or more, got 15"):
+        Signer(b"k" * 15)
