@@ -25,6 +25,7 @@ CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
 
 Position = tuple[int, int]  # line from 1, column from 0
 Span = tuple[Position, Position]
+Change = tuple[str, int]  # operator, and number of its occurrence in the file
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def draw(
         seed: Seed of the draw.
         allowed: Patterns of operators, as in `operators`.
     """
-    places: dict[str, tuple[str, list[tuple[str, int]]]] = {}
+    places: dict[str, tuple[str, list[Change]]] = {}
     chosen = operators(allowed)
     texts = {file: (root / file).read_text(encoding="utf-8") for file in files}
     for file, text in texts.items():
@@ -117,11 +118,13 @@ def make_mutant(promise: str, name: str, file: str, before: str, after: str) -> 
     return Mutant(promise, name, file, place, old, new, after)
 
 
-def _places(text: str, chosen: dict[str, Operator]) -> Iterator[tuple[Position, list[tuple[str, int]]]]:
+def _places(
+    text: str, chosen: dict[str, Operator]
+) -> Iterator[tuple[Position, list[tuple[str, int]]]]:
     """Yields each place that a mutation can change, with its operators and their occurrences."""
     nodes = list(ast_nodes(get_ast(text)))
     spans = list(excluded_spans(ast.parse(text)))
-    found: dict[Position, list[tuple[str, int]]] = {}
+    found: dict[Position, list[Change]] = {}
     for name, operator in chosen.items():
         occurrence = 0
         for node in nodes:
