@@ -61,6 +61,7 @@ class IdAssigner:
         if not len(vectors):
             return []
         taken: set[bytes] = set()
+        full: set[bytes] = set()  # codes without a free id; similar vectors look at the same ones
         # Equal vectors share a search: an id that one of them found taken stays taken.
         searches: dict[bytes, Iterator[np.ndarray]] = {}
         assigned: list[np.ndarray | None] = []
@@ -71,8 +72,8 @@ class IdAssigner:
             if found is None:
                 name = vector.tobytes()
                 if name not in searches:
-                    first = self._free(version, codes, sharing[number], taken)
-                    searches[name] = chain(first, self._near(version, codes, vector, taken))
+                    first = self._free(version, codes, sharing[number], taken, full)
+                    searches[name] = chain(first, self._near(version, codes, vector, taken, full))
                 found = next(searches[name], None)
             if found is not None:
                 taken.add(found.tobytes())
@@ -99,11 +100,20 @@ class IdAssigner:
         return own if mine == row or version.is_gone(mine) else None
 
     def _free(
-        self, version: CatalogVersion, codes: np.ndarray, rows: np.ndarray, taken: set[bytes]
+        self,
+        version: CatalogVersion,
+        codes: np.ndarray,
+        rows: np.ndarray,
+        taken: set[bytes],
+        full: set[bytes],
     ) -> Iterator[np.ndarray]:
-        """Yields the free ids with these codes. `rows` are the bundle's items with them."""
-        owners = {self.index.codes[row].tobytes(): row for row in rows.tolist()}
+        """Yields the free ids with these codes, which the caller takes, and adds the codes to
+        `full` after the last one. `rows` are the bundle's items with them.
+        """
         stem = codes.astype(np.uint16).tobytes()
+        if stem in full:
+            return
+        owners = {self.index.codes[row].tobytes(): row for row in rows.tolist()}
         for code in range(self.ids_per_tuple):
             # The id's bytes as uint16: the quantiser's codes, then the disambiguation code.
             last = code.to_bytes(2, sys.byteorder) if self.index.has_disambiguation else b""
@@ -112,18 +122,28 @@ class IdAssigner:
             owner = owners.get(name, -1) if owner < 0 else owner
             if name not in taken and (owner < 0 or version.is_gone(owner)):
                 yield np.frombuffer(name, np.uint16)
+        full.add(stem)
 
     def _near(
-        self, version: CatalogVersion, codes: np.ndarray, vector: np.ndarray, taken: set[bytes]
+        self,
+        version: CatalogVersion,
+        codes: np.ndarray,
+        vector: np.ndarray,
+        taken: set[bytes],
+        full: set[bytes],
     ) -> Iterator[np.ndarray]:
         """Yields the free ids with other codes, in the order of the module's docstring."""
         for level in reversed(range(len(codes))):
             others = self._varied(codes, level, vector)
             others = others[others[:, level] != codes[level]]
             for batch in self._completed(others, level + 1, vector):
+                stems = batch.astype(np.uint16)
+                batch = batch[[stem.tobytes() not in full for stem in stems]]
+                if not len(batch):
+                    continue
                 sharing = self.index.decode(batch)
                 for number, near in enumerate(batch):
-                    yield from self._free(version, near, sharing[number], taken)
+                    yield from self._free(version, near, sharing[number], taken, full)
 
     def _completed(
         self, prefixes: np.ndarray, level: int, vector: np.ndarray
