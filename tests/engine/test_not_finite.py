@@ -140,9 +140,10 @@ def world(request):
     return recommending("cpu", request.param)
 
 
-@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
-@pytest.mark.parametrize("which", [0, 2])
-@pytest.mark.parametrize("strategy", [*IN_TREES, *AT_ONCE])
+@pytest.mark.parametrize(
+    "strategy, which, value",
+    covering([*IN_TREES, *AT_ONCE], (0, 2), (NAN, float("inf"), -float("inf"))),
+)
 def test_a_root_that_is_not_finite(world, strategy, which, value):
     scheduler = world.engine.schedulers["recommender"]
     requests = queries_of(world, strategy)
@@ -392,9 +393,9 @@ def assert_one_text_fails(engine, requests, which, tree, forward, **fault):
         assert_same(outcomes(engine, [request])[0], expected)
 
 
-@pytest.mark.parametrize("which", [0, 2])
-@pytest.mark.parametrize("parameters", PARAMETERS)
-@pytest.mark.parametrize("forward", [0, 1, 4])
+@pytest.mark.parametrize(
+    "parameters, forward, which", covering(tuple(PARAMETERS), (0, 1, 4), (0, 2), pairs=True)
+)
 def test_a_text_whose_logits_are_not_finite(parameters, forward, which):
     engine = engine_for(shared_model())
     assert_one_text_fails(engine, texts(parameters), which, which, forward)
