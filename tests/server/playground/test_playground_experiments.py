@@ -8,6 +8,7 @@ import pytest
 
 from recserve.service import Service
 from recserve.service.recommend.recommend import Recommendations
+from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -196,8 +197,7 @@ def test_the_tab_follows_the_server(page, client):
     assert page.run("document.getElementById('error').hidden")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("width, dark", covering((400, 1400), {"light": False, "dark": True}))
 def test_the_tab_fits_the_screen(page, width, dark):
     page.size(width, 900, dark)
     assert page.run(FITS)

@@ -8,6 +8,7 @@ import pytest
 from recserve.features.history.history import EVENT_TYPES
 from recserve.service import Service, ServiceOptions
 from tests.support.experiment_answers import experiments
+from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -53,8 +54,7 @@ def no_error(page):
     assert page.run("document.getElementById('error').hidden")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("width, dark", covering((400, 1400), {"light": False, "dark": True}))
 def test_every_tab_fits_the_screen_in_light_and_dark(page, width, dark):
     page.size(width, 800, dark)
     page.open(f"{page.home}#recommend?compare=nezha")

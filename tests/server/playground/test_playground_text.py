@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.scripted_text import scripted
 
@@ -118,8 +119,7 @@ def test_an_error_shows_the_servers_message(page, client):
     engine.failure = None
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("width, dark", covering((400, 1400), {"light": False, "dark": True}))
 def test_the_tab_fits_the_screen_in_light_and_dark(page, width, dark):
     page.size(width, 800, dark)
     for path in ("", "#text?mode=chat", "#health", "#experiments"):
