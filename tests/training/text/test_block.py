@@ -19,6 +19,7 @@ from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.block import BlockTrainee, train_block
 from recserve.training.text.drafters.block_recipe import BlockRecipe
+from tests.support.grids import chosen
 from tests.support.paths import reference
 from tests.support.text_plain import drawn_model
 
@@ -102,7 +103,7 @@ def accepted(model, network, chain: bool = False) -> float:
     return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", chosen(KINDS, "jetspec", "dspark"))
 def test_training_makes_drafts_longer(kind, model, text, tmp_path):
     own, cut = recipe(kind), (ROWS - 20) * WINDOW
     fresh = BlockTrainee(own, model, text[:cut], text[cut:], seed=0).model.requires_grad_(False)

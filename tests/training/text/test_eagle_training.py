@@ -79,7 +79,10 @@ def accepted(model, network) -> float:
     return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
 
 
-@pytest.mark.parametrize("kind,words", [("eagle", None), ("eagle3", None), ("eagle3", 30)])
+@pytest.mark.parametrize(
+    "kind,words",
+    [("eagle", None), ("eagle3", 30), pytest.param("eagle3", None, marks=pytest.mark.slow)],
+)
 def test_training_makes_drafts_longer(kind, words, model, text, tmp_path):
     own = recipe(kind, words)
     options = TrainOptions(device="cpu", precision="float32")
