@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from recserve.tokenizer.tokenizer import TextTokenizer
-from tests.support.scripted_text import byte_tokenizer
 
 NUM_WORDS, MOST_MIB = 6000, 16
 
 
 def test_random_words_take_little_memory(tmp_path):
     """At the library's own capacity, 6,000 words take 47 MiB."""
+    from tests.support.scripted_text import byte_tokenizer  # the other process needs no torch
+
     code = f"from {__name__} import encode_words; encode_words({str(byte_tokenizer(tmp_path))!r})"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(ran.stdout) < MOST_MIB
