@@ -1,12 +1,15 @@
 """The output folder of a job: what it may replace, and what a loss of power leaves of it."""
 
+import hashlib
 import os
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from recserve.batch.manifest import JOB, MANIFEST, SUCCESS, OutputExists, OutputFolder
-from recserve.batch.part import TEMPORARY, JobPart
-from recserve.batch.source import Partition
+from recserve.batch.part import ERRORS_FOLDER, TEMPORARY, Generated, JobPart, write_part
+from recserve.batch.source import LINE, Partition
 
 
 def partition(number: int) -> Partition:
@@ -121,3 +124,50 @@ def test_every_line_of_the_manifest_is_synced_before_the_next_part(tmp_path, mon
             assert manifest.read_bytes().count(b"\n") == number + 1
         output.finish([partition(number) for number in range(3)], ".parquet")
         assert synced[(tmp_path / SUCCESS).stat().st_ino] == b""
+
+
+class Shout:
+    """A task whose output are lines, and that rejects users of one name."""
+
+    columns, group_rows, suffix, facts = ("user_id",), 2, ".jsonl", {}
+
+    def begin_part(self) -> None:
+        pass
+
+    def __call__(self, users: pa.Table, first_row: int) -> Generated:
+        names = users.column("user_id").to_pylist()
+        good = [f"{first_row} {name}".encode() for name in names if name != "bad"]
+        bad = [b"bad"] * names.count("bad")
+        tables = [pa.table({LINE: pa.array(lines, pa.binary())}) for lines in (good, bad)]
+        return Generated(*tables)
+
+
+def test_a_part_of_lines_is_complete_or_not_there(tmp_path):
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"user_id": ["a", "b", "bad", "c", "d"]}), source)
+    task, out = Shout(), tmp_path / "out"
+    out.mkdir()
+    whole = Partition(0, str(source), "in.parquet", 0, 5)
+    steps = write_part(task, whole, out)
+    assert [next(steps).rows for _ in range(3)] == [2, 2, 1]
+    name = f"{whole.name}.jsonl"
+    assert not (out / name).exists(), "not before its last row"
+    part = next(steps)
+    content = b"0 a\n0 b\n2 c\n4 d\n"
+    assert (out / name).read_bytes() == content
+    assert (part.rows, part.errors, part.bytes) == (4, 1, len(content))
+    assert part.sha256 == hashlib.sha256(content).hexdigest()
+    assert (out / ERRORS_FOLDER / name).read_bytes() == b"bad\n"
+    assert next(steps, None) is None
+    assert not list(out.rglob(f"{TEMPORARY}*"))
+
+
+def test_a_part_that_is_not_finished_leaves_nothing(tmp_path):
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"user_id": ["a", "b", "c"]}), source)
+    out = tmp_path / "out"
+    out.mkdir()
+    steps = write_part(Shout(), Partition(0, str(source), "in.parquet", 0, 3), out)
+    next(steps)
+    steps.close()
+    assert [path for path in out.rglob("*") if path.is_file()] == []
