@@ -35,8 +35,8 @@ from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
 from recserve.engine.runtime.cuda_graphs import CudaRecorder
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_view import TrieView
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
+from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads

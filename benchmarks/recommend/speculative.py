@@ -38,7 +38,7 @@ from recserve.core.request import (
     Slate,
     SlateQuery,
 )
-from recserve.models.drafters.calibration import DraftPlan
+from recserve.models.item_heads import DraftPlan
 from recserve.search.strategies import SpeculativeStrategy
 from recserve.search.strategies.speculative import cheapest_draft
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE

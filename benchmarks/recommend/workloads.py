@@ -18,8 +18,8 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
+from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.service.model_loader import item_index, load_heads

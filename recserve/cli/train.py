@@ -122,13 +122,6 @@ def drafter(
     name: Annotated[
         Literal["speculative", "nezha"], typer.Option(help="The strategy that it is trained for.")
     ] = "speculative",
-    head: Annotated[
-        str,
-        typer.Option(
-            help="Kind of head: recurrent, mlp, lattice, eagle, mask_tokens; or levels, the "
-            "recommender's own level heads, which are only measured."
-        ),
-    ] = "recurrent",
     start_from: FromFlag = None,
     epochs: EpochsFlag = None,
     max_minutes: MinutesFlag = None,
@@ -149,7 +142,7 @@ def drafter(
         return
     if bundle is None:
         raise typer.BadParameter("--bundle is missing; a head for item search needs it")
-    options = replace(options, name=name, head=head, start_from=start_from)
+    options = replace(options, name=name, start_from=start_from)
     _print(train_drafter(Bundle.open(bundle), options))
 
 

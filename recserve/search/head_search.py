@@ -14,8 +14,7 @@ from recserve.kernels.host import on_device
 from recserve.kernels.trie.native_search import ANY, KNOWN
 from recserve.kernels.trie.trie_children import child_log_probs
 from recserve.kernels.trie.trie_view import TrieView
-from recserve.models.drafters.nezha import SelfDraftHead
-from recserve.models.drafters.prefix_head import PrefixHead
+from recserve.models.item_heads import SelfDraftHead
 from recserve.search.beams import Beams
 from recserve.search.descent import descend, native_search_of
 from recserve.search.expansion import best_children, value_at
@@ -34,7 +33,7 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
     if (native := native_search_of(beams, head.search)) is not None:
         levels = beams.trie.num_levels
         return descend(beams, native, levels, widths, contexts=contexts).at(levels)
-    states = head.first_state(beams.last_hidden)
+    states = beams.last_hidden
     while not beams.finished:
         deeper = _expand(beams, states, contexts[:, beams.level], head, widths)
         if deeper.level < beams.trie.num_levels:
@@ -44,7 +43,7 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
 
 
 def likely_prefixes(
-    beams: Beams, head: PrefixHead, widths: list[int], places: list[int], skip_single: bool
+    beams: Beams, head: SelfDraftHead, widths: list[int], places: list[int], skip_single: bool
 ) -> Tensor:
     """Returns keys (as in `Scored`) of the prefixes that the head's own search visits.
 
@@ -59,7 +58,7 @@ def likely_prefixes(
         skip_single: Whether prefixes with one child are left out.
     """
     at = on_device(places, beams.nodes.device)[:, None]
-    beams, contexts = replace(beams, places=at), _contexts(beams, head)
+    beams, contexts = replace(beams, places=at), head.contexts(beams.last_hidden)
     if (native := native_search_of(beams, head.search)) is not None:
         found = descend(beams, native, beams.trie.num_levels, widths, contexts=contexts)
         return found.passed(KNOWN if skip_single else ANY, found.scores_at(places))
@@ -98,7 +97,7 @@ def item_log_probs(
         contexts: [B, L, E] as in `search`.
     """
     nodes = trie.nodes_of_items(rows)
-    parents, state = torch.zeros_like(rows), head.first_state(last_hidden)[owners]
+    parents, state = torch.zeros_like(rows), last_hidden[owners]
     total = torch.zeros(rows.shape, device=last_hidden.device)
     for level, width in enumerate(trie.widths):
         logits = head.level_logits(contexts[owners, level], state, level)
@@ -109,24 +108,16 @@ def item_log_probs(
     return total
 
 
-def _contexts(beams: Beams, head: PrefixHead) -> Tensor:
-    """Returns [B, L, any] what the head reads at each level besides its state."""
-    if head.placeholders is None:
-        return head.contexts(beams.last_hidden)
-    states = [s.placeholder_states for s in beams.sequences if s.placeholder_states is not None]
-    return head.contexts(beams.last_hidden, torch.stack(states))
-
-
-def _states_of_paths(beams: Beams, head: PrefixHead) -> Tensor:
+def _states_of_paths(beams: Beams, head: SelfDraftHead) -> Tensor:
     """Returns [B * W, S] the head's state after the codes of each beam."""
     width = beams.nodes.shape[1]
-    state = head.first_state(beams.last_hidden)[:, None].expand(-1, width, -1).flatten(0, 1)
+    state = beams.last_hidden[:, None].expand(-1, width, -1).flatten(0, 1)
     for level in range(beams.level):
         state = head.step(level, state, _codes(beams.trie, beams.paths[..., level], level))
     return state
 
 
-def _step(before: Beams, beams: Beams, states: Tensor, head: PrefixHead) -> Tensor:
+def _step(before: Beams, beams: Beams, states: Tensor, head: SelfDraftHead) -> Tensor:
     """Returns the head's states one level deeper, for all beams.
 
     Dead beams are included: to count the live ones, the host would have to wait for the device.
@@ -148,7 +139,7 @@ def _codes(trie: TrieView, nodes: Tensor, level: int) -> Tensor:
 
 
 def _expand(
-    beams: Beams, states: Tensor, contexts: Tensor, head: PrefixHead, widths: list[int]
+    beams: Beams, states: Tensor, contexts: Tensor, head: SelfDraftHead, widths: list[int]
 ) -> Beams:
     """Returns the most likely children by the head's own log-probabilities. contexts: [B, E]."""
     context = contexts.repeat_interleave(beams.nodes.shape[1], 0)

@@ -12,8 +12,7 @@ from recserve.core.plugins import Pluggable
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Strategy
 from recserve.models.dense_retriever import DenseRetriever
-from recserve.models.drafters.nezha import SelfDraftHead
-from recserve.models.drafters.prefix_head import PrefixHead
+from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams
 
@@ -30,7 +29,7 @@ class Heads:
         retriever: Retrieves items for `dense` and `specgr`.
     """
 
-    prefixes: PrefixHead | None = None
+    prefixes: SelfDraftHead | None = None
     nezha: SelfDraftHead | None = None
     retriever: DenseRetriever | None = None
 

@@ -17,8 +17,7 @@ from recserve.kernels.int8 import WeightFormat
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import item_vectors, load_retriever
-from recserve.models.drafters.nezha import load_self_draft
-from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head
+from recserve.models.item_heads import SelfDraftHead, load_self_draft
 from recserve.models.loading import DTYPES
 from recserve.models.packing import fastest_dtype, pack_weights
 from recserve.models.ranker import Ranker, load_ranker
@@ -142,9 +141,9 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
             log.warning("%s belongs to another recommender and is unused; train it again", section)
         return same
 
-    prefixes: PrefixHead | None = None
+    prefixes: SelfDraftHead | None = None
     if fits(SPECULATIVE):
-        prefixes = load_prefix_head(bundle.directory(SPECULATIVE), recommender)
+        prefixes = load_self_draft(bundle.directory(SPECULATIVE), recommender)
         prefixes.pack()
     nezha = retriever = None
     if fits(NEZHA):

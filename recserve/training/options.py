@@ -8,9 +8,6 @@ from typing import Literal
 
 import torch
 
-from recserve.models.drafters.draft_network import RECURRENT
-from recserve.models.drafters.prefix_head import HEAD_KINDS, LEVELS
-
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -29,8 +26,6 @@ class TrainOptions:
         precision: `auto` is bfloat16 matrix products if the processor supports them.
         learning_rate: Peak learning rate, above 0.
         name: Which drafter is trained.
-        head: Kind of draft head, one of HEAD_KINDS. `levels` trains nothing: it uses the
-            recommender's own level heads.
         start_from: Older bundle whose head the training of a drafter or a retriever starts from, if
             that has a lower loss than a fresh start.
         llm: Folder of the target of a drafter for texts. Language models that the run writes get
@@ -51,7 +46,6 @@ class TrainOptions:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     learning_rate: float | None = None
     name: Literal["speculative", "nezha"] = "speculative"
-    head: str = RECURRENT
     start_from: Path | None = None
     llm: Path | None = None
 
@@ -67,7 +61,6 @@ class TrainOptions:
         choices = {
             "clock": ("wall", "processor"),
             "device": ("auto", "cpu", "cuda"),
-            "head": HEAD_KINDS,
             "input": ("codes", "items"),
             "name": ("speculative", "nezha"),
             "precision": ("auto", "float32", "bfloat16"),
@@ -75,13 +68,6 @@ class TrainOptions:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}")
-
-        if self.head == LEVELS and self.start_from is not None:
-            raise ValueError("start_from is set and head is 'levels', which trains nothing")
-        if self.head != RECURRENT and self.name == "nezha":
-            raise ValueError(
-                f"head is {self.head!r} and name 'nezha'; nezha needs a recurrent head"
-            )
 
     def torch_device(self) -> torch.device:
         """Returns the device to train on.

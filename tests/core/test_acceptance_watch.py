@@ -10,7 +10,7 @@ from recserve.core.acceptance_watch import KNOWN, PROBE_EVERY, PROBE_LENGTH, Dra
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.models.drafters.calibration import Calibration, DraftPlan
+from recserve.models.item_heads import Calibration, DraftPlan
 from recserve.search.recommend_strategy import Heads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation

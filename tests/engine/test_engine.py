@@ -23,8 +23,8 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
+from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads

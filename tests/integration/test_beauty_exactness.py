@@ -21,8 +21,8 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import build_trie
-from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.inputs import NodeInputs
+from recserve.models.item_heads import load_self_draft
 from recserve.models.recommender import load_recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.training.evaluation.cases import leave_one_out_cases

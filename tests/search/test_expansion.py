@@ -12,7 +12,7 @@ from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.trie.trie import build_trie
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.search.beams import Beams
 from recserve.search.expansion import NO_BOUND, best_children, bound_places
 from recserve.search.filters import RequestFilters

@@ -11,8 +11,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.request import RootKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.models.drafters.calibration import Calibration, DraftPlan
-from recserve.models.drafters.nezha import load_self_draft, save_self_draft
+from recserve.models.item_heads import Calibration, DraftPlan, load_self_draft, save_self_draft
 from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies import SpeculativeStrategy, speculative
 from recserve.search.strategies.speculative import NO_DRAFT, draft_plan, work
@@ -255,6 +254,13 @@ def test_a_saved_head_drafts_the_same(tmp_path):
     other, _ = make(CATALOGUES["deep"], "items", "children")
     with pytest.raises(ValueError, match="was made for"):
         load_self_draft(tmp_path, other)
+
+
+def test_a_head_of_another_kind_is_refused_by_name(tmp_path):
+    """Bundles of November 2026 and before may hold one."""
+    (tmp_path / "config.json").write_text('{"head": "lattice", "hidden_size": 32}')
+    with pytest.raises(ValueError, match="names the head 'lattice'.*recserve train drafter"):
+        load_self_draft(tmp_path, make(CATALOGUES["ordinary"], "items", "children")[0])
 
 
 def test_without_a_head_the_strategy_is_refused():

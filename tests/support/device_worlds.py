@@ -30,8 +30,8 @@ from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
+from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.search.recommend_strategy import Heads

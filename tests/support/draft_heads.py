@@ -2,10 +2,7 @@
 
 import torch
 
-from recserve.models.drafters.calibration import Calibration, DraftPlan
-from recserve.models.drafters.draft_network import DraftNetwork
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
-from recserve.models.drafters.prefix_head import NETWORKS
+from recserve.models.item_heads import Calibration, DraftPlan, SelfDraftConfig, SelfDraftHead
 
 NOTHING = DraftPlan(0.0, 24.0, 2.0, 0.0)
 
@@ -40,15 +37,4 @@ def make_nezha_head(model, placeholders: bool = True) -> SelfDraftHead:
     )
     head = SelfDraftHead(config)
     head.head.weight.data.mul_(4)
-    return head.eval()
-
-
-def make_network(model, kind: str, weights: str = "drawn") -> DraftNetwork:
-    """Returns a head of one kind of NETWORKS: `drawn`, `from-target` or `adversarial`."""
-    torch.manual_seed(3)
-    head = NETWORKS[kind](SelfDraftConfig(32, model.config.codebook_sizes))
-    if weights != "drawn":
-        head.start_from(model)
-    if weights == "adversarial":
-        head.head.weight.data.neg_()
     return head.eval()

@@ -16,7 +16,7 @@ from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft
+from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead, save_self_draft
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
 from recserve.training.ranker.ranker import RankerRecipe, make_ranker

@@ -40,7 +40,7 @@ from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import StepLock
 from recserve.kernels.trie.fixed_trie import CAPACITY, FixedTrie
 from recserve.kernels.trie.trie_view import TrieView
-from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search.beams import Beams

@@ -19,7 +19,7 @@ from recserve.kernels.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie.fixed_trie import FixedTrie
 from recserve.models.attention import PagedAttention
-from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search.scores import level_scores
 from recserve.search.strategies.beam import request_of

@@ -11,8 +11,8 @@ from torch import Tensor
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.inputs import NodeInputs
+from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search import verify as beam_verify

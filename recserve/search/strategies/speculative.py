@@ -18,9 +18,7 @@ from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_children import DEAD
-from recserve.models.drafters.calibration import Calibration, DraftPlan
-from recserve.models.drafters.prefix_head import PrefixHead
-from recserve.models.inputs import NodeInputs
+from recserve.models.item_heads import Calibration, DraftPlan, SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
@@ -39,10 +37,6 @@ UNCALIBRATED = DraftPlan(2.0, 0.0, 0.0, 1.0)
 ROUND_NODES = 20  # nodes of one forward that cost about as much as another round
 # Draft only below this share of beam search's work: the head's own search costs the rest.
 MAX_WORK_SHARE = 0.8
-BOTH_READ = (
-    "mask tokens and the nezha head both read placeholders, and a cached prefix holds one set; "
-    "train another kind of draft head"
-)
 MAX_REPAIRS = 3  # repair rounds before the search goes level by level
 
 
@@ -67,7 +61,7 @@ class SpeculativeStrategy(BeamStrategy):
     def __init__(
         self,
         model: Recommender,
-        head: PrefixHead,
+        head: SelfDraftHead,
         only: DraftPlan | None = None,
         caches: bool = True,
     ) -> None:
@@ -82,23 +76,12 @@ class SpeculativeStrategy(BeamStrategy):
         super().__init__(model)
         self.head, self.only, self.caches = head, only, caches
         self.watch = DraftWatch(self.name, break_even=0.0, pauses=only is None)
-        if head.placeholders is not None:
-            count, device = head.placeholders.shape[0], model.tokens.weight.device
-            self.placeholders = NodeInputs(-1 - torch.arange(count, device=device))
-            model.bind_placeholders(head.placeholders)
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """Returns the strategy for a recommender with a draft head.
-
-        Raises:
-            ValueError: If `nezha` reads placeholders too. A cached prefix holds one set of them.
-        """
+        """Returns the strategy for a recommender with a draft head."""
         if heads.prefixes is None or not model.config.autoregressive:
             return None
-        nezha = None if heads.nezha is None else heads.nezha.placeholders
-        if heads.prefixes.placeholders is not None and nezha is not None:
-            raise ValueError(BOTH_READ)
         return cls(model, heads.prefixes)
 
     def plan(self, request: SlateQuery) -> DraftPlan:
@@ -106,11 +89,10 @@ class SpeculativeStrategy(BeamStrategy):
         return self.only or draft_plan(self.head.calibration, request.width, request.k)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """Returns the nodes of placeholders, plan, all repairs, and beam search itself."""
+        """Returns the nodes of the plan, of all repairs, and of beam search itself."""
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
         drafted = sum(min(math.ceil(self.plan(request).margin * request.width), s) for s in sizes)
         repair = sum(min(request.width, size) for size in sizes)
-        drafted += 0 if self.placeholders is None else len(self.placeholders)
         return drafted + MAX_REPAIRS * repair + super().tree_capacity(request)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:

@@ -8,8 +8,13 @@ from numpy.typing import NDArray
 
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.kernels.trie.trie import Trie
-from recserve.models.drafters.calibration import Calibration, DraftPlan
-from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head, save_prefix_head
+from recserve.models.item_heads import (
+    Calibration,
+    DraftPlan,
+    SelfDraftHead,
+    load_self_draft,
+    save_self_draft,
+)
 from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.speculative import SpeculativeStrategy
@@ -24,7 +29,7 @@ SUFFICIENT_SHARE = 0.98  # share of slates proved in one round at which no wider
 
 
 def calibrate(
-    head: PrefixHead,
+    head: SelfDraftHead,
     target: Recommender,
     trie: Trie,
     codes: NDArray[np.generic],
@@ -73,10 +78,10 @@ def recalibrate(bundle: Bundle, device: torch.device) -> Calibration:
     if not bundle.has(section):
         raise BundleError(f"{bundle.root}: no draft head; run `recserve train drafter` first")
     directory = bundle.directory(section)
-    head = load_prefix_head(directory, frozen.model)
+    head = load_self_draft(directory, frozen.model)
     with torch.no_grad():
         head.calibration = calibrate(head, frozen.model, frozen.trie, frozen.codes, frozen.cases)
-    save_prefix_head(head, directory)
+    save_self_draft(head, directory)
     bundle.commit(section, bundle.manifest.sections[section])
     return head.calibration
 

@@ -3,15 +3,14 @@
 The target reads the training histories with the next item's codes below each position, as in its
 own training. The head reads the position's hidden state and the same codes. For `nezha` it also
 reads the states of the placeholders behind the position. The head of `speculative` minimises the
-Kullback-Leibler divergence from the target's distribution. A head that predicts the target's hidden
-states (EAGLE) learns these too. The head of `nezha` also learns the true next item.
+Kullback-Leibler divergence from the target's distribution. The head of `nezha` also learns the true
+next item.
 
 Sources: AtSpeed, ICLR 2025, section 3. Learning rates of `nezha`: NEZHA, arXiv 2511.18793.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,20 +23,14 @@ from rich.console import Console
 
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.kernels.trie.trie import Trie
-from recserve.models.drafters.draft_network import DraftNetwork, SelfDraftConfig
-from recserve.models.drafters.level_draft import LevelDraftHead
-from recserve.models.drafters.nezha import SelfDraftHead
-from recserve.models.drafters.prefix_head import (
-    LEVELS,
-    NETWORKS,
-    PrefixHead,
-    load_prefix_head,
-    reads_placeholders,
-    save_prefix_head,
+from recserve.models.item_heads import (
+    SelfDraftConfig,
+    SelfDraftHead,
+    load_self_draft,
+    save_self_draft,
 )
 from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads
-from recserve.search.strategies.speculative import BOTH_READ
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
@@ -109,7 +102,7 @@ class DrafterTrainee:
             events.offsets, events.item_rows, frozen.codes, frozen.trie, config
         )
         self.paths = node_paths(self.trie)
-        self.model = NETWORKS[options.head](
+        self.model = SelfDraftHead(
             SelfDraftConfig(config.decoder.hidden_size, config.codebook_sizes, name == "nezha")
         ).to(self.trie.device)
         self.model.start_from(self.target)
@@ -128,9 +121,6 @@ class DrafterTrainee:
         parts = {"divergence": sums.divergence.detach() / count}
         if weight:
             parts["surprise"] = sums.surprise.detach() / count
-        if sums.regression is not None:
-            total = total + sums.regression / count
-            parts["features"] = sums.regression.detach() / count
         return StepLoss(total, parts, count)
 
     def validate(self) -> dict[str, float]:
@@ -142,7 +132,6 @@ class DrafterTrainee:
         width = self.recipe.validation_width
         if self.name == "speculative":
             return draft_metrics(self.model, self.target, self.trie, self.codes, self.cases, width)
-        assert isinstance(self.model, SelfDraftHead)  # `TrainOptions` refuses other kinds
         slates = Slates(self.target, self.trie, self.codes, Heads(nezha=self.model))
         options = SlateOptions(width, strategy="nezha")
         ranks = [
@@ -160,8 +149,7 @@ def train_drafter(
 ) -> TrainReport:
     """Trains a draft head for the strategy `options.name` and records it in the bundle.
 
-    The head is written to `drafters/` and its name. With `options.head` set to `levels` nothing is
-    trained: the recommender's level heads become the draft head and are calibrated.
+    The head is written to `drafters/` and its name.
 
     Args:
         bundle: A bundle with an autoregressive recommender.
@@ -171,7 +159,7 @@ def train_drafter(
 
     Raises:
         BundleError: If the bundle has no recommender, or one without beam search, or if
-            `options.start_from` has no such head, or if two heads would read placeholders.
+            `options.start_from` has no such head.
         ValueError: If the head of `options.start_from` has other codes or another size.
     """
     recipe = recipe or RECIPES[options.name]
@@ -179,10 +167,7 @@ def train_drafter(
     frozen = FrozenRecommender.open(bundle, options.torch_device())
     if not frozen.model.config.autoregressive:
         raise BundleError(f"{bundle.root}: a model of level heads alone has no beams to draft for")
-    if options.head == LEVELS:
-        return _level_heads(bundle, frozen, recipe)
     trainee = DrafterTrainee(recipe, frozen, options)
-    _check_placeholders(bundle, trainee)
     start = None if options.start_from is None else _warm_start(trainee, options.start_from)
     directory = bundle.directory(section)
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
@@ -190,18 +175,9 @@ def train_drafter(
         trainee.model.calibration = calibrate(
             trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases
         )
-    save_prefix_head(trainee.model, directory)
+    save_self_draft(trainee.model, directory)
     _record(bundle, section, report, start)
     return report
-
-
-def _check_placeholders(bundle: Bundle, trainee: DrafterTrainee) -> None:
-    """Raises BundleError if this head and the bundle's other head would both read placeholders."""
-    section = "drafters/" + ("speculative" if trainee.name == "nezha" else "nezha")
-    if trainee.model.placeholders is None or not bundle.has(section):
-        return
-    if reads_placeholders(bundle.directory(section)):
-        raise BundleError(f"{bundle.root}: {BOTH_READ}")
 
 
 def _warm_start(trainee: DrafterTrainee, old: Path) -> Start:
@@ -216,34 +192,11 @@ def _warm_start(trainee: DrafterTrainee, old: Path) -> Start:
     """
     section = f"drafters/{trainee.name}"
     folder = old_section(Bundle.open(old), section).directory(section)
-    head = load_prefix_head(folder, trainee.target)
-    if not isinstance(head, DraftNetwork):
-        raise BundleError(f"{old}: {section} is made of level heads, which have no weights")
-    if head.kind != trainee.model.kind:
-        raise BundleError(f"{old}: {section} is a {head.kind} head; train it with the same --head")
+    head = load_self_draft(folder, trainee.target)
     weights = head.state_dict()
     bound = ("tokens.", "head.", "placeholders")  # made for the old recommender
     cells = {name: value for name, value in weights.items() if not name.startswith(bound)}
     return choose_start(trainee, {"old head": weights, "old cells": cells})
-
-
-def _level_heads(bundle: Bundle, frozen: FrozenRecommender, recipe: DrafterRecipe) -> TrainReport:
-    """Calibrates the recommender's level heads as drafter of `speculative`; trains nothing."""
-    model, began = frozen.model, time.monotonic()
-    if not model.config.level_heads:
-        raise BundleError(f"{bundle.root}: the recommender was trained without level heads")
-    cases = frozen.cases.sample(recipe.validation_users)
-    head, width = LevelDraftHead(model), recipe.validation_width
-    with torch.no_grad():
-        metrics = draft_metrics(head, model, frozen.trie, frozen.codes, cases, width)
-        head.calibration = calibrate(head, model, frozen.trie, frozen.codes, cases)
-    section = "drafters/speculative"
-    directory = bundle.directory(section)
-    save_prefix_head(head, directory)
-    seconds = time.monotonic() - began
-    report = TrainReport(0, 0, "one_round", metrics, "epochs", seconds, directory)
-    _record(bundle, section, report)
-    return report
 
 
 def _record(bundle: Bundle, section: str, report: TrainReport, start: Start | None = None) -> None:
@@ -254,7 +207,7 @@ def _record(bundle: Bundle, section: str, report: TrainReport, start: Start | No
 
 
 def draft_metrics(
-    head: PrefixHead,
+    head: SelfDraftHead,
     target: Recommender,
     trie: Trie,
     codes: NDArray[np.generic],

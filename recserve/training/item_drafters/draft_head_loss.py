@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.draft_network import DraftNetwork
+from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.training.recommender.history_trees import HistoryBatch
 from recserve.training.recommender.objectives import MASKED
@@ -64,7 +63,7 @@ class TargetStates:
     contexts: Tensor | None
 
 
-def read(head: DraftNetwork, target: Recommender, batch: HistoryBatch) -> TargetStates:
+def read(head: SelfDraftHead, target: Recommender, batch: HistoryBatch) -> TargetStates:
     """Runs the frozen target over a batch of trees.
 
     For a head with placeholders, a chain of P placeholders follows every position that predicts an
@@ -112,17 +111,14 @@ class HeadLoss:
     Attributes:
         divergence: KL(target || head).
         surprise: The head's negative log-probability of the true next items.
-        regression: Smooth L1 distance between predicted and true hidden states of the target, as a
-            mean over E. None for a head that predicts none.
     """
 
     divergence: Tensor
     surprise: Tensor
-    regression: Tensor | None
 
 
 def head_loss(
-    head: DraftNetwork,
+    head: SelfDraftHead,
     target: Recommender,
     trie: Trie,
     paths: Tensor,
@@ -150,11 +146,10 @@ def head_loss(
     codes = target.item_tokens[batch.trunk_rows] - torch.tensor(
         config.level_offsets, device=roots.device
     )
-    states, contexts = [head.first_state(roots)], head.contexts(roots, reading.contexts)
+    states, contexts = [roots], head.contexts(roots, reading.contexts)
     for level in range(config.num_levels - 1):
         states.append(head.step(level, states[-1], codes[:, level]))
     divergence = surprise = roots.new_zeros((), dtype=torch.float32)
-    regression: Tensor | None = None
     for level in range(head.first_level, config.num_levels):
         part = (batch.target_levels == level).nonzero().flatten()
         if not part.shape[0]:
@@ -170,10 +165,7 @@ def head_loss(
             wanted = wanted.gather(1, index).masked_fill(~valid, MASKED)
             given = given.gather(1, index).masked_fill(~valid, MASKED)
             truth = paths[rows, level + 1] - trie.first_child[paths[rows, level]].long()
-        if (feature := head.feature(states[level][item])) is not None:
-            apart = F.smooth_l1_loss(feature.float(), hidden[nodes].float(), reduction="none")
-            regression = (0.0 if regression is None else regression) + apart.mean(-1).sum()
         wanted, given = wanted.log_softmax(-1), given.log_softmax(-1)
         divergence = divergence + (wanted.exp() * (wanted - given)).sum()
         surprise = surprise - given.gather(1, truth[:, None]).sum()
-    return HeadLoss(divergence, surprise, regression)
+    return HeadLoss(divergence, surprise)

@@ -15,7 +15,7 @@ import torch
 from recserve.kernels import dispatch
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.models.drafters.calibration import DraftPlan
+from recserve.models.item_heads import DraftPlan
 from tests.support.device_worlds import ITEMS, SIZES, recommending
 from tests.support.grids import covering
 from tests.support.recorded_searches import SHAPES, assert_same, with_searches

@@ -23,7 +23,7 @@ from recserve.kernels.trie.native_search import (
 from recserve.kernels.trie.native_trie import BaseArrays, NativeTrie, Prefixes
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import ChildQuery, best_children
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.search.recommend_strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering

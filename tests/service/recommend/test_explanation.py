@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from recserve.models.drafters.calibration import DraftPlan
+from recserve.models.item_heads import DraftPlan
 from recserve.schemas.items import RecommendRequest, UserRef
 from recserve.search.strategies import slate_trees
 

@@ -13,7 +13,7 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.cli import app
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, load_self_draft
+from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead, load_self_draft
 from recserve.models.recommender import load_recommender
 from recserve.training.item_drafters.draft_head import DrafterRecipe, train_drafter
 from recserve.training.item_drafters.draft_head_loss import TargetStates, head_loss, read
