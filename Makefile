@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 BUDGET ?= 10
 CAMPAIGN_ARGS ?=
 MUTANTS_ARGS ?=
+REPLAY_ARGS ?=
 DEMO_ARGS ?=
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
@@ -48,6 +49,10 @@ test-slow: $(DEV) redis promtool chromium clang
 
 test-all: $(DEV) redis promtool chromium clang
 	$(PYTEST) $(PYTEST_ARGS)
+
+# All recorded requests again, over HTTP and in process; REPLAY_ARGS='--record "REASON"' stores wanted changes.
+replay: $(DEV)
+	OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m tests.recorded $(REPLAY_ARGS)
 
 # Overload, faults and attacks against real servers, for BUDGET minutes; the figures go to build/campaign.*
 campaign: $(FUZZ) redis

@@ -1,0 +1,1 @@
+"""Recorded answers: files, requests and their answers that every later commit must reproduce."""

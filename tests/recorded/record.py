@@ -1,0 +1,155 @@
+"""Records answers: those of new requests, and wanted changes with their reason."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.recorded.cases import ANSWERS, Case, read_cases, write_cases
+from tests.recorded.compare import differences
+from tests.recorded.replay import Finding
+from tests.recorded.ways import HttpWay, ServiceWay, expected_of_service
+from tests.recorded.worlds import WORLDS, World
+
+CHANGES = ANSWERS / "changes.md"
+MIN_REASON = 20  # characters
+# Differences between two kernels may be this large at most. Replays allow more, so that a third
+# kernel is allowed too.
+RECORDING_TOLERANCE = 5e-6
+# Two scores of one list that are closer may change places on another processor.
+MIN_GAP = 2e-5
+TIERS: dict[str, dict[str, str]] = {"native": {}, "torch": {"RECSERVE_KERNELS": "torch"}}
+
+
+def answer_cases(world: World, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Returns the answers of a server process."""
+    with tempfile.TemporaryDirectory() as folder, HttpWay(world, Path(folder)) as way:
+        way.wait()
+        return [way.ask(case) for case in cases]
+
+
+def answers_in(tier: str, world: World, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Returns the answers of a server whose kernels are those of a tier."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_cases(world.name, cases, Path(folder))
+        command = [sys.executable, "-m", "tests.recorded.record", world.name, folder]
+        environment = {**os.environ, **TIERS[tier]}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def record_all(world: World, drawn: Sequence[Case]) -> list[Case]:
+    """Records drawn requests; those whose answer depends on the kernels are left out.
+
+    An answer may depend on the requests before it, so after leaving some out the others are asked
+    again.
+
+    Raises:
+        RuntimeError: If the answers of two tiers still differ after some rounds.
+    """
+    cases = list(drawn)
+    for _ in range(8):
+        with ThreadPoolExecutor() as pool:
+            futures = [pool.submit(answers_in, tier, world, cases) for tier in TIERS]
+        answers = [future.result() for future in futures]
+        kept: list[Case] = []
+        for case, one, other in zip(cases, *answers, strict=True):
+            found = list(differences(one, other, RECORDING_TOLERANCE))
+            if found or (near_tie(one) and "scoring" not in case.route):
+                print(f"left out: {case.route} {case.at}: {found[0] if found else 'near tie'}")
+            else:
+                kept.append(replace(case, answer=one))
+        if len(kept) == len(cases):
+            return mark_service(world, [replace(c, at=n) for n, c in enumerate(kept)])
+        cases = kept
+    raise RuntimeError(f"{world.name}: answers still differ between the tiers")
+
+
+def near_tie(answer: Any) -> bool:
+    """Returns whether two neighbours of a list have nearly equal scores."""
+    if isinstance(answer, dict):
+        return any(map(near_tie, answer.values()))
+    if not isinstance(answer, list):
+        return False
+    scores = [
+        one[name]
+        for one in answer
+        if isinstance(one, dict)
+        for name in ("score", "relevance_score")
+        if isinstance(one.get(name), float)
+    ]
+    gaps = [abs(a - b) for a, b in zip(scores, scores[1:], strict=False)]
+    return any(gap < MIN_GAP for gap in gaps) or any(map(near_tie, answer))
+
+
+def mark_service(world: World, cases: list[Case]) -> list[Case]:
+    """Marks the cases to which `Service` gives the same answer, and prints the others."""
+    if world.bundle is None:
+        return cases
+    marked: list[Case] = []
+    with tempfile.TemporaryDirectory() as folder, ServiceWay(world, Path(folder)) as way:
+        for case in cases:
+            got = way.ask(case)
+            wanted = expected_of_service(case.answer)
+            found = [] if got is None else list(differences(wanted, got, RECORDING_TOLERANCE))
+            if found:
+                print(f"HTTP only: {case.route} {case.at}: {found[0]}")
+            marked.append(replace(case, service=got is not None and not found))
+    return marked
+
+
+def check_reason(reason: str) -> None:
+    """Raises ValueError if a reason is too short to be one."""
+    if len(reason.strip()) < MIN_REASON:
+        raise ValueError(f"a reason has {MIN_REASON} characters or more, got {reason!r}")
+
+
+def record_changes(
+    findings: Sequence[Finding], reason: str, files: bool = False, folder: Path = ANSWERS
+) -> int:
+    """Replaces answers that differ, and writes the reason down.
+
+    Args:
+        findings: What the replay has found.
+        reason: Why the new answers are right.
+        files: True if the answers of `files_check` change too; they are not replaced here.
+        folder: Folder of the answers.
+
+    Returns:
+        The number of changed answers.
+
+    Raises:
+        ValueError: If the reason is too short to be one, or only `Service` answers differently.
+    """
+    check_reason(reason)
+    new = {(f.world, f.case.at): f.got for f in findings if f.way == "http"}
+    alone = [f for f in findings if (f.world, f.case.at) not in new]
+    if alone:
+        raise ValueError(f"Service and HTTP give different answers; they must agree: {alone[0]}")
+    counts: Counter[str] = Counter()
+    for name in sorted({world for world, _ in new}):
+        cases = read_cases(name, folder)
+        changed = [replace(c, answer=new.get((name, c.at), c.answer)) for c in cases]
+        counts.update(f"{name}/{c.route}" for c in cases if (name, c.at) in new)
+        write_cases(name, changed, folder)
+    lines = [f"- {route}: {count}\n" for route, count in sorted(counts.items())]
+    lines += ["- files\n"] if files else []
+    today = datetime.datetime.now(datetime.UTC).date()
+    with (folder / CHANGES.name).open("a", encoding="utf-8") as file:
+        file.write(f"\n## {today}: {reason.strip()}\n\n{''.join(lines)}")
+    return counts.total()
+
+
+if __name__ == "__main__":
+    for found in answer_cases(WORLDS[sys.argv[1]], read_cases(sys.argv[1], Path(sys.argv[2]))):
+        print(json.dumps(found))

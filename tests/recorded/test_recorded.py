@@ -1,0 +1,115 @@
+"""Every recorded answer is given again, over HTTP and by `Service`; wrong answers are found."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from recserve.features.catalog import filters
+from recserve.schemas import validation
+from tests.recorded import record
+from tests.recorded.cases import ANSWERS, read_cases, write_cases
+from tests.recorded.compare import differences
+from tests.recorded.files_check import check_files
+from tests.recorded.replay import replay_http, replay_service
+from tests.recorded.worlds import WORLDS, World
+
+WITH_BUNDLE = [name for name, world in WORLDS.items() if world.bundle is not None]
+SHOWN = 20
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_server_gives_the_recorded_answers(name):
+    found = list(replay_http(WORLDS[name], read_cases(name)))
+    assert not found, report(found)
+
+
+@pytest.mark.parametrize("name", WITH_BUNDLE)
+def test_service_gives_the_recorded_answers(name):
+    found = list(replay_service(WORLDS[name], read_cases(name)))
+    assert not found, report(found)
+
+
+def test_recorded_files_can_be_used():
+    found = check_files()
+    assert not found, report(found)
+
+
+def report(found: list) -> str:
+    return "\n".join([f"{len(found)} differences", *map(str, found[:SHOWN])])
+
+
+def some_cases(route: str, status: int, count: int = 60):
+    """Returns cases at the beginning of the world `items`, before anything is changed."""
+    cases = [c for c in read_cases("items") if c.route == route and c.service]
+    return [c for c in cases if c.answer["status"] == status][:count]
+
+
+def replayed(cases, world: World = WORLDS["items"]) -> list[str]:
+    return [str(finding) for finding in replay_service(world, cases)]
+
+
+def test_scores_that_are_off_by_1e_4_are_found(monkeypatch):
+    """The norm before the recommender's head is scaled by 1.0005."""
+    prepare = World.prepare
+
+    def scaled(world, folder):
+        settings = prepare(world, folder)
+        path = folder / "bundles" / "items" / "recommender" / "model.safetensors"
+        weights = load_file(path)
+        weights["decoder.norm.weight"] = weights["decoder.norm.weight"] * 1.0005
+        save_file(weights, path)
+        return settings
+
+    cases = some_cases("post-v1-recommend", 200)
+    assert not replayed(cases)
+    monkeypatch.setattr(World, "prepare", scaled)
+    found = replayed(cases)
+    assert sum(".score" in line for line in found) > 50
+
+
+def test_range_filter_without_its_lower_end_is_found(monkeypatch):
+    cases = [c for c in some_cases("post-v1-recommend", 200, 400) if "range" in json.dumps(c.body)]
+    number = filters._number
+    monkeypatch.setattr(filters, "_number", lambda value: np.nextafter(number(value), np.inf))
+    assert any(".items" in line for line in replayed(cases))
+
+
+def test_another_error_message_is_found(monkeypatch):
+    cases = some_cases("post-v1-recommend", 422)
+    assert cases and not replayed(cases)
+    summary = validation._summary
+    monkeypatch.setattr(validation, "_summary", lambda value: summary(value).upper())
+    assert any(".message" in line for line in replayed(cases))
+
+
+def test_every_promised_field_counts():
+    case = some_cases("post-v1-recommend", 200)[0]
+    body = case.answer["body"]
+    for name in body:
+        other = {**case.answer, "body": {n: v for n, v in body.items() if n != name}}
+        assert [d.place for d in differences(case.answer, other)] == [f"$.body.{name}"]
+
+
+@pytest.mark.parametrize("reason", ["", "   ", "wanted"])
+def test_a_change_needs_a_reason(reason):
+    with pytest.raises(ValueError, match="a reason has 20 characters"):
+        record.record_changes([], reason)
+
+
+def test_a_wanted_change_is_recorded_with_its_reason(tmp_path):
+    """Only the answer that differs changes, and the log names reason and route."""
+    case = read_cases("product")[0]
+    wrong = {**case.answer, "status": 500}
+    folder = tmp_path / "answers"
+    write_cases("product", [replace(case, answer=wrong)], folder)
+    shutil.copy(ANSWERS / "changes.md", folder)
+    found = list(replay_http(WORLDS["product"], read_cases("product", folder)))
+    assert [f.difference.place for f in found] == ["$.status"]
+    assert record.record_changes(found, "the server no longer fails here", folder=folder) == 1
+    assert [c.answer for c in read_cases("product", folder)] == [case.answer]
+    log = (folder / "changes.md").read_text()
+    assert "the server no longer fails here" in log and f"product/{case.route}: 1" in log
