@@ -27,6 +27,7 @@ class Case:
         raw: Body that is sent as it is, in place of `body`.
         headers: Further headers.
         service: True if `Service` gives the same answer.
+        steady: False if the answer depends on the kernels; then only its status is compared.
         answer: Status, headers and body; empty before it is recorded.
     """
 
@@ -38,12 +39,13 @@ class Case:
     raw: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     service: bool = False
+    steady: bool = True
     answer: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
         """Returns the case as a line of JSON, without fields that have their default."""
         fields = {name: value for name, value in asdict(self).items() if name != "route"}
-        unset = {"body": None, "raw": None, "headers": {}, "service": False}
+        unset = {"body": None, "raw": None, "headers": {}, "service": False, "steady": True}
         given = {n: v for n, v in fields.items() if n not in unset or v != unset[n]}
         return json.dumps(given, ensure_ascii=False, separators=(",", ":"))
 

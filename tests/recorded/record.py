@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +14,7 @@ from tests.recorded.cases import ANSWERS, Case, read_cases, write_cases
 from tests.recorded.compare import differences
 from tests.recorded.replay import Finding
 from tests.recorded.ways import HttpWay, ServiceWay, expected_of_service
-from tests.recorded.worlds import WORLDS, World
+from tests.recorded.worlds import World
 
 CHANGES = ANSWERS / "changes.md"
 MIN_REASON = 20  # characters
@@ -28,7 +23,6 @@ MIN_REASON = 20  # characters
 RECORDING_TOLERANCE = 5e-6
 # Two scores of one list that are closer may change places on another processor.
 MIN_GAP = 2e-5
-TIERS: dict[str, dict[str, str]] = {"native": {}, "torch": {"RECSERVE_KERNELS": "torch"}}
 
 
 def answer_cases(world: World, cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -38,47 +32,35 @@ def answer_cases(world: World, cases: Sequence[Case]) -> list[dict[str, Any]]:
         return [way.ask(case) for case in cases]
 
 
-def answers_in(tier: str, world: World, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Returns the answers of a server whose kernels are those of a tier."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_cases(world.name, cases, Path(folder))
-        command = [sys.executable, "-m", "tests.recorded.record", world.name, folder]
-        environment = {**os.environ, **TIERS[tier]}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def record_all(world: World, drawn: Sequence[Case]) -> list[Case]:
-    """Records drawn requests; those whose answer depends on the kernels are left out.
+    """Returns drawn requests with the answers of this machine's own kernels."""
+    cases = [replace(c, answer=a) for c, a in zip(drawn, answer_cases(world, drawn), strict=True)]
+    return mark_service(world, [replace(c, steady=c.steady and not near_tie(c)) for c in cases])
 
-    An answer may depend on the requests before it, so after leaving some out the others are asked
-    again.
 
-    Raises:
-        RuntimeError: If the answers of two tiers still differ after some rounds.
+def mark_unsteady(world: World, cases: Sequence[Case]) -> list[Case]:
+    """Marks the cases to which the kernels of this process' environment give another answer.
+
+    They are sent all the same, because later answers may depend on them.
     """
-    cases = list(drawn)
-    for _ in range(8):
-        with ThreadPoolExecutor() as pool:
-            futures = [pool.submit(answers_in, tier, world, cases) for tier in TIERS]
-        answers = [future.result() for future in futures]
-        kept: list[Case] = []
-        for case, one, other in zip(cases, *answers, strict=True):
-            found = list(differences(one, other, RECORDING_TOLERANCE))
-            if found or (near_tie(one) and "scoring" not in case.route):
-                print(f"left out: {case.route} {case.at}: {found[0] if found else 'near tie'}")
-            else:
-                kept.append(replace(case, answer=one))
-        if len(kept) == len(cases):
-            return mark_service(world, [replace(c, at=n) for n, c in enumerate(kept)])
-        cases = kept
-    raise RuntimeError(f"{world.name}: answers still differ between the tiers")
+    marked: list[Case] = []
+    for case, got in zip(cases, answer_cases(world, cases), strict=True):
+        found = list(differences(case.answer, got, RECORDING_TOLERANCE)) if case.steady else []
+        if found:
+            print(f"unsteady: {world.name}/{case.route} {case.at}: {found[0]}")
+        marked.append(replace(case, steady=case.steady and not found))
+    return marked
 
 
-def near_tie(answer: Any) -> bool:
+def near_tie(case: Case) -> bool:
+    """Returns whether the answer sorts two items by nearly equal scores."""
+    return "scoring" not in case.route and has_near_tie(case.answer)
+
+
+def has_near_tie(answer: Any) -> bool:
     """Returns whether two neighbours of a list have nearly equal scores."""
     if isinstance(answer, dict):
-        return any(map(near_tie, answer.values()))
+        return any(map(has_near_tie, answer.values()))
     if not isinstance(answer, list):
         return False
     scores = [
@@ -89,7 +71,7 @@ def near_tie(answer: Any) -> bool:
         if isinstance(one.get(name), float)
     ]
     gaps = [abs(a - b) for a, b in zip(scores, scores[1:], strict=False)]
-    return any(gap < MIN_GAP for gap in gaps) or any(map(near_tie, answer))
+    return any(gap < MIN_GAP for gap in gaps) or any(map(has_near_tie, answer))
 
 
 def mark_service(world: World, cases: list[Case]) -> list[Case]:
@@ -148,8 +130,3 @@ def record_changes(
     with (folder / CHANGES.name).open("a", encoding="utf-8") as file:
         file.write(f"\n## {today}: {reason.strip()}\n\n{''.join(lines)}")
     return counts.total()
-
-
-if __name__ == "__main__":
-    for found in answer_cases(WORLDS[sys.argv[1]], read_cases(sys.argv[1], Path(sys.argv[2]))):
-        print(json.dumps(found))

@@ -40,7 +40,7 @@ USUAL = {
     "x-request-id": "<id>",
     "x-content-type-options": "nosniff",
 }
-START_S, ANSWER_S, STOP_S = 120, 60, 20
+START_S, ANSWER_S, STOP_S = 400, 120, 60
 TOKEN = "$token"  # in a request: the attribution token of the answer before
 HEAD = ("id", "object", "created", "model", "system_fingerprint")
 LOADED = ("post-admin-bundle-load", "post-admin-bundle-rollback")
