@@ -120,12 +120,11 @@ def answers_of_files() -> dict[str, Any]:
     found["slate log"] = stable(json.loads(json.dumps(table.to_pylist(), default=str)), {})
     with tempfile.TemporaryDirectory() as copied, contextlib.chdir(copied):
         copy_files(FILES, Path())
-        store = ("--store", "lmdb:bundles/items.history")
         whose = ("--bundle", "bundles/items", "--user", "user003", "--device", "cpu")
         candidates = ("--item", "item001,item002,item003")
         for arguments in (
             *(("bundle", "verify", f"bundles/{n}") for n in ("items", "codes", "product", "next")),
-            ("history", "show", "user003", *store),
+            ("history", "show", "user003", "--bundle", "bundles/items"),
             ("recommend", *whose, "-k", "3", "--strategy", "beam", "--json"),
             ("rank", *whose, *candidates, "--json"),
         ):
