@@ -82,11 +82,12 @@ def mark_service(world: World, cases: list[Case]) -> list[Case]:
     with tempfile.TemporaryDirectory() as folder, ServiceWay(world, Path(folder)) as way:
         for case in cases:
             got = way.ask(case)
-            wanted = expected_of_service(case.answer)
-            found = [] if got is None else list(differences(wanted, got, RECORDING_TOLERANCE))
-            if found:
-                print(f"HTTP only: {case.route} {case.at}: {found[0]}")
-            marked.append(replace(case, service=got is not None and not found))
+            if got is not None:
+                found = list(differences(expected_of_service(case.answer), got))
+                case = replace(case, service=not found)
+                if found:
+                    print(f"HTTP only: {case.route} {case.at}: {found[0]}")
+            marked.append(case)
     return marked
 
 

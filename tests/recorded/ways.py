@@ -262,8 +262,11 @@ def names_of(versions: dict[str, Any]) -> dict[str, str]:
 
 def expected_of_service(answer: dict[str, Any]) -> dict[str, Any]:
     """Returns what `Service` answers where HTTP gives the recorded answer."""
+    body = answer["body"]
     if answer["status"] < 400:
-        return {"body": answer["body"] or None}
+        label = body.get("experiment") if isinstance(body, dict) else None
+        outside = {"experiment": None} if label is not None and label["arm"] is None else {}
+        return {"body": body | outside if outside else body or None}
     error = answer["body"]["error"]
     return {"error": {"message": error["message"], "param": error["param"]}}
 
