@@ -139,7 +139,8 @@ def printed(*arguments: str) -> str:
     """Runs a command in this process and returns what it prints."""
     output = io.StringIO()
     argv = mock.patch.object(sys, "argv", ["recserve", *arguments])
-    with argv, contextlib.redirect_stdout(output):
+    width = mock.patch.dict(os.environ, {"COLUMNS": "80"})
+    with argv, width, contextlib.redirect_stdout(output):
         try:
             main()
         except SystemExit as end:
