@@ -36,7 +36,7 @@ $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
 PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow campaign mutants sanitize check format install docs package redis promtool chromium clang newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow replay campaign mutants sanitize check format install docs package redis promtool chromium clang newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
