@@ -11,9 +11,9 @@ from typing import Any
 
 # Numbers are stored with this many digits behind the point.
 DIGITS = 6
-# Different kernels add float32 numbers in different orders. A difference counts above
-# TOLERANCE * max(1, |recorded|). README.md in this folder has the largest differences found.
-TOLERANCE = 1e-5
+# Different kernels add float32 numbers in different orders. On AVX2, on SSE and in plain torch the
+# largest difference of any recorded number is 1.0e-5 (a log-probability).
+TOLERANCE = 2e-5
 # Fields that differ between two equal requests, and what is stored for them.
 MASKED_FIELDS = {"attribution_token": "<token>", "created": "<time>"}
 # The program's own version in answers.
@@ -99,7 +99,7 @@ def differences(
 ) -> Iterator[Difference]:
     """Yields the places in which two stable answers differ."""
     if isinstance(recorded, float) and isinstance(got, float):
-        if not abs(recorded - got) <= tolerance * max(1.0, abs(recorded)):
+        if not abs(recorded - got) <= tolerance:
             yield Difference(place, recorded, got)
     elif type(recorded) is not type(got):
         yield Difference(place, recorded, got)

@@ -20,7 +20,7 @@ CHANGES = ANSWERS / "changes.md"
 MIN_REASON = 20  # characters
 # Differences between two kernels may be this large at most. Replays allow more, so that a third
 # kernel is allowed too.
-RECORDING_TOLERANCE = 5e-6
+RECORDING_TOLERANCE = 1e-5
 # Two scores of one list that are closer may change places on another processor.
 MIN_GAP = 2e-5
 
