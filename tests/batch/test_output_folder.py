@@ -19,7 +19,8 @@ def partition(number: int) -> Partition:
 def finished(folder, number: int, content: bytes = b"four") -> JobPart:
     name = f"{partition(number).name}.parquet"
     (folder / name).write_bytes(content)
-    return JobPart(name, "in.parquet", 2 * number, 2, 2, 0, len(content), "0" * 64)
+    digest = hashlib.sha256(content).hexdigest()
+    return JobPart(name, "in.parquet", 2 * number, 2, 2, 0, len(content), digest)
 
 
 def test_folders_above_are_made(tmp_path):
@@ -51,36 +52,40 @@ def test_a_folder_that_only_holds_unfinished_files_is_used(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_overwriting_removes_everything_of_the_earlier_job(tmp_path):
+def test_overwriting_removes_the_parts_of_the_earlier_job(tmp_path, caplog):
+    """Files that no job wrote stay, and a warning names them."""
     with OutputFolder(tmp_path) as output:
-        output.claim({"k": 1})
+        output.claim({"format": 1, "k": 1})
         output.add(finished(tmp_path, 0))
         output.finish([partition(0)], ".parquet")
         assert output.whole
-    (tmp_path / "_errors").mkdir()
-    (tmp_path / "_errors" / "x.jsonl").write_text("{}")
+    (tmp_path / ERRORS_FOLDER).mkdir()
+    (tmp_path / ERRORS_FOLDER / f"{partition(0).name}.jsonl").write_text("{}")
+    (tmp_path / "letter.txt").write_text("x")
     with OutputFolder(tmp_path, overwrite=True) as output:
-        assert list(tmp_path.iterdir()) == [] and output.done == {}
-        output.claim({"k": 2})
+        assert sorted(path.name for path in tmp_path.iterdir()) == [JOB, "letter.txt"]
+        assert list(output.check_parts()) == [] and not output.whole
+        output.claim({"format": 1, "k": 2})
+    assert "letter.txt" in caplog.text
 
 
 def test_facts_may_be_added_but_not_changed(tmp_path):
     with OutputFolder(tmp_path) as output:
-        output.claim({"k": 1})
-        output.claim({"k": 1, "model": "m"})
+        output.claim({"format": 1, "k": 1})
+        output.claim({"format": 1, "k": 1, "model": "m"})
         assert '"model": "m"' in (tmp_path / JOB).read_text()
         with pytest.raises(OutputExists, match="k was 1 and is 2"):
-            output.claim({"k": 2})
+            output.claim({"format": 1, "k": 2})
     with (
         OutputFolder(tmp_path) as output,
         pytest.raises(OutputExists, match="model was 'm' and is 'n'"),
     ):
-        output.claim({"k": 1, "model": "n"})
+        output.claim({"format": 1, "k": 1, "model": "n"})
 
 
 def test_parts_that_are_not_whole_are_forgotten(tmp_path):
     with OutputFolder(tmp_path) as output:
-        output.claim({"k": 1})
+        output.claim({"format": 1, "k": 1})
         parts = [finished(tmp_path, number) for number in range(3)]
         for part in parts:
             output.add(part)
@@ -88,19 +93,20 @@ def test_parts_that_are_not_whole_are_forgotten(tmp_path):
     (tmp_path / parts[0].part).unlink()
     (tmp_path / parts[1].part).write_bytes(b"three")
     with OutputFolder(tmp_path) as output:
-        assert list(output.done) == [parts[2].part] and not output.whole
+        assert list(output.check_parts()) == [parts[2]] == list(output.done.values())
+        assert not output.whole
         assert len((tmp_path / MANIFEST).read_text().splitlines()) == 1
 
 
 def test_the_manifest_is_in_the_order_of_the_input(tmp_path):
     with OutputFolder(tmp_path) as output:
-        output.claim({"k": 1})
+        output.claim({"format": 1, "k": 1})
         for number in (2, 0, 1):
             output.add(finished(tmp_path, number))
         parts = output.finish([partition(number) for number in range(3)], ".parquet")
     assert [part.first_row for part in parts] == [0, 2, 4]
     with OutputFolder(tmp_path) as output:
-        assert list(output.done.values()) == parts and output.whole
+        assert list(output.check_parts()) == parts and output.whole
 
 
 def test_every_line_of_the_manifest_is_synced_before_the_next_part(tmp_path, monkeypatch):
@@ -115,7 +121,7 @@ def test_every_line_of_the_manifest_is_synced_before_the_next_part(tmp_path, mon
                 synced[number] = path.read_bytes()
 
     with OutputFolder(tmp_path) as output:
-        output.claim({"k": 1})
+        output.claim({"format": 1, "k": 1})
         monkeypatch.setattr(os, "fsync", noting)
         for number in range(3):
             output.add(finished(tmp_path, number))

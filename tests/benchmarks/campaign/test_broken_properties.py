@@ -133,9 +133,11 @@ def test_r13_compares_texts_of_each_rule(name, rule, tmp_path):
     service = Service.of_text(text, EngineConfig(invariant=True))
     random, found = np.random.default_rng(0), Losses()
     with broken(name), live(service) as client, ThreadPoolExecutor(8) as pool:
-        for number in range(len(DRAFTERS)):
+        for number in range(4 * len(DRAFTERS)):  # a broken rule shows within some of these
             found.compare_texts(asker(client, pool), random, number)
-    assert found.texts == 15
+            if number + 1 >= len(DRAFTERS) and (rule is None or found.texts_differ[rule]):
+                break
+    assert found.texts >= 15
     assert set(+found.texts_differ) == ({rule} if rule else set())
 
 
