@@ -12,6 +12,7 @@ reason, or if less than 95 % were killed.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import queue
@@ -55,18 +56,25 @@ class Promise:
     files: list[str]
     tests: list[str]
 
+    def __post_init__(self) -> None:
+        """Computes all digests, before a file changes that the scratch copies have already."""
+        for failed in ("", *self.tests):
+            self.hash_tests(failed)
+        self.hash_source()
+
     def hash_source(self) -> str:
         """Returns the digest of all files of the code."""
-        return _digest(self.files)
+        return _digest(tuple(self.files))
 
     def hash_tests(self, failed: str) -> str:
-        """Returns the digest of the file of the failed test, or of all tests without one."""
-        return _digest(
-            sorted({name.partition("::")[0] for name in [failed] if name} or self._all())
-        )
+        """Returns the digest of the file of the failed test, or of all tests without one.
 
-    def _all(self) -> set[str]:
-        return {name.partition("::")[0] for name in self.tests}
+        It is empty if the test is no longer one of the promise's.
+        """
+        if failed and not any(failed.startswith(test) for test in self.tests):
+            return ""
+        tests = [failed] if failed else self.tests
+        return _digest(tuple(sorted({name.partition("::")[0] for name in tests})))
 
 
 class Trials:
@@ -282,7 +290,8 @@ def _id(mutant: Mutant) -> str:
     return hashlib.sha256(f"{mutant.file}\n{mutant.text}".encode()).hexdigest()[:12]
 
 
-def _digest(files: Sequence[str]) -> str:
+@functools.cache
+def _digest(files: tuple[str, ...]) -> str:
     """Returns the digest of the content of files and folders; a missing one counts as empty."""
     digest = hashlib.sha256()
     for name in files:
