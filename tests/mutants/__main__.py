@@ -86,6 +86,7 @@ class Trials:
 
     def __init__(self, seed: int, promises: dict[str, Promise]) -> None:
         self.records: dict[tuple[str, str], Record] = {}
+        self._unchanged_s: dict[str, float] = {}
         self._seed, self._promises = seed, promises
         self._lock = threading.Lock()
         self._free: queue.Queue[Scratch] = queue.Queue()
@@ -127,6 +128,7 @@ class Trials:
             raise RuntimeError(
                 f"the tests of {promise.name} fail without a mutant\n{result.output}"
             )
+        self._unchanged_s[promise.name] = result.cpu_s
         return result.seconds
 
     def try_mutant(self, mutant: Mutant, limit_s: float, end_s: float) -> None:
@@ -159,6 +161,7 @@ class Trials:
             "test": result.test,
             "seconds": result.seconds,
             "cpu_s": result.cpu_s,
+            "unchanged_cpu_s": self._unchanged_s[promise.name],
             "seed": self._seed,
             "id": _id(mutant),
             "source": promise.hash_source(),

@@ -60,7 +60,7 @@ def write_page(
     summary = (
         f"{killed} of {len(records)} mutants were killed ({share:.1%}): {drawn} drawn with seed "
         f"{records[0]['seed'] if records else 0}, {len(records) - drawn} made by hand. "
-        f"{len(left)} survived."
+        f"{len(left)} survived. The times are processor seconds."
     )
     lines = ["", summary, "", *_table(records), ""]
     if left:
@@ -89,13 +89,14 @@ def write_page(
 
 
 def _table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "| promise | mutants | killed | by the time limit | survived |"
-    yield "|---|---|---|---|---|"
+    yield "| promise | mutants | killed | by the time limit | survived | its tests, unchanged |"
+    yield "|---|---|---|---|---|---|"
     for name in sorted({record["promise"] for record in records}):
-        outcomes = [record["outcome"] for record in records if record["promise"] == name]
+        own = [record for record in records if record["promise"] == name]
+        outcomes, taken = [r["outcome"] for r in own], max(r["unchanged_cpu_s"] for r in own)
         killed, late = outcomes.count("killed"), outcomes.count("timeout")
         left = outcomes.count("survived")
-        yield f"| {name} | {len(outcomes)} | {killed + late} | {late} | {left} |"
+        yield f"| {name} | {len(outcomes)} | {killed + late} | {late} | {left} | {taken:.0f} s |"
 
 
 def _row(record: dict[str, Any], first: str) -> str:
