@@ -60,7 +60,8 @@ def write_page(
     summary = (
         f"{killed} of {len(records)} mutants were killed ({share:.1%}): {drawn} drawn with seed "
         f"{records[0]['seed'] if records else 0}, {len(records) - drawn} made by hand. "
-        f"{len(left)} survived. The times are processor seconds."
+        f"{len(left)} survived, {total - len(records)} have no result yet. "
+        "The times are processor seconds."
     )
     lines = ["", summary, "", *_table(records), ""]
     if left:
@@ -76,8 +77,6 @@ def write_page(
     before, heading, _ = path.read_text(encoding="utf-8").partition(RESULT)
     path.write_text(before + heading + "\n".join(lines) + "\n", encoding="utf-8")
     print(summary)
-    if len(records) < total:
-        print(f"{total - len(records)} of {total} mutants are untried: run this again")
     for record, reason in zip(left, reasons, strict=True):
         if not reason:
             print(
@@ -100,8 +99,9 @@ def _table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _row(record: dict[str, Any], first: str) -> str:
-    test = record["test"].rpartition("/")[2]
-    return f"| {first} | {_place(record)} | {record['outcome']} | {_code(test) if test else ''} |"
+    path, _, name = record["test"].partition("::")
+    test = _code(f"{path.rpartition('/')[2]}::{name}") if path else ""
+    return f"| {first} | {_place(record)} | {record['outcome']} | {test} |"
 
 
 def _place(record: dict[str, Any]) -> str:

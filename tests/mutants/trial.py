@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.mutants.draw import Mutant
@@ -95,7 +95,7 @@ class Scratch:
             raise RuntimeError(f"{self.folder} cannot be used: {done.stderr[-2000:]}")
 
     def run(self, tests: Sequence[str], limit_s: float, write_bytecode: bool = False) -> Result:
-        """Runs tests up to the first failure.
+        """Runs tests up to the first failure. Tests that a signal ends are run once more.
 
         Args:
             tests: Arguments of pytest.
@@ -103,6 +103,16 @@ class Scratch:
             write_bytecode: Whether to keep compiled Python files. Not while a file is changed,
                 because Python compares only the second and the size of a change.
         """
+        environment = self._environment({} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"})
+        result = self._run_once(tests, limit_s, environment)
+        if result.outcome == "signal":
+            print(f"{self.folder.name}: {result.output[-500:]}\nended by a signal, once more")
+            result = self._run_once(tests, limit_s, environment)
+        return replace(result, outcome="killed") if result.outcome == "signal" else result
+
+    def _run_once(
+        self, tests: Sequence[str], limit_s: float, environment: dict[str, str]
+    ) -> Result:
         options = "-x -q -m 'not slow' -p no:cacheprovider --hypothesis-seed=0 --tb=line"
         command = [sys.executable, "-m", "pytest", *shlex.split(options), *tests]
         began_s = time.monotonic()
@@ -111,7 +121,7 @@ class Scratch:
             self._process = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=self._environment({} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}),
+                env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -121,7 +131,13 @@ class Scratch:
             output = file.read()
         if self._stopped:
             raise RuntimeError("the tests were stopped")
-        outcome = "timeout" if status is None else "killed" if status else "survived"
+        if status is None:
+            outcome = "timeout"
+        elif status < 0:
+            outcome = "signal"
+            output += f"\nsignal {-status}"
+        else:
+            outcome = "killed" if status else "survived"
         failed = FAILED.search(output)
         seconds = round(time.monotonic() - began_s, 1)
         return Result(outcome, failed[1] if failed else "", seconds, cpu_s, output[-3000:])
