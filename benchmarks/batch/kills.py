@@ -21,9 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recserve.batch.generate import Defaults
-from recserve.batch.job import InProcess, Job, run
+from recserve.batch.job import Job, run
 from recserve.batch.manifest import MANIFEST, SUCCESS
 from recserve.batch.recipe import SlateRecipe
+from tests.support.in_process import InProcess
 from tests.support.tiny_bundle import tiny_bundle
 
 USERS, ROWS_PER_PART, PARTS_PER_RUN, LATEST_S = 1200, 4, 2, 0.06

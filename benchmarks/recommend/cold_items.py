@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from recserve.batch.together import together
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.schemas.items import Exclude, ItemsRequest, RecommendRequest, RollbackRequest
@@ -97,9 +98,8 @@ def found(service: Service, cases: list[list[str]], cold: set[str], way: Way) ->
         for case in cases
     ]
     ranks, shown, rounds = [], 0, 0
-    for case, answer in zip(cases, service.recommend_many(bodies), strict=True):
-        if isinstance(answer, Exception):
-            raise answer
+    recommend = together(service)
+    for case, answer in zip(cases, recommend(bodies), strict=True):
         assert "illegal_items" not in answer.degraded
         ids = [item.item_id for item in answer.items]
         shown += len(cold & set(ids[:10]))

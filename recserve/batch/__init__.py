@@ -10,7 +10,6 @@ report = run(Job(Path("users.parquet"), Path("slates")), LocalWorkers(recipe, nu
 from recserve.batch.arrow import slates
 from recserve.batch.generate import Defaults, Generator
 from recserve.batch.job import (
-    InProcess,
     Job,
     PartRunner,
     Progress,
@@ -28,7 +27,6 @@ __all__ = [
     "Defaults",
     "Generated",
     "Generator",
-    "InProcess",
     "Job",
     "JobPart",
     "LocalWorkers",

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from recserve.batch.generate import check_schema
 from recserve.batch.manifest import OutputFolder, check_output
-from recserve.batch.part import Advance, JobPart, Step, Task, write_part
+from recserve.batch.part import Advance, JobPart, Step
 from recserve.batch.source import InputFile, Partition, partitions, scan
 
 # The share of rejected rows is judged from this number of rows on.
@@ -87,39 +87,6 @@ class PartRunner(Protocol):
     def close(self) -> None:
         """Ends all work at once."""
         ...
-
-
-@dataclass(frozen=True)
-class InProcess:
-    """Computes partitions one after another in this process.
-
-    Attributes:
-        task: Computes the rows.
-    """
-
-    task: Task
-
-    @property
-    def suffix(self) -> str:
-        """Suffix of the output files."""
-        return self.task.suffix
-
-    @property
-    def facts(self) -> Mapping[str, object]:
-        """What determines the output besides the input."""
-        return self.task.facts
-
-    def begin(self, lock: int) -> Mapping[str, object]:
-        """Returns the same as `facts`: the models are open already."""
-        return self.task.facts
-
-    def run(self, partitions: Sequence[Partition], folder: Path) -> Iterator[Step]:
-        """Computes partitions in order."""
-        for partition in partitions:
-            yield from write_part(self.task, partition, folder)
-
-    def close(self) -> None:
-        """Does nothing: the task belongs to the caller."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ HTTP, the command line and batch jobs all call a `Service`, so that their answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,6 @@ from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions
 from recserve.service.parts import ItemParts, open_parts
 from recserve.service.pending import Pending, failed
-from recserve.service.recommend.pipeline import answered
 from recserve.service.recommend.rank import Rankings
 from recserve.service.recommend.recommend import Recommendations
 from recserve.service.runtime import Runtime, gauges_of
@@ -247,12 +246,6 @@ class Service:
     def rank(self, body: RankRequest | Fields) -> RankResponse:
         """Returns a ranking. The body is an object or its fields. Raises as `begin_rank`."""
         return self.begin_rank(checked(body, RankRequest)).wait()
-
-    def recommend_many(
-        self, bodies: Sequence[RecommendRequest]
-    ) -> list[RecommendResponse | Exception]:
-        """Computes slates together and returns them in order; an invalid body yields its error."""
-        return answered(self.begin_recommend, bodies)
 
     def cancel(self, future: Future[Result]) -> None:
         """Cancels a request."""

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recserve.batch.generate import ANSWERS, Defaults, Generator, check_schema
-from recserve.batch.job import InProcess, Job, check, run
+from recserve.batch.job import Job, check, run
 from recserve.batch.manifest import OutputExists
 from recserve.batch.together import together
 from recserve.features.history.history import StoreUnavailable
@@ -22,6 +22,7 @@ from recserve.schemas.items import (
     UserRef,
 )
 from recserve.service import Service
+from tests.support.in_process import InProcess
 from tests.support.tiny_bundle import shared_bundle
 
 

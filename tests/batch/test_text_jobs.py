@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recserve.batch.job import InProcess, Job, check, run
+from recserve.batch.job import Job, check, run
 from recserve.batch.lines import LineTask
 from recserve.batch.processes import LocalWorkers
 from recserve.batch.prompt_columns import COMPLETIONS, check_prompts
@@ -18,6 +18,7 @@ from recserve.features.tables.parquet import SchemaError
 from recserve.schemas.text import CompletionRequest
 from recserve.service import Service
 from recserve.service.text.loader import TextSettings, load_text
+from tests.support.in_process import InProcess
 from tests.support.paths import reference
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

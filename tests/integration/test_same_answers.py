@@ -7,7 +7,7 @@ test_same_answers_on_ray.py asks replicas and actors of Ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -18,13 +18,14 @@ import httpx
 import msgspec
 import pytest
 
-from recserve.batch import Defaults, Generator, InProcess, Job, run
+from recserve.batch import Defaults, Generator, Job, run
 from recserve.client import Client
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.schemas.inference import InferParameters, InferRequest, InferResponse, InferTensor
-from recserve.schemas.items import RankRequest, RecommendRequest
+from recserve.schemas.items import RankRequest, RecommendRequest, RecommendResponse
 from recserve.service import Service, ServiceOptions
+from tests.support.in_process import InProcess
 from tests.support.live_server import live
 from tests.support.request_set import (
     REQUESTS,
@@ -97,7 +98,11 @@ def over_v2(world: World) -> Iterator[Answer]:
 @contextmanager
 def in_batch(world: World) -> Iterator[Answer]:
     """A batch job with one row per request, turned back into slates."""
-    task = Generator(world.service.recommend_many, Defaults(k=10), in_flight=1)
+
+    def recommend(bodies: Sequence[RecommendRequest]) -> list[RecommendResponse | Exception]:
+        return [pending.outcome() for pending in map(world.service.begin_recommend, bodies)]
+
+    task = Generator(recommend, Defaults(k=10), in_flight=1)
     numbers = count()
 
     def answer(request: Request) -> bytes | None:

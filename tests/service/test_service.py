@@ -369,16 +369,6 @@ def test_a_batch_answers_in_order_and_keeps_errors_apart(service, user, ids):
     assert works[2].wait().items == service.rank(one).items
 
 
-def test_many_recommendations_in_order_with_errors_in_place(service):
-    users = service.samples(40, 1)["users"]
-    bodies = [RecommendRequest(user=UserRef(id=u), k=3) for u in users]
-    bodies[7] = RecommendRequest(k=3)
-    answers = service.recommend_many(bodies * 3)
-    assert isinstance(answers[7], InvalidRequest) and len(answers) == 120
-    alone = service.recommend(bodies[11])
-    assert [i.item_id for i in answers[51].items] == [i.item_id for i in alone.items]
-
-
 @pytest.mark.parametrize(
     "fields, param, words",
     [

@@ -3,8 +3,8 @@
 import time
 
 from recserve.batch.generate import Defaults, Generator
-from recserve.batch.job import InProcess
 from recserve.schemas.items import InvalidRequest, RecommendedItem, RecommendResponse, TimingMs
+from tests.support.in_process import InProcess
 
 
 def respond(body):
