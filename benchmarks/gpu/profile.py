@@ -147,7 +147,7 @@ def products(
     }
     for name, (outputs, inputs) in weights.items():
         weight = torch.randn(outputs, inputs, device=device).to(dtype)
-        eight = PackedLinear(weight, in_c=False, stored="int8")
+        eight = PackedLinear(weight, stored="int8")
         for rows in counts:
             x = torch.randn(rows, inputs, device=device).to(dtype)
             ms = milliseconds(lambda x=x, w=weight: x @ w.T, device)

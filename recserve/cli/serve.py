@@ -191,6 +191,9 @@ def doctor(
     weights: Annotated[
         Literal["int8"] | None, typer.Option(help="List the kernels for weights in 8 bits.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Compare the times of C and torch on this CPU.")
+    ] = False,
 ) -> None:
     """Check this machine, or a drafter, and print advice; the exit status is 1 if a check fails."""
     from rich.console import Console
@@ -201,11 +204,11 @@ def doctor(
     if path is None:
         if text:
             raise typer.BadParameter("--text is for trying a DRAFTER")
-        findings = examine(bundle, store, llm, tuple(drafter or ()), weights)
+        findings = examine(bundle, store, llm, tuple(drafter or ()), weights, measure)
     else:
         if llm is None or not llm.is_dir():
             raise typer.BadParameter("a DRAFTER needs the folder of its language model (--llm)")
-        if bundle or store or drafter or weights:
+        if bundle or store or drafter or weights or measure:
             raise typer.BadParameter("a DRAFTER is examined alone, with --llm and --text")
         findings = _examine_drafter(path, llm, text or [], device)
     Console().print(findings_table(findings))

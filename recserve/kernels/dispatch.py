@@ -1,9 +1,9 @@
 """Selects the implementation of each kernel: Triton on CUDA, C or torch on a CPU.
 
-Products and attention on a CPU run in C or in torch, whichever is faster on this machine. Both are
-measured once (cpu/choice.py). The environment variable `RECSERVE_KERNELS` overrides the selection:
+On a CPU C computes what it supports, and torch computes the rest. `cpu/products.py` has the rule of
+the products. The environment variable `RECSERVE_KERNELS` overrides the selection:
 
-- `c` runs everything that C supports in C, without measuring.
+- `c` runs everything that C supports in C, also bfloat16 products on a processor with AMX.
 - `torch` runs the plain torch references on CUDA and on a CPU, to check a suspected kernel.
 - `triton` runs the Triton kernels everywhere, interpreted, in tests.
 
@@ -12,9 +12,8 @@ Functions import Triton locally, because machines without a GPU do not install i
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,8 +24,6 @@ from recserve.kernels import accept_reference, reference
 from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
 from recserve.kernels.cpu import native, products
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
-from recserve.kernels.cpu.half_panels import multiplies_halves
-from recserve.kernels.cpu.int8_panels import multiplies_int8
 from recserve.kernels.fp8 import Stored
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import RootTable, TreeBatch
@@ -35,8 +32,6 @@ from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import trie_children
 from recserve.kernels.trie.trie_children import BestChildren, ChildQuery, LeafBits
 from recserve.kernels.trie.trie_view import TrieView
-
-log = logging.getLogger(__name__)
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
@@ -67,55 +62,9 @@ def lays_out(keys: Tensor) -> bool:
     return uses_c() and native.reads(keys)
 
 
-def packs(weights: Sequence[Tensor]) -> bool:
-    """Returns whether products with these weights of a model run in C: all of them or none.
-
-    Args:
-        weights: Weights [n, m]. `native.multiplies` must accept each of them.
-    """
-    return _packs(weights, native.multiplies, None)
-
-
-def packs_int8(weights: Sequence[Tensor]) -> bool:
-    """Returns whether products with these weights of a model, stored in 8 bits, run in C.
-
-    Args:
-        weights: Weights [n, m] before rounding, of the activations' type.
-    """
-    return _packs(weights, multiplies_int8, "int8")
-
-
-def packs_halves(weights: Sequence[Tensor]) -> bool:
-    """Returns whether products with these weights of a model, stored in float16, run in C.
-
-    Args:
-        weights: float32 weights [n, m]. All of their numbers must be float16 numbers.
-    """
-    return _packs(weights, multiplies_halves, "float16")
-
-
-def _packs(
-    weights: Sequence[Tensor], takes: Callable[[Tensor], bool], stored: products.PackedFormat | None
-) -> bool:
-    """Returns whether C takes all weights and is forced or measured to be faster."""
-    if not uses_c() or not weights or not all(map(takes, weights)):
-        return False
-    if KERNELS == "c":
-        return True
-    choice = products.choose(weights, stored)
-    log.info("measured %s", choice)
-    return choice.in_c
-
-
-def products_ms(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[float, ...]:
-    """Returns the times in ms of products with few rows and with many rows.
-
-    Args:
-        shapes: Shape (n, m) of each weight.
-        dtype: Type of the weights.
-    """
-    choice = products.total(shapes, dtype)
-    return choice.c_ms if uses_c() and choice.in_c else choice.torch_ms
+def packs(weight: Tensor, stored: products.PackedFormat | None = None) -> bool:
+    """Returns whether the product with a weight [n, m] runs in C (`products.runs_in_c`)."""
+    return uses_c() and products.runs_in_c(weight, stored, forced=KERNELS == "c")
 
 
 def turns(pool: Stored) -> bool:
@@ -150,7 +99,7 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
             query, keys, values, batch
         )
     if not batch.slots.is_cuda:
-        return CpuTreeAttention(batch, activation, native=uses_c(), measured=KERNELS == "auto")
+        return CpuTreeAttention(batch, activation, native=uses_c())
 
     def plain(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return reference.tree_attention(query, keys, values, batch, activation)

@@ -1,8 +1,8 @@
 """Packs weights in the layout of the fastest matrix products, for serving on a CPU.
 
 The products are those of `kernels/cpu/native.py`, whose rows do not depend on the number of rows,
-or oneDNN's, whichever is faster on this machine. oneDNN uses different arithmetic for a single row
-over long sums. `keep_rows_alike` turns this off.
+or oneDNN's (`kernels/cpu/products.py` has the rule). oneDNN uses different arithmetic for a single
+row over long sums. `keep_rows_alike` turns this off.
 
 Weights can also be stored in 8 bits, on any device (kernels/int8.py). C and Triton then multiply
 them as they are, and other machines compute the weight from its 8 bits in every product.
@@ -10,23 +10,18 @@ them as they are, and other machines compute the weight from its 8 bits in every
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from recserve.kernels import dispatch
-from recserve.kernels.cpu import native
-from recserve.kernels.cpu.choice import MARGIN
 from recserve.kernels.cpu.half_panels import HalfPanels
-from recserve.kernels.cpu.int8_panels import Int8Panels, multiplies_int8
+from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native import LANES, Panels
 from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
 from recserve.kernels.cpu.products import OneDnnWeight, PackedFormat, onednn_packs
 from recserve.kernels.int8 import Int8Weight, TorchInt8Product
-from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
 
@@ -50,7 +45,6 @@ class PackedLinear(nn.Module):
         self,
         weight: Tensor,
         bias: Tensor | None = None,
-        in_c: bool | None = None,
         stored: PackedFormat | None = None,
     ) -> None:
         """Packs a weight [n, m] and a bias [n] for which `packable` is true.
@@ -58,21 +52,18 @@ class PackedLinear(nn.Module):
         Args:
             weight: [n, m].
             bias: [n], or None.
-            in_c: Whether the product runs in C. None measures it for this weight alone.
             stored: Format of the packed weight. None means the weight's own type.
         """
         super().__init__()
         self.never_alone = False
         self.shape = weight.shape[0], weight.shape[1]
         self.dtype, self.stored = weight.dtype, stored
-        if in_c is None:
-            in_c = dispatch.packs([weight]) if stored is None else dispatch.packs_int8([weight])
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         self._product: Panels | HalfPanels | OneDnnWeight | Int8Product
         if stored == "float16":
             self._product = HalfPanels.of(weight, bias)
         else:
-            self._product = _int8(weight, bias, in_c) if stored else _packed(weight, bias, in_c)
+            self._product = _int8(weight, bias) if stored else _packed(weight, bias)
 
     @property
     def panels(self) -> Panels | Int8Panels | HalfPanels | None:
@@ -88,15 +79,15 @@ class PackedLinear(nn.Module):
         return self._product(x)
 
 
-def _packed(weight: Tensor, bias: Tensor | None, in_c: bool) -> Panels | OneDnnWeight:
-    if in_c and native.multiplies(weight):
+def _packed(weight: Tensor, bias: Tensor | None) -> Panels | OneDnnWeight:
+    if dispatch.packs(weight):
         return Panels.of(weight, bias)
     return OneDnnWeight(weight, bias)
 
 
-def _int8(weight: Tensor, bias: Tensor | None, in_c: bool) -> Int8Product:
+def _int8(weight: Tensor, bias: Tensor | None) -> Int8Product:
     rounded = Int8Weight.of(weight)
-    if in_c and multiplies_int8(weight):
+    if dispatch.packs(weight, "int8"):
         return Int8Panels.of(rounded, bias, weight.dtype)
     if dispatch.in_triton(weight):
         from recserve.kernels.triton.int8_linear import TritonInt8Product
@@ -105,13 +96,9 @@ def _int8(weight: Tensor, bias: Tensor | None, in_c: bool) -> Int8Product:
     return TorchInt8Product(rounded, bias)
 
 
-def packable(weight: Tensor, in_c: bool | None = None) -> bool:
-    """Returns whether this machine can pack a weight; in_c as in PackedLinear."""
-    if not weight.is_cpu:
-        return False
-    if in_c is None:
-        in_c = dispatch.packs([weight])
-    return onednn_packs(weight.dtype) or (in_c and native.multiplies(weight))
+def packable(weight: Tensor) -> bool:
+    """Returns whether this machine can pack a weight [n, m]."""
+    return weight.is_cpu and (onednn_packs(weight.dtype) or dispatch.packs(weight))
 
 
 @torch.no_grad()
@@ -119,59 +106,29 @@ def pack_weights(model: nn.Module, stored: PackedFormat | None = None) -> None:
     """Replaces every linear layer by its packed form, in place.
 
     The head of a language model is packed too if it is the embedding. Weights that this machine
-    cannot pack do not change. All products of a model run in C or none does, because a decoder
-    whose products all run in C runs in one call. A packed model serves. It cannot be trained, saved
-    or moved to another device.
+    cannot pack do not change. A decoder whose products all run in C runs in one call. A packed
+    model serves. It cannot be trained, saved or moved to another device.
 
     Args:
         model: The model.
         stored: Format of the packed weights. None means their own type. `int8` packs weights on any
             device. Embeddings and norms keep their type. `float16` packs float32 weights where
-            that loses nothing and C is fast, and has no effect elsewhere.
+            C multiplies them and nothing is lost, and has no effect elsewhere.
     """
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     tied = model.tokens if isinstance(model, LanguageModel) and model.head is None else None
     weights = [linear.weight for linear in linears] + ([] if tied is None else [tied.weight])
-    if stored == "float16" and not dispatch.packs_halves(weights):
+    if stored == "float16" and not all(dispatch.packs(weight, stored) for weight in weights):
         stored = None
-    if stored == "float16":
-        in_c = True
-    elif stored is None:
-        in_c = dispatch.packs([weight for weight in weights if native.multiplies(weight)])
-    else:
-        in_c = dispatch.packs_int8(weights)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and (stored or packable(child.weight, in_c)):
-                setattr(module, name, PackedLinear(child.weight, child.bias, in_c, stored))
-    if tied is not None and (stored or packable(tied.weight, in_c)):
-        model.head = PackedLinear(tied.weight, None, in_c, stored)
+            if isinstance(child, nn.Linear) and (stored or packable(child.weight)):
+                setattr(module, name, PackedLinear(child.weight, child.bias, stored))
+    if tied is not None and (stored or packable(tied.weight)):
+        model.head = PackedLinear(tied.weight, None, stored)
     for module in model.modules():
         if isinstance(module, Decoder):
             module.together = _together(module)
-
-
-def fastest_dtype(decoder: DecoderConfig, candidates: Sequence[torch.dtype]) -> torch.dtype:
-    """Returns the type in which a decoder's products are fastest on this CPU.
-
-    Args:
-        decoder: Shapes of the decoder.
-        candidates: Types to compare. The first is used unless another is clearly faster.
-    """
-    heads = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
-    shapes = (
-        (heads, decoder.hidden_size),
-        (decoder.hidden_size, decoder.num_heads * decoder.head_dim),
-        (2 * decoder.intermediate_size, decoder.hidden_size),
-        (decoder.hidden_size, decoder.intermediate_size),
-    )
-    best, *others = (dispatch.products_ms(shapes, dtype) for dtype in candidates)
-    found = candidates[0]
-    for dtype, ms in zip(candidates[1:], others, strict=True):
-        # A decoding step has the same weight as a prompt, although a prompt takes longer.
-        if math.prod(b / m for b, m in zip(best, ms, strict=True)) > MARGIN ** len(ms):
-            best, found = ms, dtype
-    return found
 
 
 def _together(decoder: Decoder) -> NativeLayers | None:

@@ -202,12 +202,11 @@ class Recommender(nn.Module):
         """Packs the weights for this CPU (packing.py); it cannot be trained or saved afterwards."""
         pack_weights(self.decoder)
         pack_layers(self, "vector_projection", "dense_query")
-        in_c = dispatch.packs([self.head.weight])  # one choice for the head and its parts
-        if packable(self.head.weight, in_c):
+        if packable(self.head.weight):
             books = [self.level_codes(level) for level in range(self.config.num_levels)]
-            packed = (PackedLinear(book, in_c=in_c) for book in books)
+            packed = (PackedLinear(book) for book in books)
             self._packed_levels = nn.ModuleList(packed)
-            self._packed_head = PackedLinear(self.head.weight, in_c=in_c)
+            self._packed_head = PackedLinear(self.head.weight)
         self.pack_search()
 
     @torch.no_grad()

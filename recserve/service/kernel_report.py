@@ -10,45 +10,41 @@ from torch import nn
 from recserve.engine.engine import Engine
 from recserve.engine.runtime.runner import DecoderTrunk, RankerTrunk, Runner
 from recserve.kernels import dispatch
-from recserve.kernels.cpu import cpu_attention, native, products
-from recserve.kernels.cpu.choice import KernelChoice
+from recserve.kernels.cpu import native, native_attention, processor, products
 from recserve.kernels.cpu.cpu_plan import Form
 from recserve.models.packing import PackedLinear
+from recserve.service.kernel_comparison import compare_kernels
 
-SHAPES = ((768, 256), (256, 256), (1408, 256), (256, 704))  # a decoder of 256 with 4 heads
 
-
-def measured_kernels() -> str:
-    """Says for each type whether C or torch runs a small model, and how much faster it is."""
+def rule() -> str:
+    """Says who computes products and attention on this CPU, by type."""
     if dispatch.KERNELS != "auto":
-        return f"not measured: RECSERVE_KERNELS is {dispatch.KERNELS}"
+        return f"{dispatch.KERNELS}: RECSERVE_KERNELS is {dispatch.KERNELS}"
+    why = _without_c(torch.float32)
+    if why is not None:
+        return f"torch: {why}"
+    said = f"C, compiled for {processor.instruction_set()}"
+    return f"{said}; bfloat16 products in torch, which uses AMX" if processor.has_amx() else said
+
+
+def measured() -> str:
+    """Says for each type how long C and torch take for the work of a small model."""
     if native.library() is None:
-        return "torch, as there are no compiled C kernels and no C compiler"
-    parts = []
-    for dtype in (torch.float32, torch.bfloat16):
-        choices = {
-            "products": products.total(SHAPES, dtype),
-            "int8 weights": products.total(SHAPES, dtype, "int8"),
-            "attention": cpu_attention.choose(Form(4, 1, 64, dtype, True)),
-        }
-        said = ", ".join(f"{name} {_faster(choice)}" for name, choice in choices.items())
-        parts.append(f"{products.type_name(dtype)}: {said}")
-    return "; ".join(parts)
-
-
-def _faster(choice: KernelChoice) -> str:
-    name = "C" if choice.in_c else "torch"
-    return f"{name} ({max(choice.ratio, 1 / choice.ratio):.1f}x)"
+        return "nothing to compare: no compiled C kernels and no C compiler"
+    return "\n".join(
+        f"{products.type_name(dtype)} {work}: {times}"
+        for dtype in (torch.float32, torch.bfloat16)
+        for work, times in compare_kernels(dtype).items()
+    )
 
 
 def kernels_in_use(engine: Engine) -> dict[str, dict[str, str]]:
     """Returns the kernel of each kind of work, by model and work.
 
-    A kind of work is a product with all weights of one shape, or the attention. Times are those of
-    products with 1 and 128 rows. All products of a model run in C, or none.
+    A kind of work is a product with all weights of one shape, or the attention.
 
     Args:
-        engine: A built engine. Attention that it has not yet measured is measured.
+        engine: A built engine.
     """
     runners: dict[Runner, str] = {}
     for name, scheduler in engine.schedulers.items():
@@ -70,9 +66,8 @@ def _kernels(runner: Runner) -> dict[str, str]:
     for module in trunk.model.modules():
         if isinstance(module, PackedLinear):
             name = products.type_name(module.dtype, module.stored)
-            kernel = "torch" if module.panels is None else "C"
-            why = _why_products(module.shape, module.dtype, module.stored)
-            found[f"{list(module.shape)} {name}", f"{kernel}: {why}"] += 1
+            kernel = "C" if module.panels is not None else f"torch: {_why_torch(module)}"
+            found[f"{list(module.shape)} {name}", kernel] += 1
         elif isinstance(module, nn.Linear):
             name = products.type_name(module.weight.dtype)
             found[f"{list(module.weight.shape)} {name}", "torch: not packed"] += 1
@@ -82,10 +77,11 @@ def _kernels(runner: Runner) -> dict[str, str]:
     return {**said, "attention": attention}
 
 
-def _why_products(
-    shape: tuple[int, int], dtype: torch.dtype, stored: products.PackedFormat | None = None
-) -> str:
-    return _forced(dtype) or products.total([shape], dtype, stored).times
+def _why_torch(module: PackedLinear) -> str:
+    why = _without_c(module.dtype)
+    if why is None and module.dtype == torch.bfloat16 and processor.has_amx():
+        why = "oneDNN uses AMX"
+    return why or f"C has no products of {module.shape[1]} inputs"
 
 
 def _attention(runner: Runner, trunk: DecoderTrunk) -> str:
@@ -95,18 +91,15 @@ def _attention(runner: Runner, trunk: DecoderTrunk) -> str:
         return "torch: keys and values have another type"
     c = trunk.model.config.decoder
     form = Form(c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim, trunk.dtype, True)
-    forced = _forced(trunk.dtype)
-    if forced is not None or form.dim % native.LANES:
-        in_c = dispatch.KERNELS == "c" and native.library() is not None
-        in_c = in_c and trunk.dtype in native.TYPES and form.dim % native.LANES == 0
-        return f"{'C' if in_c else 'torch'}: {forced or f'C has no heads of {form.dim}'}"
-    choice = cpu_attention.choose(form)
-    return f"{'C' if choice.in_c else 'torch'}: {choice.times}"
+    why = _without_c(trunk.dtype)
+    if why is None and not native_attention.attends(form):
+        why = f"C has no heads of {form.dim}, {form.group} for a head of keys"
+    return "C" if why is None else f"torch: {why}"
 
 
-def _forced(dtype: torch.dtype) -> str | None:
-    """Returns why nothing is measured, or None where C and torch are compared."""
-    if dispatch.KERNELS != "auto":
+def _without_c(dtype: torch.dtype) -> str | None:
+    """Returns why nothing of this type runs in C, or None where it does."""
+    if not dispatch.uses_c():
         return f"RECSERVE_KERNELS is {dispatch.KERNELS}"
     if native.library() is None:
         return "no compiled C kernels and no C compiler"

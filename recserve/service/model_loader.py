@@ -13,13 +13,13 @@ from recserve.bundle.bundle import ITEM_GRAPH, Bundle
 from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.item_graph import ItemLinks
 from recserve.features.vectors.vector_index import FaissIndex
+from recserve.kernels.cpu.products import fastest_dtype
 from recserve.kernels.int8 import WeightFormat
 from recserve.kernels.trie.item_graph import ItemGraph
-from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.item_heads import SelfDraftHead, load_self_draft
 from recserve.models.loading import DTYPES
-from recserve.models.packing import fastest_dtype, pack_weights
+from recserve.models.packing import pack_weights
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.recommend_strategy import Heads
@@ -103,7 +103,7 @@ def load_models(
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
         count = _parameters(recommender)
         size = ModelSize(count, loaded_bytes=count * torch.float32.itemsize, weights=weights)
-        recommender.to(resolve_dtype(dtype, recommender.config.decoder, device, size))
+        recommender.to(resolve_dtype(dtype, device, size))
         if weights is not None:
             pack_weights(recommender.decoder, weights)  # `pack` packs the rest
         recommender.pack()
@@ -207,19 +207,17 @@ def resolve_device(name: Device) -> torch.device:
 
 def resolve_dtype(
     name: DTypeName | None,
-    decoder: DecoderConfig,
     device: torch.device,
     size: ModelSize | None = None,
 ) -> torch.dtype:
     """Returns the torch dtype for a name; "auto" is the fastest dtype that fits into memory.
 
-    The fastest dtype is that of the fastest matrix products. bfloat16 rounds every weight to 8
-    significant bits, so scores differ in the third digit. "auto" never stores weights in 8 bits,
+    On a CPU the fastest dtype is that of `products.fastest_dtype`. bfloat16 rounds every weight to
+    8 significant bits, so scores differ in the third digit. "auto" never stores weights in 8 bits,
     which would change answers more.
 
     Args:
         name: Name of a dtype, or "auto". None is float32 on a CPU and "auto" on CUDA.
-        decoder: Shapes of the products that "auto" measures on a CPU.
         device: Device of the model.
         size: Size that "auto" compares with the free memory; None does not compare.
 
@@ -237,7 +235,7 @@ def resolve_dtype(
     if device.type == "cuda" or len(fitting) == 1:
         log.info("dtype auto: %s", str(fitting[0])[6:])
         return fitting[0]
-    found = fastest_dtype(decoder, fitting)
+    found = fastest_dtype(fitting)
     log.info("dtype auto: %s is the fastest on this processor", str(found)[6:])
     return found
 

@@ -4,8 +4,9 @@ import pytest
 
 from recserve.cli import doctor
 from recserve.kernels import dispatch
-from recserve.kernels.cpu import cpu_attention, native, products
-from recserve.kernels.cpu.choice import KernelChoice
+from recserve.kernels.cpu import native, processor
+from recserve.kernels.cpu.processor import Processor
+from recserve.service import kernel_comparison
 from tests.support.tiny_llm import tiny_llm
 
 
@@ -24,20 +25,30 @@ def test_this_machine_passes():
     assert not [f for f in findings if f.state == "fail"]
 
 
-def test_the_choice_between_c_and_torch_is_shown(monkeypatch):
+def test_who_computes_is_shown(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "auto")
-    for ratio, name in ((0.5, "C"), (2.0, "torch")):
-        choice = KernelChoice("a test", (ratio,), (1.0,))
-        monkeypatch.setattr(products, "total", lambda *_, it=choice: it)
-        monkeypatch.setattr(cpu_attention, "choose", lambda form, it=choice: it)
-        monkeypatch.setattr(native, "library", lambda: object())
-        finding = doctor.check_kernels()
-        parts = f"products {name} (2.0x), int8 weights {name} (2.0x), attention {name} (2.0x)"
-        assert finding.detail == f"float32: {parts}; bfloat16: {parts}"
+    monkeypatch.setattr(native, "library", lambda: object())
+    monkeypatch.setattr(processor, "instruction_set", lambda: "x86-64-v4-bf16")
+    flags = set()
+    monkeypatch.setattr(processor, "processor", lambda: Processor("a test", frozenset(flags)))
+    assert doctor.check_kernels().detail == "C, compiled for x86-64-v4-bf16"
+    flags.add("amx_bf16")
+    assert doctor.check_kernels().detail.endswith("bfloat16 products in torch, which uses AMX")
     monkeypatch.setattr(native, "library", lambda: None)
-    assert doctor.check_kernels().detail.startswith("torch, as there are no")
+    assert doctor.check_kernels().detail.startswith("torch: no compiled C kernels")
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
-    assert doctor.check_kernels().detail == "not measured: RECSERVE_KERNELS is torch"
+    assert doctor.check_kernels().detail == "torch: RECSERVE_KERNELS is torch"
+
+
+def test_c_and_torch_are_compared_on_demand(monkeypatch):
+    monkeypatch.setattr(kernel_comparison, "BUDGET_S", 0.0)
+    assert not [f for f in doctor.examine() if f.name == "measured kernels"]
+    (finding,) = (f for f in doctor.examine(measure=True) if f.name == "measured kernels")
+    lines = finding.detail.splitlines()
+    if native.library() is None:
+        assert lines == ["nothing to compare: no compiled C kernels and no C compiler"]
+    else:
+        assert len(lines) == 6 and all(": C " in line and " ms, torch " in line for line in lines)
 
 
 def test_kernels_of_served_models_are_listed_for_the_weights_that_serve(tmp_path, monkeypatch):

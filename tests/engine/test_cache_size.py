@@ -81,9 +81,9 @@ def test_types_that_are_left_open(native, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     fastest = torch.bfloat16 if native else torch.float32
-    assert resolve_dtype(None, DECODER, CUDA) == resolve_dtype("auto", DECODER, CUDA) == fastest
-    assert resolve_dtype("float32", DECODER, CUDA) == torch.float32
-    assert resolve_dtype(None, DECODER, CPU) == torch.float32
+    assert resolve_dtype(None, CUDA) == resolve_dtype("auto", CUDA) == fastest
+    assert resolve_dtype("float32", CUDA) == torch.float32
+    assert resolve_dtype(None, CPU) == torch.float32
 
 
 def test_what_is_slow_on_cuda_is_logged(caplog):

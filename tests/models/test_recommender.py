@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from recserve.kernels import dispatch
-from recserve.kernels.cpu import native
-from recserve.models import packing
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.recommender import (
@@ -220,23 +217,3 @@ def test_appended_items_are_those_of_a_model_bound_to_all(dense_first):
         scores = live.dense_scores(hidden, 33)
         expected = (live.dense_query_rows(hidden) @ table[:33].T).log_softmax(-1)
         torch.testing.assert_close(scores, expected)
-
-
-@pytest.mark.parametrize("large_in_c", [True, False])
-def test_all_products_of_the_codes_run_in_one_place(large_in_c, monkeypatch):
-    """A level's codes alone would have chosen otherwise; bfloat16 then failed without AVX-512."""
-    model = items_model().requires_grad_(False)
-    head = model.head.weight.shape[0]
-
-    def packs(weights):
-        return bool(weights) and (weights[0].shape[0] == head) == large_in_c
-
-    monkeypatch.setattr(dispatch, "packs", packs)
-    monkeypatch.setattr(packing, "onednn_packs", lambda dtype: not large_in_c)
-    model.pack()
-    if native.library() is None and large_in_c:
-        assert model._packed_levels is None
-        return
-    packed = [model._packed_head, *model._packed_levels]
-    in_c = large_in_c and native.library() is not None
-    assert [layer.panels is not None for layer in packed] == [in_c] * len(packed)

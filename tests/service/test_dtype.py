@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from recserve.models import packing
+from recserve.kernels.cpu import processor
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.saving import save_language_model
@@ -19,10 +19,8 @@ DECODER = DecoderConfig(32, 2, 4, 2, 8, 64, max_positions=64)
 
 
 def prefer(monkeypatch, fastest: torch.dtype) -> None:
-    """A machine on which one type is ten times as fast as all others."""
-    monkeypatch.setattr(
-        packing.dispatch, "products_ms", lambda shapes, dtype: (1.0 if dtype == fastest else 10.0,)
-    )
+    """A machine with an instruction for bfloat16 products, or without one."""
+    monkeypatch.setattr(processor, "has_bfloat16_products", lambda: fastest == torch.bfloat16)
 
 
 @pytest.fixture
@@ -40,7 +38,7 @@ def folder(tmp_path):
 def test_auto_is_the_fastest_type(monkeypatch, folder, fastest, caplog):
     prefer(monkeypatch, fastest)
     with caplog.at_level(logging.INFO, logger="recserve"):
-        assert model_loader.resolve_dtype("auto", DECODER, CPU) == fastest
+        assert model_loader.resolve_dtype("auto", CPU) == fastest
     assert f"{str(fastest)[6:]} is the fastest" in caplog.text
     for stored in (torch.float32, torch.bfloat16):
         settings = TextSettings(folder(stored), dtype="auto")
@@ -49,7 +47,7 @@ def test_auto_is_the_fastest_type(monkeypatch, folder, fastest, caplog):
 
 def test_a_named_type_is_taken_whatever_is_faster(monkeypatch, folder):
     prefer(monkeypatch, torch.bfloat16)
-    assert model_loader.resolve_dtype("float32", DECODER, CPU) == torch.float32
+    assert model_loader.resolve_dtype("float32", CPU) == torch.float32
     assert loader._dtype(TextSettings(folder(torch.bfloat16), dtype="float32"), CPU) == (
         torch.float32
     )
@@ -61,8 +59,9 @@ def test_halves_compute_in_float32_where_that_is_faster(monkeypatch, folder, sto
     settings = TextSettings(folder(stored))
     prefer(monkeypatch, torch.float32)
     assert loader._dtype(settings, CPU) == torch.float32
-    prefer(monkeypatch, stored)
-    assert loader._dtype(settings, CPU) == stored
+    prefer(monkeypatch, torch.bfloat16)  # no processor multiplies float16 with C
+    fastest = torch.bfloat16 if stored == torch.bfloat16 else torch.float32
+    assert loader._dtype(settings, CPU) == fastest
 
 
 def test_float32_weights_are_not_rounded_unless_asked(monkeypatch, folder):
@@ -82,19 +81,19 @@ def test_auto_takes_the_smaller_type_where_the_larger_does_not_fit(monkeypatch, 
     free(monkeypatch, free_bytes)
     fits = free_bytes is None or free_bytes >= 444_445
     with caplog.at_level(logging.INFO, logger="recserve"):
-        found = model_loader.resolve_dtype("auto", DECODER, CPU, ModelSize(100_000))
+        found = model_loader.resolve_dtype("auto", CPU, ModelSize(100_000))
     assert found == (torch.float32 if fits else torch.bfloat16)
     assert ("do not fit" in caplog.text) == (not fits)
     # Weights that are loaded already free their memory while they are converted.
     loaded = ModelSize(100_000, loaded_bytes=400_000)
-    assert model_loader.resolve_dtype("auto", DECODER, CPU, loaded) == torch.float32
+    assert model_loader.resolve_dtype("auto", CPU, loaded) == torch.float32
 
 
 def test_auto_takes_the_faster_type_although_the_larger_fits(monkeypatch):
     prefer(monkeypatch, torch.bfloat16)
     free(monkeypatch, 10**9)
     size = ModelSize(100_000)
-    assert model_loader.resolve_dtype("auto", DECODER, CPU, size) == torch.bfloat16
+    assert model_loader.resolve_dtype("auto", CPU, size) == torch.bfloat16
 
 
 def test_a_model_that_fits_in_no_type_is_refused_with_sizes(monkeypatch):
@@ -102,11 +101,11 @@ def test_a_model_that_fits_in_no_type_is_refused_with_sizes(monkeypatch):
     free(monkeypatch, 8_000_000_000)
     size = ModelSize(7_000_000_000)
     with pytest.raises(ValueError, match=r"14\.0 GB in bfloat16, .* 8\.0 GB .* `weights: int8`"):
-        model_loader.resolve_dtype("auto", DECODER, CPU, size)
-    assert model_loader.resolve_dtype("bfloat16", DECODER, CPU, size) == torch.bfloat16
+        model_loader.resolve_dtype("auto", CPU, size)
+    assert model_loader.resolve_dtype("bfloat16", CPU, size) == torch.bfloat16
     # The matrices will take half of that, so the attempt is the operator's choice.
     int8 = ModelSize(7_000_000_000, weights="int8")
-    assert model_loader.resolve_dtype("auto", DECODER, CPU, int8) == torch.bfloat16
+    assert model_loader.resolve_dtype("auto", CPU, int8) == torch.bfloat16
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -116,9 +115,9 @@ def test_memory_of_a_gpu_decides_too(monkeypatch, native):
     cuda = torch.device("cuda")
     for weights, expected in ((60, torch.float32), (130, torch.bfloat16)):
         expected = torch.bfloat16 if native else expected
-        assert model_loader.resolve_dtype(None, DECODER, cuda, ModelSize(weights)) == expected
+        assert model_loader.resolve_dtype(None, cuda, ModelSize(weights)) == expected
     with pytest.raises(ValueError, match="dtype auto"):
-        model_loader.resolve_dtype("auto", DECODER, cuda, ModelSize(140))
+        model_loader.resolve_dtype("auto", cuda, ModelSize(140))
 
 
 @pytest.mark.parametrize("tied", [False, True])

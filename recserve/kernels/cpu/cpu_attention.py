@@ -1,7 +1,7 @@
 """Tree attention for CPUs, in torch or in C.
 
-Softmax attention runs in C without a plan (native_attention.py) where measurement shows that C is
-no slower (`choose`). Otherwise each tree uses one of these forms, with n computed nodes, R root
+Softmax attention runs in C without a plan where native_attention.py supports it. Otherwise each
+tree uses one of these forms, with n computed nodes, R root
 tokens, N tree nodes and at most A ancestors per node:
 
 - Few nodes: root and tree are one list of keys, n x (R + N) scores. Few rows and keys use batched
@@ -18,25 +18,16 @@ once, or once per ancestor in a shallow tree.
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.cpu.choice import KernelChoice, measure
 from recserve.kernels.cpu.cpu_plan import Form, Place, PlanPart, Whole, plan
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
-from recserve.kernels.tree import chain, root_branch
-
-log = logging.getLogger(__name__)
 
 ROW_BLOCK = 512
-MEASURED_ROWS = 256
-LAYERS = 4  # layers of the measured network; one plan serves all of them
 
 
 class CpuTreeAttention:
@@ -47,7 +38,6 @@ class CpuTreeAttention:
         batch: TreeBatch,
         activation: Activation = SOFTMAX,
         native: bool = False,
-        measured: bool = False,
     ) -> None:
         """Stores what to attend to; planning happens at the first call.
 
@@ -55,10 +45,8 @@ class CpuTreeAttention:
             batch: Trees of one forward pass.
             activation: Softmax, or SiLU with a constant normaliser.
             native: Whether to attend in C where C supports it.
-            measured: Whether to use C only if it is no slower than torch.
         """
         self.batch, self.activation, self.native = batch, activation, native
-        self.measured = measured
         self._parts: list[PlanPart] = []
         self._natively: NativeTreeAttention | None = None
         self._form: Form | None = None
@@ -98,8 +86,6 @@ class CpuTreeAttention:
         if self._form != form:
             self._form = form
             self._natively = NativeTreeAttention.of(self.batch, form) if self.native else None
-            if self._natively is not None and self.measured and not choose(form).in_c:
-                self._natively = None
         return self._natively
 
     def _silu(self, part: PlanPart, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -131,46 +117,6 @@ class CpuTreeAttention:
                     total += torch.einsum("nah,nahd->nhd", scores, values[slots])
             out[rows] = total * inverse
         return out
-
-
-def choose(form: Form) -> KernelChoice:
-    """Returns the measured choice for attention of a tree below a root and of a prompt.
-
-    One choice serves both. A row then has the same sums in every batch.
-    """
-    return _measured(form, torch.get_num_threads())
-
-
-@functools.cache
-def _measured(form: Form, threads: int) -> KernelChoice:
-    kv = torch.zeros(MEASURED_ROWS, form.kv_heads, form.dim, dtype=form.dtype)
-    rows = torch.zeros(MEASURED_ROWS, form.kv_heads * form.group, form.dim, dtype=form.dtype)
-    # 14 branches of 4 nodes below a root, and a chain in the same slots.
-    tokens = torch.arange(MEASURED_ROWS)
-    root, below = tokens[:200], tokens[200:]
-    branches = root_branch(below, torch.arange(0, below.shape[0] + 1, 4))
-    tree = TreeBatch(branches, None, below, (root,))
-    prompt = TreeBatch(chain(tokens), None, tokens, (tokens[:0],))
-
-    def attend(batch: TreeBatch, native: bool) -> None:
-        attention = CpuTreeAttention(batch, native=native)
-        query = rows[: batch.num_queries]
-        for _ in range(LAYERS):
-            attention(query, kv, kv, kv, kv)
-
-    with torch.inference_mode():
-        c, plain = (
-            [functools.partial(attend, batch, native) for batch in (tree, prompt)]
-            for native in (True, False)
-        )
-        work = (
-            f"attention of {below.shape[0]} nodes below 200 tokens and of {MEASURED_ROWS} tokens, "
-            f"{rows.shape[1]} heads of {form.dim}, {form.kv_heads} for keys, "
-            f"{str(form.dtype)[6:]}, {LAYERS} layers, {threads} threads"
-        )
-        choice = measure(work, c, plain)
-    log.info("measured %s", choice)
-    return choice
 
 
 def _softmax(part: PlanPart, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

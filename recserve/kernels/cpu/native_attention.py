@@ -74,13 +74,11 @@ class NativeTreeAttention:
     def of(batch: TreeBatch, form: Form) -> NativeTreeAttention | None:
         """Returns the attention of a batch, or None where C does not support it."""
         tree = batch.tree
-        if not form.softmax or form.dtype not in TYPES or form.dim % LANES or library() is None:
+        if not attends(form):
             return None
         if tree.root_limits is not None or tree.shared is not None:
             return None
         if isinstance(batch.root_slots, RootTable):
-            return None
-        if max(form.group, AT_ONCE) * form.dim > MOST_NUMBERS:
             return None
         return NativeTreeAttention(batch, _counts(batch) if batch.counts is None else batch.counts)
 
@@ -120,6 +118,13 @@ class NativeTreeAttention:
             self.together(heads),
         )
         return out
+
+
+def attends(form: Form) -> bool:
+    """Returns whether C attends with heads of this form, in trees that it supports."""
+    if not form.softmax or form.dtype not in TYPES or form.dim % LANES or library() is None:
+        return False
+    return max(form.group, AT_ONCE) * form.dim <= MOST_NUMBERS
 
 
 def _counts(batch: TreeBatch) -> list[int]:

@@ -24,6 +24,7 @@ LEVELS_OF_MACHINES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {"armv8-a": ("asimd",)},
 }
+BFLOAT16_LEVEL = "x86-64-v4-bf16"
 LEVELS = LEVELS_OF_MACHINES.get(platform.machine(), {})
 
 
@@ -58,6 +59,16 @@ def instruction_set() -> str | None:
     if missing:
         raise ValueError(f"RECSERVE_ISA is {name!r}; this processor lacks {', '.join(missing)}")
     return name
+
+
+def has_bfloat16_products() -> bool:
+    """Returns whether this level multiplies bfloat16 with an instruction of its own."""
+    return instruction_set() == BFLOAT16_LEVEL
+
+
+def has_amx() -> bool:
+    """Returns whether oneDNN multiplies bfloat16 with AMX, at the best level of this processor."""
+    return has_bfloat16_products() and "amx_bf16" in processor().flags
 
 
 def missing_flags(level: str) -> list[str]:

@@ -2,31 +2,30 @@
 
 A product of few rows with a plain matrix repacks the matrix on every call, and this repacking
 limits its speed. With packed weights, a row costs only the time to read the weights.
+
+A fixed rule says who multiplies, so that equal machines give equal bits: C wherever the sources
+support the processor, the type and the shape, else torch. The one exception is bfloat16 on a
+processor with AMX, where oneDNN multiplies, because C was never measured against AMX.
+`recserve doctor --measure` compares both on one machine, and `benchmarks.kernels.rule` on each
+level of instruction sets.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.cpu import choice, native
-from recserve.kernels.cpu.choice import KernelChoice
-from recserve.kernels.cpu.half_panels import HalfPanels, multiplies_halves
-from recserve.kernels.cpu.int8_panels import Int8Panels, multiplies_int8
-from recserve.kernels.cpu.native import TYPES, Panels
-from recserve.kernels.int8 import Int8Weight, TorchInt8Product
+from recserve.kernels.cpu import native, processor
+from recserve.kernels.cpu.half_panels import multiplies_halves
+from recserve.kernels.cpu.int8_panels import multiplies_int8
+from recserve.kernels.cpu.native import TYPES
 
 # Formats of packed weights other than the activations' type. float16 is used where it is exact.
 PackedFormat = Literal["int8", "float16"]
 ROWS = 64  # The layout for 64 rows is as fast for one row, and the arithmetic is the same for all.
-MEASURED_ROWS = (1, 128)  # a decoding step, and a prompt
-# elements of a weight that are measured; times of larger weights are scaled
-MEASURED_WEIGHTS = 2**21
 
 
 class OneDnnWeight:
@@ -48,64 +47,34 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
 
 
-def choose(weights: Sequence[Tensor], stored: PackedFormat | None = None) -> KernelChoice:
-    """Measures products with weights [n, m] of one type in C and torch, with today's threads.
+def runs_in_c(weight: Tensor, stored: PackedFormat | None = None, forced: bool = False) -> bool:
+    """Returns whether the product with a weight runs in C, by the rule of this module.
 
     Args:
-        weights: The weights.
-        stored: Format in which they are stored. None means their own type.
+        weight: [n, m] of the activations' type, before it is stored in another format.
+        stored: Format in which it is stored. None means its own type.
+        forced: Whether C multiplies wherever it can.
     """
-    return total([(w.shape[0], w.shape[1]) for w in weights], weights[0].dtype, stored)
+    if stored == "int8":
+        return multiplies_int8(weight)
+    if stored == "float16":
+        return multiplies_halves(weight)
+    amx = weight.dtype == torch.bfloat16 and processor.has_amx()
+    return native.multiplies(weight) and (forced or not amx)
 
 
-def total(
-    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, stored: PackedFormat | None = None
-) -> KernelChoice:
-    """Measures products with weights of these shapes (n, m) and adds up their times.
+def fastest_dtype(candidates: Sequence[torch.dtype]) -> torch.dtype:
+    """Returns the type in which products are fastest on this CPU.
+
+    That is bfloat16 where the processor has an instruction for it, else float32.
 
     Args:
-        shapes: Shapes of the weights.
-        dtype: Type of the activations.
-        stored: Format of the weights. None means the activations' type.
+        candidates: Types to choose from. The first is returned if neither is among them.
     """
-    threads = torch.get_num_threads()
-    c, plain = [0.0] * len(MEASURED_ROWS), [0.0] * len(MEASURED_ROWS)
-    for size, inner in shapes:
-        measured = min(size, max(MEASURED_WEIGHTS // inner, 1))
-        found = _measured(measured, inner, dtype, threads, stored)
-        for i in range(len(MEASURED_ROWS)):
-            c[i] += found.c_ms[i] * size / measured
-            plain[i] += found.torch_ms[i] * size / measured
-    rows = " and ".join(map(str, MEASURED_ROWS))
-    name = type_name(dtype, stored)
-    work = f"{len(shapes)} products of {name}, {rows} rows, {threads} threads"
-    return KernelChoice(work, tuple(c), tuple(plain))
-
-
-@functools.cache
-def _measured(
-    size: int, inner: int, dtype: torch.dtype, threads: int, stored: PackedFormat | None = None
-) -> KernelChoice:
-    with torch.inference_mode():
-        weight = torch.ones(size, inner).to(dtype)
-        xs = [torch.ones(rows, inner, dtype=dtype) for rows in MEASURED_ROWS]
-        other: Callable[[Tensor], Tensor]
-        ours: Callable[[Tensor], Tensor]
-        if stored == "int8":
-            rounded = Int8Weight.of(weight)
-            other = TorchInt8Product(rounded, None)
-            ours = Int8Panels.of(rounded, None, dtype) if multiplies_int8(weight) else other
-        elif stored == "float16" and multiplies_halves(weight):
-            other, ours = OneDnnWeight(weight, None), HalfPanels.of(weight, None)
-        else:
-            theirs = OneDnnWeight(weight, None) if onednn_packs(dtype) else None
-            other = theirs or functools.partial(F.linear, weight=weight)
-            ours = Panels.of(weight, None) if native.multiplies(weight) else other
-        return choice.measure(
-            f"products with [{size}, {inner}] {type_name(dtype, stored)}, {threads} threads",
-            [functools.partial(ours, x) for x in xs],
-            [functools.partial(other, x) for x in xs],
-        )
+    wanted = [torch.float32]
+    if processor.has_bfloat16_products():
+        wanted.insert(0, torch.bfloat16)
+    return next((dtype for dtype in wanted if dtype in candidates), candidates[0])
 
 
 def type_name(dtype: torch.dtype, stored: PackedFormat | None = None) -> str:

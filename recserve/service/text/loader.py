@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from recserve.kernels.cpu.products import PackedFormat
+from recserve.kernels.cpu.products import PackedFormat, fastest_dtype
 from recserve.kernels.int8 import WeightFormat
 from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import DTYPES, UnsupportedModel, load_language_model, read_folder
-from recserve.models.packing import fastest_dtype, pack_weights
+from recserve.models.packing import pack_weights
 from recserve.models.weight_check import is_finite
 from recserve.service.memory import ModelSize, available_bytes
 from recserve.service.model_loader import resolve_dtype
@@ -148,10 +148,10 @@ def _dtype(settings: TextSettings, device: torch.device) -> torch.dtype:
     config, stored = read_folder(settings.folder)
     size = ModelSize(_count_weights(config), weights=settings.weights)
     if settings.dtype == "auto":
-        return resolve_dtype("auto", config.decoder, device, size)
+        return resolve_dtype("auto", device, size)
     if device.type == "cuda" or stored == torch.float32:
         return stored
-    found = fastest_dtype(config.decoder, (stored, torch.float32))
+    found = fastest_dtype((stored, torch.float32))
     free = available_bytes(device)
     if free is not None and not size.fits(found, free):
         return stored

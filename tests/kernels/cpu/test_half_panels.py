@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recserve.kernels import dispatch
-from recserve.kernels.cpu import native, products
+from recserve.kernels.cpu import native
 from recserve.kernels.cpu.half_panels import HalfPanels, multiplies_halves
 from recserve.kernels.cpu.native import Panels
 from recserve.models.packing import PackedLinear, pack_weights
@@ -57,15 +57,3 @@ def test_weights_that_float16_rounds_are_not_stored_in_it(wrong, monkeypatch):
     pack_weights(layers, "float16")
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
     assert packed and not any(isinstance(layer.panels, HalfPanels) for layer in packed)
-
-
-def test_both_are_measured_and_torch_keeps_float32(monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "auto")
-    assert all(t > 0 for t in products.total([(64, 32)], torch.float32, "float16").c_ms)
-    for c_ms, name in ((1.0, "HalfPanels"), (3.0, "OneDnnWeight")):
-        found = products.KernelChoice("work", (c_ms,), (2.0,))
-        monkeypatch.setattr(products, "choose", lambda weights, stored=None, it=found: it)
-        layers = torch.nn.Sequential(torch.nn.Linear(16, 8))
-        layers[0].weight.fill_(0.25)
-        pack_weights(layers, "float16")
-        assert type(layers[0]._product).__name__ == name

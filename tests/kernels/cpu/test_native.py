@@ -232,7 +232,7 @@ from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 x = torch.arange(32.0)[None]
 with torch.inference_mode():
-    print(native.library() is None, dispatch.packs([torch.zeros(4, 4)]))
+    print(native.library() is None, dispatch.packs(torch.zeros(4, 4)))
     print(dispatch.silu_mul(x).sum().item())
 """
 

@@ -1,0 +1,45 @@
+"""C and torch are compared on this machine when an operator asks."""
+
+import pytest
+import torch
+
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import native
+from recserve.service import kernel_comparison
+from recserve.service.kernel_comparison import Comparison, compare, compare_kernels
+
+
+def test_each_pair_is_timed_in_turns_after_a_round_to_warm_up(monkeypatch):
+    """By a clock of its own: C takes 3 ms at first and then 1, torch 2 ms."""
+    now, calls = [0.0], []
+    monkeypatch.setattr(kernel_comparison.time, "perf_counter", lambda: now[0])
+
+    def take(name, first_s, then_s):
+        def call():
+            now[0] += then_s if name in calls else first_s
+            calls.append(name)
+
+        return call
+
+    found = compare([take("c", 3e-3, 1e-3)], [take("torch", 2e-3, 2e-3)])
+    assert calls == ["c", "torch"] * (kernel_comparison.ROUNDS + 1)
+    assert found.c_ms == pytest.approx((1.0,)) and found.torch_ms == pytest.approx((2.0,))
+    assert str(found) == "C 1 ms, torch 2 ms (2x)"
+    calls.clear()  # what takes long is timed twice
+    compare([take("c", 1.0, 1.0)], [take("torch", 1.0, 1.0)])
+    assert calls == ["c", "torch"] * 3
+
+
+def test_the_ratio_weighs_few_rows_and_many_alike():
+    assert Comparison((1.0, 40.0), (2.0, 30.0)).ratio == pytest.approx(1.5**0.5)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_do_the_work(dtype, monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "auto")
+    monkeypatch.setattr(kernel_comparison, "BUDGET_S", 0.0)
+    found = compare_kernels(dtype)
+    assert list(found) == ["products", "int8 products", "attention"]
+    for times in found.values():
+        assert all(ms > 0 for ms in (*times.c_ms, *times.torch_ms)) and len(times.c_ms) == 2
