@@ -70,6 +70,7 @@ sanitize: $(DEV)
 check: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 format: $(DEV)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 def convert(source: Path, folder: Path) -> tuple[int, Path]:
     """Writes the heads into the folder; returns the number of tensors and the new file."""
-    weights = torch.load(source, map_location="cpu", weights_only=True)
+    weights = torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251
     if not isinstance(weights, dict) or not all(
         isinstance(tensor, torch.Tensor) for tensor in weights.values()
     ):

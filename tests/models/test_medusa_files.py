@@ -208,7 +208,7 @@ def test_saved_heads_are_read_back_with_their_accuracies(tmp_path):
 def test_a_pickled_file_is_converted_offline(tmp_path, monkeypatch, capsys):
     weights = original(drawn_heads())
     weights["1.1.weight"] = weights["0.1.weight"]  # shared memory, as repeated modules have
-    torch.save(weights, tmp_path / "medusa_lm_head.pt")
+    torch.save(weights, tmp_path / "medusa_lm_head.pt")  # noqa: TID251
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
     arguments = [str(CONVERT), str(tmp_path / "medusa_lm_head.pt"), str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", arguments)
@@ -217,7 +217,7 @@ def test_a_pickled_file_is_converted_offline(tmp_path, monkeypatch, capsys):
     written = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in weights.items())
     assert load_medusa(tmp_path / "out", E, V).config.num_heads == K
-    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save([1, 2], tmp_path / "list.pt")  # noqa: TID251
     monkeypatch.setattr(sys, "argv", [str(CONVERT), str(tmp_path / "list.pt"), str(tmp_path)])
     with pytest.raises(SystemExit, match="holds list"):
         runpy.run_path(str(CONVERT), run_name="__main__")
