@@ -42,7 +42,7 @@ class Job:
 
     Attributes:
         name: Column of the tables: whose code, and in which setting.
-        code: Root of the checkout.
+        code: Prefix of the checkout.
         places: Files of which the first that exists is the benchmark.
         options: Its arguments.
         kernels: RECSERVE_KERNELS of the run.

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from recserve.config import ServerConfig
 from recserve.engine.items.scheduler import FinishedItem, ItemScheduler
-from recserve.engine.runtime.runner import ForwardPiece, Runner
-from recserve.models.decoder import Taps
+from recserve.engine.runtime.runner import BatchSlice, Runner
+from recserve.models.decoder import AuxHiddenStates
 from recserve.models.drafters.gated_lora import GatedLora
 from recserve.server.run import serve
 
@@ -45,8 +45,8 @@ def main() -> int:
 
     def faulty(
         self: Runner,
-        pieces: Sequence[ForwardPiece],
-        taps: Taps | None = None,
+        pieces: Sequence[BatchSlice],
+        taps: AuxHiddenStates | None = None,
         masks: GatedLora | None = None,
     ) -> Sequence[Tensor]:
         fail_if_lost()

@@ -26,12 +26,12 @@ from benchmarks.support.drawn import (
 )
 from benchmarks.support.failures import attempted, complaints, failure, once
 from benchmarks.support.timing import Deadline
-from recserve.core.request import RankQuery, Root, SlateQuery
+from recserve.core.request import Prefix, RankQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.graph_search import SearchShape
-from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
+from recserve.engine.items.search_graphs import BeamSearchGraphs, SearchLimits
 from recserve.engine.runtime.cuda_graphs import CudaRecorder
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_view import TrieView
@@ -72,7 +72,7 @@ def recorded(
     shapes: tuple[SearchShape, ...],
     room: int,
     record: Any = None,
-) -> SearchGraphs:
+) -> BeamSearchGraphs:
     """Makes an engine replay searches of these shapes; `missing` lists those without a capture.
 
     `room` is the capacity. `record` replaces the capture; None captures CUDA graphs, or on a CPU
@@ -83,19 +83,19 @@ def recorded(
     limits = SearchLimits(shapes, room, seconds=float("inf"), bytes=2**35)
     on_cuda = model.tokens.weight.is_cuda and torch.cuda.is_available()
     record = record or (CudaRecorder() if on_cuda else lambda step: step)
-    graphs = SearchGraphs(lane.runner, model, nezha.head, limits, record)
+    graphs = BeamSearchGraphs(lane.runner, model, nezha.head, limits, record)
     engine.replay(graphs)
     engine.record(trie)
     return graphs
 
 
-def recommend_root(model: Recommender, events: int, seed: int) -> Root:
+def recommend_root(model: Recommender, events: int, seed: int) -> Prefix:
     """Returns a BOS token and a random history, on the model's device."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
     device = model.tokens.weight.device
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), model.item_tokens.cpu()[rows].flatten()])
-    return Root(NodeInputs(tokens.to(device)), tokens.numpy())
+    return Prefix(NodeInputs(tokens.to(device)), tokens.numpy())
 
 
 def candidates(ranker: Ranker, count: int, seed: int) -> NodeInputs:

@@ -35,7 +35,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.graph_search import SearchLeaves, SearchShape
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step import StepOutputs
-from recserve.engine.text.step_graphs import SHAPES, GraphLimits, StepFunction, StepGraphs
+from recserve.engine.text.step_graphs import SHAPES, GraphLimits, StepFunction, TextStepGraphs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.ngram import NgramDrafter
@@ -94,7 +94,7 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     none = NoReplay()
     shapes = tuple(shape for shape in SHAPES if shape.nodes <= (72 if smoke else 264))
     limits = GraphLimits(shapes, seconds=float("inf"))
-    graphs = StepGraphs(lane.runner, model, 64, limits, none, drafters=drafters)
+    graphs = TextStepGraphs(lane.runner, model, 64, limits, none, drafters=drafters)
     engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
     for name in PARAMETERS:
         for drafter in ("none", *drafters):
@@ -137,7 +137,7 @@ def once(search: Callable[[], SearchLeaves]) -> Callable[[], SearchLeaves]:
 
 @torch.inference_mode()
 def measured(
-    engine: Engine, graphs: StepGraphs, name: str, drafter: str, texts: int, steps: int
+    engine: Engine, graphs: TextStepGraphs, name: str, drafter: str, texts: int, steps: int
 ) -> dict[str, Any]:
     """Measures texts that run concurrently for `steps` replayed steps.
 

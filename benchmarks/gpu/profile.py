@@ -27,7 +27,7 @@ from benchmarks.gpu.searches import QWEN3_1_7B, wide_catalogue
 from benchmarks.support.drawn import drawn_there
 from benchmarks.support.failures import attempted
 from benchmarks.support.timing import Deadline, milliseconds
-from recserve.core.request import PrewarmQuery, Root, SlateQuery
+from recserve.core.request import Prefix, PrewarmQuery, SlateQuery
 from recserve.engine.engine import Engine
 from recserve.engine.items.graph_search import SearchShape
 from recserve.kernels.trie.trie_view import TrieView
@@ -111,7 +111,7 @@ def appended(engine: Engine, model: Recommender, events: int, device: str) -> di
     codes = len(model.config.codebook_sizes) if model.config.input == "codes" else 1
     for seed in range(7):
         after = recommend_root(model, events + 1, 9000 + seed)
-        before = Root(NodeInputs(after.inputs.tokens[:-codes]), after.keys[:-codes])
+        before = Prefix(NodeInputs(after.inputs.tokens[:-codes]), after.keys[:-codes])
         engine.run(PrewarmQuery(before, "recommender"))
         _synchronize(device)
         began = time.perf_counter()

@@ -25,7 +25,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import SHAPES, GraphLimits, StepGraphs
+from recserve.engine.text.step_graphs import SHAPES, GraphLimits, TextStepGraphs
 from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
@@ -173,7 +173,9 @@ def text_engine(
     engine = build_engine(EngineModels(text=model, drafters=drafters), config)
     if recorded and not cuda:
         lane: Any = engine.schedulers["text"]
-        graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step, drafters=drafters)
+        graphs = TextStepGraphs(
+            lane.runner, model, 64, limits, lambda step: step, drafters=drafters
+        )
         engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
     return engine
 

@@ -24,7 +24,7 @@ from benchmarks.support.timing import machine
 from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, Runner
+from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.kernels.fp8 import FP8
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import chain
@@ -60,10 +60,10 @@ def predictions(model: LanguageModel, text: torch.Tensor, dtype: torch.dtype) ->
     """Returns [n - 1, V] log-probabilities of the tokens after the first, with a cache of this
     dtype.
     """
-    trunk = DecoderTrunk(model)
+    trunk = DecoderAdapter(model)
     inputs, slots = text[:-1], torch.arange(len(text) - 1)
     runner = Runner(trunk, KVPool(trunk.kv_shape, len(slots), 1, dtype))
-    piece = ForwardPiece(chain(inputs), NodeInputs(inputs), None, slots, (slots[:0],))
+    piece = BatchSlice(chain(inputs), NodeInputs(inputs), None, slots, (slots[:0],))
     return model.logits(runner.forward([piece])[0]).float().log_softmax(-1)
 
 
@@ -82,7 +82,7 @@ def of_texts(folder: Path, count: int, length: int, start: int) -> dict[str, Any
     mean = {name: sum(values) / total for name, values in nats.items()}
     gaps = torch.tensor(nats["fp8"]) - torch.tensor(nats["model"])
     error = float(gaps.std()) * len(gaps) ** 0.5 / total
-    shape = DecoderTrunk(model).kv_shape
+    shape = DecoderAdapter(model).kv_shape
     return {
         "texts": count, "tokens": total, "nats": mean, "more": mean["fp8"] - mean["model"],
         "standard_error": error, "same_best_token": same / total,

@@ -48,10 +48,10 @@ from benchmarks.support.report import Report, options_of
 from benchmarks.support.runs import Runs, measure
 from recserve.core.request import (
     LikelihoodQuery,
+    Prefix,
+    PrefixKeys,
     RankQuery,
     Request,
-    Root,
-    RootKeys,
     Scores,
     Timing,
 )
@@ -79,8 +79,8 @@ class Task:
     """
 
     engine: Engine
-    request: Callable[[Root], Request]
-    roots: list[Root]
+    request: Callable[[Prefix], Request]
+    roots: list[Prefix]
     linear: dict[str, Callable[[int], torch.Tensor]]
     whole: Callable[[], torch.Tensor]
     whole_gflop: float
@@ -211,7 +211,7 @@ def run_task(task: Task, candidates: int, options: argparse.Namespace, gflops: f
 
         if name == "cold":
             for root in task.roots:
-                task.engine.forget(RootKeys(root.keys, root.shared))
+                task.engine.forget(PrefixKeys(root.keys, root.shared))
         out.runs[name] = measure(answer, options.repeats, budget, clock)
         if timings:
             out.stages[name] = timings[len(timings) // 2]

@@ -13,7 +13,7 @@ from benchmarks.support.baselines.generate import Generate, tiger_t5
 from benchmarks.support.baselines.llama import to_llama
 from benchmarks.support.baselines.loops import bare_tree, kv_copy
 from benchmarks.support.drawn import Catalogue, drawn_recommender, drawn_roots
-from recserve.core.request import Request, Root, RootKeys, Slate, SlateQuery
+from recserve.core.request import Prefix, PrefixKeys, Request, Slate, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 
@@ -72,7 +72,7 @@ class Model:
         sizes = EngineConfig(kv_bytes=slot * 16_384, invariant=invariant)
         self.engine = build_engine(EngineModels(self.ours), sizes)
 
-    def roots(self, count: int, seed: int) -> list[Root]:
+    def roots(self, count: int, seed: int) -> list[Prefix]:
         """Returns histories of 200 tokens, with as many items as fit."""
         items = HISTORY_TOKENS // self.ours.config.num_levels
         return drawn_roots(self.ours, items, count, seed)
@@ -97,13 +97,13 @@ def answers(
     prompts = torch.stack([root.inputs.tokens for root in same])
     length = prompts.shape[1]
 
-    def engine(roots: list[Root]) -> list[Slate]:
+    def engine(roots: list[Prefix]) -> list[Slate]:
         requests: list[Request] = [SlateQuery(root, trie, width, width) for root in roots]
         return model.engine.run_many(requests)  # type: ignore[return-value]
 
-    def forgetting(roots: list[Root]) -> list[Slate]:
+    def forgetting(roots: list[Prefix]) -> list[Slate]:
         for root in roots:
-            model.engine.forget(RootKeys(root.keys))
+            model.engine.forget(PrefixKeys(root.keys))
         return engine(roots)
 
     generate = Generate(model.theirs, search, length)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.support.runs import CLOCKS, measure
 from recserve.bundle.bundle import Bundle
-from recserve.core.request import Request, Root, SlateQuery
+from recserve.core.request import Prefix, Request, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.features.tables.encoding import root_tokens, window_start
@@ -59,12 +59,12 @@ class Served:
         cases = leave_one_out_cases(bundle.events(), "test").sample(users)
         self.histories = [cases.history(case) for case in range(len(cases))]
 
-    def root(self, history: np.ndarray) -> Root:
+    def root(self, history: np.ndarray) -> Prefix:
         config = self.model.config
         size = config.max_history_items
         rows = history[window_start(len(history), size, max(1, size // 4)) :]
         tokens = root_tokens(rows, self.codes, config.codebook_sizes, config.input)
-        return Root(NodeInputs(torch.from_numpy(tokens)), tokens)
+        return Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
 
     def requests(self, strategy: str, graph: ItemGraph | None = None) -> list[SlateQuery]:
         weight = self.weight if strategy == "beam" else 0.0

@@ -32,9 +32,9 @@ from benchmarks.recommend.workloads import Subject, Work, trained_subject
 from benchmarks.support.report import Report, options_of
 from benchmarks.support.runs import CLOCKS, Runs
 from recserve.core.request import (
+    Prefix,
+    PrefixKeys,
     PrewarmQuery,
-    Root,
-    RootKeys,
     Slate,
     SlateQuery,
 )
@@ -101,17 +101,17 @@ def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measu
     found, clock = Measured(), CLOCKS[options.clock]
     groups = len(subject.roots) // cell.batch
 
-    def ask(name: str, roots: list[Root], work: Work | None) -> list[Slate]:
+    def ask(name: str, roots: list[Prefix], work: Work | None) -> list[Slate]:
         return subject.ask(roots, cell.k, cell.beam, name, work)
 
-    def before(roots: list[Root]) -> None:
+    def before(roots: list[Prefix]) -> None:
         if cell.visit != "again":
             for root in roots:
-                subject.engine.forget(RootKeys(root.keys))
+                subject.engine.forget(PrefixKeys(root.keys))
         if cell.visit == "first":
             subject.engine.run_many([PrewarmQuery(root, "recommender") for root in roots])
 
-    def users(number: int) -> list[Root]:
+    def users(number: int) -> list[Prefix]:
         first = number % groups * cell.batch
         return subject.roots[first : first + cell.batch]
 

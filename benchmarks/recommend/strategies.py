@@ -30,7 +30,7 @@ from benchmarks.support.baselines.beams import BeamSearch
 from benchmarks.support.baselines.generate import Generate
 from benchmarks.support.report import Report, options_of
 from benchmarks.support.runs import Runs, measure
-from recserve.core.request import Root, RootKeys
+from recserve.core.request import Prefix, PrefixKeys
 
 VISITS = ("warm", "event", "cold")
 UNTRAINED = ("speculative", "specgr")
@@ -46,7 +46,7 @@ def visits(
     """
     count = len(subject.roots) // batch
 
-    def group(roots: list[Root], number: int) -> list[Root]:
+    def group(roots: list[Prefix], number: int) -> list[Prefix]:
         first = number % count * batch
         return roots[first : first + batch]
 
@@ -60,7 +60,7 @@ def visits(
 
     def cold(number: int) -> None:
         for root in group(subject.roots, number):
-            subject.engine.forget(RootKeys(root.keys))
+            subject.engine.forget(PrefixKeys(root.keys))
         warm(number)
 
     for number in range(count):

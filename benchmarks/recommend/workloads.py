@@ -12,7 +12,7 @@ import torch
 from benchmarks.support.baselines.llama import to_llama
 from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
 from recserve.bundle.bundle import Bundle
-from recserve.core.request import Root, Slate, SlateQuery
+from recserve.core.request import Prefix, Slate, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.tables.encoding import root_tokens
@@ -66,7 +66,7 @@ class Work:
 class Subject:
     """An engine with histories for its requests."""
 
-    def __init__(self, model: Recommender, trie: Trie, heads: Heads, roots: list[Root]) -> None:
+    def __init__(self, model: Recommender, trie: Trie, heads: Heads, roots: list[Prefix]) -> None:
         self.model, self.trie, self.roots = model, trie, roots
         decoder = model.config.decoder
         slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
@@ -80,7 +80,7 @@ class Subject:
         self.index = item_index(model, heads)
 
     def ask(
-        self, roots: list[Root], k: int, width: int, strategy: str, work: Work | None = None
+        self, roots: list[Prefix], k: int, width: int, strategy: str, work: Work | None = None
     ) -> list[Slate]:
         """Returns slates for all prefixes, requested at once.
 
@@ -99,7 +99,7 @@ class Subject:
         return slates
 
 
-def grown(model: Recommender, root: Root, item: int) -> Root:
+def grown(model: Recommender, root: Prefix, item: int) -> Prefix:
     """Returns the history with one more event."""
     row = item % model.num_bound_items
     if model.config.input == "codes":
@@ -107,7 +107,7 @@ def grown(model: Recommender, root: Root, item: int) -> Root:
     else:
         event = torch.tensor([model.config.num_code_tokens + row])
     tokens = torch.cat([root.inputs.tokens, event])
-    return Root(NodeInputs(tokens), tokens.numpy())
+    return Prefix(NodeInputs(tokens), tokens.numpy())
 
 
 def drawn_subject(model_shape: str, users: int, dtype: torch.dtype) -> Subject:
@@ -147,7 +147,7 @@ def trained_subject(path: Path, users: int, dtype: torch.dtype, least: int = 1) 
     for case in range(len(cases)):
         history = cases.history(case)[-config.max_history_items :]
         tokens = root_tokens(history, catalog.index.codes, config.codebook_sizes, config.input)
-        roots.append(Root(NodeInputs(torch.from_numpy(tokens)), tokens))
+        roots.append(Prefix(NodeInputs(torch.from_numpy(tokens)), tokens))
     return Subject(
         model, build_trie(codes, config.codebook_sizes), load_heads(bundle, model), roots
     )

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from recserve.core.request import Root
+from recserve.core.request import Prefix
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
@@ -129,14 +129,14 @@ def _draw_weights(model: Recommender, catalogue: Catalogue) -> None:
     model.bind_items(catalogue.codes)
 
 
-def drawn_roots(model: Recommender, items: int, count: int, seed: int) -> list[Root]:
+def drawn_roots(model: Recommender, items: int, count: int, seed: int) -> list[Prefix]:
     """Returns histories of `items` events, BOS first."""
     rng = np.random.default_rng(seed)
     roots = []
     for _ in range(count):
         rows = torch.from_numpy(rng.integers(0, model.num_bound_items, items))
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), model.item_tokens[rows].flatten()])
-        roots.append(Root(NodeInputs(tokens), tokens.numpy()))
+        roots.append(Prefix(NodeInputs(tokens), tokens.numpy()))
     return roots
 
 
@@ -166,7 +166,7 @@ def drawn_ranker(num_items: int, hidden: int, layers: int) -> Ranker:
     return ranker
 
 
-def drawn_ranking_root(ranker: Ranker, rows: int, seed: int) -> Root:
+def drawn_ranking_root(ranker: Ranker, rows: int, seed: int) -> Prefix:
     """Returns a profile row, nine tenths long-term history, and recent events."""
     g = torch.Generator().manual_seed(seed)
     recent = max(rows // 10, 1)
@@ -180,4 +180,4 @@ def drawn_ranking_root(ranker: Ranker, rows: int, seed: int) -> Root:
         torch.randn(rows, ranker.config.dense_size, generator=g),
     )
     keys = np.random.default_rng(seed).integers(0, 2**62, rows)
-    return Root(inputs, keys, shared=rows - recent)
+    return Prefix(inputs, keys, shared=rows - recent)

@@ -83,7 +83,7 @@ def evaluate(
         EvaluationOptions,
         evaluate_bundle,
     )
-    from recserve.training.evaluation.fidelity import Fidelity, compare_strategies
+    from recserve.training.evaluation.fidelity import StrategyComparison, compare_strategies
     from recserve.training.options import TrainOptions
 
     opened, place = Bundle.open(bundle), TrainOptions(device=device).torch_device()
@@ -93,7 +93,7 @@ def evaluate(
         )
         if plot is not None:
             fidelity.save_plot(plot)
-        evaluation: Evaluation | Fidelity = fidelity
+        evaluation: Evaluation | StrategyComparison = fidelity
     else:
         options = EvaluationOptions(
             split=split,

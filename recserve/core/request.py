@@ -51,7 +51,7 @@ class VectorIndex(Protocol):
 
 
 @dataclass(frozen=True)
-class Root:
+class Prefix:
     """The cacheable prefix of a request: a user's history as the model reads it.
 
     Attributes:
@@ -94,7 +94,7 @@ class SlateQuery:
         explain: Whether the slate comes with the tree of its search. The slate is the same.
     """
 
-    root: Root
+    root: Prefix
     trie: TrieView
     k: int
     beam_width: int
@@ -116,16 +116,16 @@ class SlateQuery:
 
 
 @dataclass(frozen=True)
-class RootKeys:
+class PrefixKeys:
     """The keys of a root that the engine should forget, together with its prefixes.
 
     Attributes:
-        keys: [n] int64, as in `Root`.
-        shared: As in `Root`.
+        keys: [n] int64, as in `Prefix`.
+        shared: As in `Prefix`.
         kept: Number of first rows whose pages and cached roots stay.
         drafter: Drafter whose own keys and values the pages hold as well. Its roots are found only
             with the same name. Empty if there is none.
-        salt: As in `Root`. None: the roots of every salt.
+        salt: As in `Prefix`. None: the roots of every salt.
     """
 
     keys: np.ndarray
@@ -146,7 +146,7 @@ class LikelihoodQuery:
         deadline_s: As in `SlateQuery`.
     """
 
-    root: Root
+    root: Prefix
     trie: TrieView
     rows: np.ndarray
     deadline_s: float | None = None
@@ -164,7 +164,7 @@ class RankQuery:
         deadline_s: As in `SlateQuery`.
     """
 
-    root: Root
+    root: Prefix
     candidates: NodeInputs
     root_limits: np.ndarray | None = None
     deadline_s: float | None = None
@@ -180,7 +180,7 @@ class PrewarmQuery:
         deadline_s: As in `SlateQuery`.
     """
 
-    root: Root
+    root: Prefix
     model: Literal["recommender", "ranker"]
     deadline_s: float | None = None
 
@@ -199,7 +199,7 @@ class TextScoreQuery:
             groups give way to the requests of other bodies.
     """
 
-    root: Root
+    root: Prefix
     tokens: np.ndarray
     offsets: np.ndarray
     labels: tuple[int, ...]
@@ -221,7 +221,7 @@ class PromptQuery:
         group: As in `TextScoreQuery`.
     """
 
-    root: Root
+    root: Prefix
     tokens: np.ndarray
     num_top: int | None = None
     mean: bool = False
@@ -244,8 +244,8 @@ class Timing:
         total_ms: Time from submission to result.
         forwards: Target forwards.
         nodes: Tree nodes that the target computed.
-        root_cached: Root tokens found in the prefix cache.
-        root_computed: Root tokens that were computed.
+        root_cached: Prefix tokens found in the prefix cache.
+        root_computed: Prefix tokens that were computed.
         drafted: Whether a head or a cached draft proposed the scored nodes. `speculative` without a
             draft is beam search.
     """

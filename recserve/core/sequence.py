@@ -24,8 +24,8 @@ class Sequence:
         future: Receives the result.
         submitted_s: `time.monotonic()` at submission.
         pages: Page numbers that the sequence holds a reference to, root pages first.
-        root_slots: [R] pool slots of the root.
-        num_computed: Root tokens that are already in the cache.
+        prefix_slots: [R] pool slots of the root.
+        num_computed: Prefix tokens that are already in the cache.
         last_hidden: [E] state of the last root token. None until it is computed.
         tree_slots: Pool slots reserved for tree nodes.
         tree_used: Number of `tree_slots` in use.
@@ -43,7 +43,7 @@ class Sequence:
     future: Future[Result]
     submitted_s: float
     pages: list[int]
-    root_slots: Tensor
+    prefix_slots: Tensor
     num_computed: int
     last_hidden: Tensor | None
     tree_slots: Tensor
@@ -68,7 +68,7 @@ class Sequence:
     @property
     def root_length(self) -> int:
         """Number of root tokens R, computed or not."""
-        return self.root_slots.shape[0]
+        return self.prefix_slots.shape[0]
 
     def search_again(self, again: Continuation) -> None:
         """Continues with another request on the same root; frees the slots of the old tree."""

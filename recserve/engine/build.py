@@ -15,7 +15,7 @@ from recserve.engine.items.search_graphs import cuda_searches
 from recserve.engine.runtime.cache_size import cache_bytes, warn_if_slow
 from recserve.engine.runtime.graph_prefill import cuda_prefills
 from recserve.engine.runtime.invariance import invariant_runner
-from recserve.engine.runtime.runner import DecoderTrunk, RankerTrunk, Runner
+from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.engine.text.limits import TextLimits
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import cuda_graphs
@@ -78,9 +78,9 @@ def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:
     if config.kv_bytes != "auto":
         return config
     generative = [one for one in (models.recommender, models.text) if one is not None]
-    trunks: list[DecoderTrunk | RankerTrunk] = [DecoderTrunk(one) for one in generative]
+    trunks: list[DecoderAdapter | RankerAdapter] = [DecoderAdapter(one) for one in generative]
     if models.ranker is not None:
-        trunks.append(RankerTrunk(models.ranker))
+        trunks.append(RankerAdapter(models.ranker))
     graph_bytes = 0
     if config.graphs is not False:
         graph_bytes += config.search_limits.bytes * (models.recommender is not None)
@@ -101,7 +101,7 @@ def _assemble(models: EngineModels, config: EngineConfig) -> EngineParts:
     if models.recommender is not None:
         _add_recommender(parts, models.recommender, models.heads or Heads(), config)
     if models.ranker is not None:
-        scheduler = ItemScheduler(_runner(RankerTrunk(models.ranker.eval()), config))
+        scheduler = ItemScheduler(_runner(RankerAdapter(models.ranker.eval()), config))
         parts.schedulers["ranker"] = scheduler
         parts.background["ranker"] = ItemScheduler(scheduler.runner, sharing=scheduler)
         parts.strategies["ranker"] = RankStrategy(models.ranker)
@@ -114,7 +114,7 @@ def _assemble(models: EngineModels, config: EngineConfig) -> EngineParts:
 def _add_recommender(
     parts: EngineParts, model: Recommender, heads: Heads, config: EngineConfig
 ) -> None:
-    runner = _runner(DecoderTrunk(model.eval()), config)
+    runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)
     scheduler = ItemScheduler(runner)
     parts.schedulers["recommender"] = scheduler
@@ -135,7 +135,7 @@ def _add_recommender(
 
 def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) -> None:
     masks_of(parts.drafters.values())  # drafters that cannot share an engine fail here
-    runner = _runner(DecoderTrunk(model.eval()), config, parts.drafters.values())
+    runner = _runner(DecoderAdapter(model.eval()), config, parts.drafters.values())
     _warn("language model", runner, model)
     graphs = cuda_graphs(
         runner, model, config.max_running, config.graphs, config.graph_limits, parts.drafters
@@ -149,7 +149,7 @@ def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) ->
 
 
 def _runner(
-    trunk: DecoderTrunk | RankerTrunk, config: EngineConfig, drafters: Iterable[Drafter] = ()
+    trunk: DecoderAdapter | RankerAdapter, config: EngineConfig, drafters: Iterable[Drafter] = ()
 ) -> Runner:
     """Returns a runner, and gives drafters with keys and values of their own a pool beside its."""
     size, dtype = config.page_size, pool_dtype(config.kv_dtype, trunk.dtype)

@@ -17,12 +17,12 @@ from typing import TypeVar, overload
 
 import torch
 
-from recserve.core.request import EngineStopped, PrewarmQuery, Request, Result, RootKeys
+from recserve.core.request import EngineStopped, PrefixKeys, PrewarmQuery, Request, Result
 from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.engine_parts import EngineParts
 from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.items.search_graphs import SearchGraphs
+from recserve.engine.items.search_graphs import BeamSearchGraphs
 from recserve.engine.runtime.request_queue import (
     Cancellations,
     QueuedItems,
@@ -60,7 +60,7 @@ class Engine:
         self.drafters = parts.drafters
         self.strategies = parts.strategy_names
         self._strategies = parts.strategies
-        self.searches: SearchGraphs | None = None
+        self.searches: BeamSearchGraphs | None = None
         self.replay(parts.searches)
         self.queue = RequestQueue(config.max_queue)
         self.background_queue = RequestQueue(config.max_queue)
@@ -115,7 +115,7 @@ class Engine:
         """Adds a strategy under a name, or replaces the strategy of that name."""
         self._strategies[name] = strategy
 
-    def replay(self, searches: SearchGraphs | None) -> None:
+    def replay(self, searches: BeamSearchGraphs | None) -> None:
         """Uses captured searches for the requests that fit them. None launches all searches."""
         self.searches = searches
         if searches is not None:
@@ -153,7 +153,7 @@ class Engine:
         """Cancels a request. A forward pass that includes it runs to its end."""
         future.cancel()
 
-    def forget(self, *roots: RootKeys) -> None:
+    def forget(self, *roots: PrefixKeys) -> None:
         """Removes roots from every prefix cache, all of them between the same two steps."""
         if not roots:
             return

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from recserve.core.strategy import Strategy
 from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.items.search_graphs import SearchGraphs
+from recserve.engine.items.search_graphs import BeamSearchGraphs
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.speculation.drafter import Drafter
 
@@ -30,4 +30,4 @@ class EngineParts:
     strategies: dict[str, Strategy] = field(default_factory=dict)
     strategy_names: tuple[str, ...] = ()
     drafters: dict[str, Drafter] = field(default_factory=dict)
-    searches: SearchGraphs | None = None
+    searches: BeamSearchGraphs | None = None

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from recserve.core.acceptance_watch import DraftHealth
 from recserve.core.strategy import Strategy
-from recserve.engine.items.search_graphs import CapturedSearch, SearchGraphs
+from recserve.engine.items.search_graphs import BeamSearchGraphs, CapturedSearch
 from recserve.engine.runtime.scheduler import PageOwner
-from recserve.engine.text.step_graphs import CapturedStep, StepGraphs
+from recserve.engine.text.step_graphs import CapturedStep, TextStepGraphs
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class EngineStats:
         pages_free: Free pages, over all models.
         pages_cached: Pages that the prefix caches hold.
         pages_total: All pages.
-        prefix_hit_tokens: Root tokens found in a prefix cache so far.
-        prefix_missed_tokens: Root tokens not found in a prefix cache so far.
+        prefix_hit_tokens: Prefix tokens found in a prefix cache so far.
+        prefix_missed_tokens: Prefix tokens not found in a prefix cache so far.
         background: Background requests, waiting or running. The other figures exclude them.
         graph_steps: Text steps by outcome (engine/text/step_graphs.py).
         graph_searches: Searches by outcome (engine/items/search_graphs.py).
@@ -70,8 +70,8 @@ class Load:
 def stats_of(
     load: Load,
     owners: Iterable[PageOwner],
-    graphs: StepGraphs | None = None,
-    searches: SearchGraphs | None = None,
+    graphs: TextStepGraphs | None = None,
+    searches: BeamSearchGraphs | None = None,
 ) -> EngineStats:
     """Returns the statistics of an engine.
 

@@ -26,7 +26,7 @@ from recserve.kernels.cpu import native, products
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.fp8 import Stored
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms, HeadTopK
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import trie_children
@@ -94,7 +94,7 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
         from recserve.kernels.triton.tree_attention import TritonTreeAttention
 
         return TritonTreeAttention(batch, activation)
-    if isinstance(batch.root_slots, RootTable):
+    if isinstance(batch.prefix_slots, PrefixTable):
         return lambda query, key, value, keys, values: reference.padded_tree_attention(
             query, keys, values, batch
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import Fp8, Stored
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.reference import Activation
 
 PoolAttention = Callable[[TreeBatch, Activation], Callable[..., Tensor]]
@@ -28,7 +28,7 @@ def attention_to(stored: Stored, attention: dispatch.BatchAttention) -> PoolAtte
         return attention
 
     def attend(batch: TreeBatch, activation: Activation) -> Callable[..., Tensor]:
-        if isinstance(batch.root_slots, RootTable):
+        if isinstance(batch.prefix_slots, PrefixTable):
             return attention(batch, activation)  # the reference, which accepts any type
         return DecodedAttention(batch, activation, attention)
 
@@ -41,10 +41,10 @@ class DecodedAttention:
     def __init__(
         self, batch: TreeBatch, activation: Activation, attention: dispatch.BatchAttention
     ) -> None:
-        assert not isinstance(batch.root_slots, RootTable)
+        assert not isinstance(batch.prefix_slots, PrefixTable)
         read, roots, nodes, begin = [], [], [], 0
         bounds = pairwise(batch.tree.offsets.tolist())
-        for root, (start, stop) in zip(batch.root_slots, bounds, strict=True):
+        for root, (start, stop) in zip(batch.prefix_slots, bounds, strict=True):
             read += [root, batch.slots[start:stop]]
             end = begin + root.shape[0] + stop - start
             places = torch.arange(begin, end, device=root.device)

@@ -105,7 +105,7 @@ def slots_of_pages(pages: Seq[int], page_size: int, device: torch.device) -> Ten
 
 
 @dataclass(frozen=True)
-class RootTable:
+class PrefixTable:
     """Roots of B trees as rows of one table, so that no shape depends on the root lengths.
 
     Tree b has the root `slots[rows[b], :lengths[b]]`. The rest of the row is never read.
@@ -130,7 +130,7 @@ class TreeBatch:
         queries: [Tq] nodes computed now, ascending. None means all nodes.
         slots: [T] pool slot of each node. The forward pass writes the nodes in `queries` and reads
             the others.
-        root_slots: Slots of each tree's root, in order, or a table of all roots.
+        prefix_slots: Slots of each tree's root, in order, or a table of all roots.
         counts: [B] computed nodes of each tree. None means that the host does not know them.
         fillers: Number of last trees that only fill the batch up to a fixed size. They have no
             root, and no result of theirs is read.
@@ -139,7 +139,7 @@ class TreeBatch:
     tree: TokenTree
     queries: Tensor | None
     slots: Tensor
-    root_slots: tuple[Tensor, ...] | RootTable
+    prefix_slots: tuple[Tensor, ...] | PrefixTable
     counts: list[int] | None = None
     fillers: int = 0
 
@@ -154,15 +154,15 @@ class TreeBatch:
 
     def root_lengths(self) -> Tensor:
         """Returns the number of root tokens [B] of each tree."""
-        if isinstance(self.root_slots, RootTable):
-            return self.root_slots.lengths
-        lengths = [slots.shape[0] for slots in self.root_slots]
+        if isinstance(self.prefix_slots, PrefixTable):
+            return self.prefix_slots.lengths
+        lengths = [slots.shape[0] for slots in self.prefix_slots]
         return on_device(lengths, self.slots.device)
 
     def positions(self) -> Tensor:
         """Returns the absolute position [Tq] of each computed node: root length + depth."""
         depths = self.tree.depths if self.queries is None else self.tree.depths[self.queries]
-        if isinstance(self.root_slots, tuple) and len(self.root_slots) == 1:
-            return depths + self.root_slots[0].shape[0]
+        if isinstance(self.prefix_slots, tuple) and len(self.prefix_slots) == 1:
+            return depths + self.prefix_slots[0].shape[0]
         trees = self.tree.tree_ids()
         return depths + self.root_lengths()[trees if self.queries is None else trees[self.queries]]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.fp8 import Fp8, Stored, copy_rows, put
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ def tree_attention(
     tree_mask = tree.dense_mask()[queries]
     trees = tree.tree_ids()[queries]
     out = torch.empty_like(query)
-    assert not isinstance(batch.root_slots, RootTable)
-    for b, root_slots in enumerate(batch.root_slots):
+    assert not isinstance(batch.prefix_slots, PrefixTable)
+    for b, prefix_slots in enumerate(batch.prefix_slots):
         rows = (trees == b).nonzero().flatten()
         start, stop = int(tree.offsets[b]), int(tree.offsets[b + 1])
-        slots = torch.cat([root_slots, batch.slots[start:stop]])
+        slots = torch.cat([prefix_slots, batch.slots[start:stop]])
         root_mask = torch.ones(
-            rows.shape[0], root_slots.shape[0], dtype=torch.bool, device=query.device
+            rows.shape[0], prefix_slots.shape[0], dtype=torch.bool, device=query.device
         )
         if tree.root_limits is not None:
-            seen = torch.arange(root_slots.shape[0], device=query.device)
+            seen = torch.arange(prefix_slots.shape[0], device=query.device)
             root_mask = seen[None, :] < tree.root_limits[queries[rows], None]
         mask = torch.cat([root_mask, tree_mask[rows, start:stop]], dim=1)
         key = keys[slots].float().repeat_interleave(groups, dim=1)
@@ -92,13 +92,13 @@ def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: Tr
         query: [Tq, H, D] of the computed nodes.
         keys: [slots, K, D], one layer of the pool.
         values: Same shape as the keys.
-        batch: Trees of the forward pass; `root_slots` is a `RootTable`.
+        batch: Trees of the forward pass; `prefix_slots` is a `PrefixTable`.
 
     Returns:
         [Tq, H, D] in query's dtype.
     """
-    tree, roots, groups = batch.tree, batch.root_slots, query.shape[1] // keys.shape[1]
-    assert isinstance(roots, RootTable)
+    tree, roots, groups = batch.tree, batch.prefix_slots, query.shape[1] // keys.shape[1]
+    assert isinstance(roots, PrefixTable)
     trees, inside, own = tree.tree_ids(), tree.dense_mask(), batch.query_slots()
     if batch.queries is not None:
         trees, inside = trees[batch.queries], inside[batch.queries]

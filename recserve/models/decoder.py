@@ -204,11 +204,11 @@ class DecoderLayer(nn.Module):
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
 
 
-FINAL_LAYER = -1  # names the final hidden state where layers are named, as in Taps
+FINAL_LAYER = -1  # names the final hidden state where layers are named, as in AuxHiddenStates
 
 
 @dataclass
-class Taps:
+class AuxHiddenStates:
     """Records the residual stream between layers during a forward pass.
 
     Attributes:
@@ -243,7 +243,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
-        taps: Taps | None = None,
+        taps: AuxHiddenStates | None = None,
         gate: MaskRows | None = None,
     ) -> Tensor:
         """Turns embedded tokens into final hidden states.
@@ -266,7 +266,7 @@ class Decoder(nn.Module):
         last = len(self.layers) - 1
         # The last layer computes only `rows`, so it runs by itself.
         whole = last if rows is not None else last + 1
-        taps = Taps(()) if taps is None else taps
+        taps = AuxHiddenStates(()) if taps is None else taps
         done = 0
         for stop in taps.layers:
             if stop <= whole:

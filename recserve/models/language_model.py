@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
-from recserve.models.decoder import Decoder, Taps
+from recserve.models.decoder import AuxHiddenStates, Decoder
 from recserve.models.drafters.gated_lora import MaskRows
 
 
@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
-        taps: Taps | None = None,
+        taps: AuxHiddenStates | None = None,
         gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`.

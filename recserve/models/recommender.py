@@ -22,7 +22,7 @@ from recserve.kernels import dispatch
 from recserve.kernels.trie.native_search import LevelCodes, NativeSearch
 from recserve.models.attention import Attend
 from recserve.models.config import RecommenderConfig as RecommenderConfig
-from recserve.models.decoder import Decoder, Taps
+from recserve.models.decoder import AuxHiddenStates, Decoder
 from recserve.models.growable_table import with_rows
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
@@ -173,7 +173,7 @@ class Recommender(nn.Module):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
-        taps: Taps | None = None,
+        taps: AuxHiddenStates | None = None,
     ) -> Tensor:
         """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`."""
         hidden: Tensor = self.decoder(self.embed(tokens), positions, attend, rows, taps)

@@ -20,12 +20,12 @@ from recserve.experiments.serving.settings import parse_experiments
 from recserve.metrics import Metrics
 from recserve.search.strategies.registry import strategy_classes
 from recserve.server import playground
-from recserve.server.arms.arm_server import ArmServer
+from recserve.server.app_state import AppState
+from recserve.server.arms.arm_server import RemoteArm
 from recserve.server.arms.check import check_arms
 from recserve.server.arms.collector import ExperimentCollector
 from recserve.server.bundle_swaps import BundleSwaps
 from recserve.server.errors import REASONS
-from recserve.server.exchange import Exchange
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
 from recserve.server.openapi import describe
@@ -47,7 +47,7 @@ from recserve.server.routes.paths import allowed_methods
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.gate import AccessKeys, Gate
 from recserve.server.transport.quotas import Quotas
-from recserve.server.transport.site_check import SiteCheck
+from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
 from recserve.service.recommend.recommend import POPULAR
 from recserve.service.service import SCORERS
@@ -74,7 +74,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         check_arms(found, experiments)
         return found
 
-    arm_servers = ArmServer.open_all(arm for one in experiments for arm in one.arms)
+    arm_servers = RemoteArm.open_all(arm for one in experiments for arm in one.arms)
     lifecycle = Lifecycle(opened)
     telemetry = Telemetry.open(config)
 
@@ -85,7 +85,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         for server in arm_servers.values():
             await server.close()
         await asyncio.to_thread(lifecycle.close)
-        exchange.threads.close()
+        app_state.threads.close()
         await asyncio.to_thread(telemetry.close)
 
     app = FastAPI(
@@ -100,7 +100,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     strategies = (*strategy_classes(), POPULAR)
     gauges = telemetry.gauges(lifecycle.gauges)
     metrics = Metrics((*strategies, *SCORERS), REASONS, gauges, vllm_model(config))
-    exchange = Exchange(
+    app_state = AppState(
         lifecycle,
         metrics,
         config.max_body_bytes,
@@ -113,7 +113,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     )
     item_routes = (recommend, rank, inference, events, items, experiment_routes)
     for routes in (*item_routes, models, completions, text_scores, encoding, health, playground):
-        routes.add_routes(app, exchange)
+        routes.add_routes(app, app_state)
     swaps = BundleSwaps(
         lifecycle,
         loader,
@@ -122,7 +122,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         metrics.bundle_swaps,
         lambda opened: check_arms(opened, experiments),
     )
-    bundle_admin.add_routes(app, exchange, swaps)
+    bundle_admin.add_routes(app, app_state, swaps)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     metrics.arms = experiments.labels
     metrics.registry.register(ExperimentCollector(experiments))
@@ -137,7 +137,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         metrics=metrics,
         keys=keys,
         recorders=telemetry.recorders,
-        sites=SiteCheck(config.host, config.allowed_hosts, not (keys.api or config.insecure)),
+        sites=OriginCheck(config.host, config.allowed_hosts, not (keys.api or config.insecure)),
     )
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from recserve.core.request import DeadlineExceeded
+from recserve.server.app_state import GRACE_S, disconnected
 from recserve.server.errors import ClientGone, error_answer, row_of
-from recserve.server.exchange import GRACE_S, disconnected
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Piece
@@ -24,7 +24,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _ENCODER = msgspec.json.Encoder()
 
 
-class Pieces:
+class PieceQueue:
     """A queue of text pieces from the engine's thread to the event loop that created it."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class EventStream(Response):
         self,
         request: Request,
         work: PendingTexts,
-        pieces: Pieces,
+        pieces: PieceQueue,
         deadline_s: float,
         on_end: Callable[[Exception | None], None],
     ) -> None:

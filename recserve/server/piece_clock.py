@@ -26,7 +26,7 @@ class _Progress:
     num_tokens: int
 
 
-class PieceClock:
+class StreamLatency:
     """Takes every piece on the engine's thread and counts the times in the metrics."""
 
     def __init__(self, metrics: Metrics, began_s: float) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recserve.engine.engine import Engine
-from recserve.engine.runtime.runner import DecoderTrunk, RankerTrunk, Runner
+from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native, native_attention, processor, products
 from recserve.kernels.cpu.cpu_plan import Form
@@ -54,7 +54,7 @@ def kernels_in_use(engine: Engine) -> dict[str, dict[str, str]]:
 
 def _kernels(runner: Runner) -> dict[str, str]:
     trunk = runner.trunk
-    assert isinstance(trunk, DecoderTrunk | RankerTrunk)
+    assert isinstance(trunk, DecoderAdapter | RankerAdapter)
     if trunk.device.type != "cpu":
         triton = dispatch.KERNELS in ("auto", "c", "triton")
         kernel = "triton" if triton else "torch"
@@ -73,7 +73,7 @@ def _kernels(runner: Runner) -> dict[str, str]:
             found[f"{list(module.weight.shape)} {name}", "torch: not packed"] += 1
     said = {f"{count} products {work}": kernel for (work, kernel), count in found.items()}
     silu = "torch: C has no SiLU attention"
-    attention = _attention(runner, trunk) if isinstance(trunk, DecoderTrunk) else silu
+    attention = _attention(runner, trunk) if isinstance(trunk, DecoderAdapter) else silu
     return {**said, "attention": attention}
 
 
@@ -84,7 +84,7 @@ def _why_torch(module: PackedLinear) -> str:
     return why or f"C has no products of {module.shape[1]} inputs"
 
 
-def _attention(runner: Runner, trunk: DecoderTrunk) -> str:
+def _attention(runner: Runner, trunk: DecoderAdapter) -> str:
     if runner.attention is not dispatch.tree_attention:
         return "torch: exact sums of the invariant mode"
     if runner.pool.keys.dtype != trunk.dtype:

@@ -40,7 +40,7 @@ from recserve.service.recommend.attribution import Signer
 from recserve.service.recommend.prewarm import Prewarm
 from recserve.service.recommend.rank import Rankings
 from recserve.service.recommend.recommend import Recommendations
-from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
+from recserve.service.recommend.roots import RankerPrefixes, RecommenderPrefixes
 from recserve.service.recommend.scorers import ItemScorer, LikelihoodScorer, RankerScorer
 from recserve.service.runtime import Runtime
 
@@ -216,12 +216,12 @@ def _assemble(
         ranking = LiveRanking(tables)
         runtime.snapshot = replace(runtime.snapshot, ranking=tables)
         salt = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
-        ranker_roots = RankerRoots(tables, salt, runtime.device)
+        ranker_roots = RankerPrefixes(tables, salt, runtime.device)
         if tables.settings.has_values:
             runtime.histories.default_value = tables.settings.mean_value
         scorers["ranker"] = RankerScorer(ranker_roots, models.ranker.config.tasks)
     if models.recommender is not None:
-        recommender_roots = RecommenderRoots(models.recommender.config, runtime.device)
+        recommender_roots = RecommenderPrefixes(models.recommender.config, runtime.device)
         weight = float(manifest.recommender.get("dense_weight", 0.0))
         retriever = models.heads.retriever
         outcomes = () if retriever is None else retriever.config.outcomes

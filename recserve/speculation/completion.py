@@ -60,7 +60,7 @@ class TextQuery:
             deadline.
         on_commit: Called on the engine's thread after every step. If it returns True, the text ends
             there, for example because a stop string was found.
-        salt: As in `Root`.
+        salt: As in `Prefix`.
     """
 
     prompt: np.ndarray

@@ -26,7 +26,7 @@ from torch import Tensor
 from recserve.core.plugins import Pluggable
 from recserve.kernels.paged_kv import KVPool, KVShape
 from recserve.models.drafters.gated_lora import GatedLora
-from recserve.models.drafters.open_question import OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -49,7 +49,7 @@ class TextContext:
             a drafter is called.
         ranked: [K, W] int64 on the host: tokens that the drafter's heads ranked from `hidden` in
             the step that computed it (see RankedHeads). None if they did not.
-        salt: As in `core.request.Root`. What a drafter learns from a sequence serves sequences
+        salt: As in `core.request.Prefix`. What a drafter learns from a sequence serves sequences
             with the same salt only.
     """
 
@@ -231,7 +231,7 @@ class Drafter(Pluggable, ABC):
         return cls()
 
     @classmethod
-    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[CheckpointAmbiguity, ...]:
         """Returns what the files of a folder leave open; `recserve doctor` tries all readings.
 
         Args:

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from recserve.core.prefix_metadata import CachedDraft
-from recserve.core.request import Root, SlateQuery
+from recserve.core.request import Prefix, SlateQuery
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
 
 TRIE = build_trie(torch.cartesian_prod(torch.arange(4), torch.arange(4)), (4, 4))
-ROOT = Root(NodeInputs(torch.arange(3)), np.arange(3))
+ROOT = Prefix(NodeInputs(torch.arange(3)), np.arange(3))
 
 
 def asked(excluded):

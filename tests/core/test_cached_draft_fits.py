@@ -9,13 +9,13 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.prefix_metadata import CachedDraft
-from recserve.core.request import Root, SlateQuery
+from recserve.core.request import Prefix, SlateQuery
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
 
 CODES = torch.cartesian_prod(torch.arange(4), torch.arange(4))
 TRIE, OTHER = build_trie(CODES, (4, 4)), build_trie(CODES, (4, 4))
-REQUEST = SlateQuery(Root(NodeInputs(torch.arange(3)), np.arange(3)), TRIE, 5, 8, "speculative")
+REQUEST = SlateQuery(Prefix(NodeInputs(torch.arange(3)), np.arange(3)), TRIE, 5, 8, "speculative")
 EVERYTHING = AllowedItems(np.full(2, 255, np.uint8), 16)
 
 

@@ -12,10 +12,10 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.request import (
     DeadlineExceeded,
     LikelihoodQuery,
+    Prefix,
+    PrefixKeys,
     QueueFull,
     RankQuery,
-    Root,
-    RootKeys,
     SlateQuery,
 )
 from recserve.engine.build import EngineModels, build_engine
@@ -39,7 +39,7 @@ def engine_of(recommender=None, ranker=None, config=SMALL):
 
 
 @torch.inference_mode()
-def all_scores(model: Recommender, trie: Trie, root: Root) -> torch.Tensor:
+def all_scores(model: Recommender, trie: Trie, root: Prefix) -> torch.Tensor:
     """Plain path: every item by one causal forward of root and codes, in a loop."""
     item_tokens = model.item_tokens
     scores = torch.empty(len(item_tokens))
@@ -191,14 +191,14 @@ def test_a_returning_user_costs_only_new_events(page_size):
     engine = engine_of(model, config=EngineConfig(page_size=page_size))
     root = draw_root(model, 40, 0)
     for events in (10, 11, 27, 40):
-        part = Root(NodeInputs(root.inputs.tokens[: events + 1]), root.keys[: events + 1])
+        part = Prefix(NodeInputs(root.inputs.tokens[: events + 1]), root.keys[: events + 1])
         request = SlateQuery(part, trie, 5, 10)
         before = {10: 0, 11: 11, 27: 12, 40: 28}[events]
         slate, fresh = engine.run(request), engine_of(model).run(request)
         assert slate.timing.root_cached == before
         assert slate.rows.tolist() == fresh.rows.tolist()
         np.testing.assert_allclose(slate.scores, fresh.scores, atol=1e-5)
-    engine.forget(RootKeys(root.keys))
+    engine.forget(PrefixKeys(root.keys))
     assert engine.run(SlateQuery(root, trie, 5, 10)).timing.root_cached == 0
 
 
@@ -274,7 +274,7 @@ def test_thread_answers_and_closes():
 
 
 @torch.inference_mode()
-def plain_ranking(ranker: Ranker, root: Root, candidates: NodeInputs, limits) -> np.ndarray:
+def plain_ranking(ranker: Ranker, root: Prefix, candidates: NodeInputs, limits) -> np.ndarray:
     """One forward with a dense mask written from the rules of MTGR."""
     n, m = len(root.inputs), len(candidates)
     inputs = NodeInputs.cat([root.inputs, candidates])
@@ -331,7 +331,7 @@ def test_ranking_root_survives_new_recent_events_and_mixes_with_recommendations(
     requests, expected = [], []
     for recent in (4, 5, 12):
         rows = slice(0, 21 + recent)
-        root = Root(whole.inputs.select(rows), whole.keys[rows], 21)
+        root = Prefix(whole.inputs.select(rows), whole.keys[rows], 21)
         requests.append(RankQuery(root, candidates))
         expected.append(plain_ranking(ranker, root, candidates, None))
     for request, scores in zip(requests, expected, strict=True):

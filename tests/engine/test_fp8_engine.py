@@ -12,7 +12,7 @@ from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
+from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import FP8, Fp8, parts
 from recserve.models.attention import DenseAttention
@@ -107,7 +107,7 @@ def test_recorded_steps_write_the_same(name, record, model, expected):
     scheduler, counted = engine.schedulers["text"], Counted(record)
     with torch.inference_mode():
         limits = GraphLimits(SHAPES, seconds=float("inf"))
-        graphs = StepGraphs(scheduler.runner, model, 64, limits, counted)
+        graphs = TextStepGraphs(scheduler.runner, model, 64, limits, counted)
         for stored in (scheduler.runner.pool.keys, scheduler.runner.pool.values):
             codes, exponents = parts(stored)
             codes.fill_(0x70), exponents.fill_(133)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recserve.engine.runtime.graph_prefill import GraphPrefill, PrefillBucket, PrefillGraphs
-from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, Runner
+from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import chain
@@ -19,7 +19,7 @@ BUCKETS = (PrefillBucket(6), PrefillBucket(17))
 
 def runner_of(model):
     """A runner over a pool of poison values, as pages hold that nobody has written."""
-    trunk = DecoderTrunk(model)
+    trunk = DecoderAdapter(model)
     pool = KVPool(trunk.kv_shape, 12, 4, trunk.dtype, trunk.device)
     pool.keys.fill_(POISON)
     pool.values.fill_(POISON)
@@ -28,9 +28,9 @@ def runner_of(model):
 
 def piece_of(tokens, slots, start, states):
     own = NodeInputs(tokens[start:])
-    return ForwardPiece(
+    return BatchSlice(
         tree=chain(own.tokens), inputs=own, queries=None, slots=slots[start:],
-        root_slots=(slots[:start],), num_states=states,
+        prefix_slots=(slots[:start],), num_states=states,
     )  # fmt: skip
 
 

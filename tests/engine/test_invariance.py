@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import LikelihoodQuery, RankQuery, Root, SlateQuery, TextScoreQuery
+from recserve.core.request import LikelihoodQuery, Prefix, RankQuery, SlateQuery, TextScoreQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -40,7 +40,7 @@ def test_scores_of_texts_have_the_same_bits_in_one_step_and_in_many():
     root = draw.integers(0, 40, 13)
     offsets = np.cumsum([0, *draw.integers(1, 40, 30)])
     request = TextScoreQuery(
-        Root(NodeInputs(torch.from_numpy(root)), root),
+        Prefix(NodeInputs(torch.from_numpy(root)), root),
         draw.integers(0, 40, offsets[-1]),
         offsets,
         (1, 2, 3),
@@ -148,7 +148,7 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
 
     def crowded(batch, activation):
         attention = ExactTreeAttention(batch, activation)
-        return lambda *rows: attention(*rows) * (1 + 1e-6 * (len(batch.root_slots) > 1))
+        return lambda *rows: attention(*rows) * (1 + 1e-6 * (len(batch.prefix_slots) > 1))
 
     monkeypatch.setattr(invariance, "ExactTreeAttention", crowded)
     with pytest.raises(NotInvariant, match="different bits for 2 rows of a root with 1 other rows"):
@@ -212,7 +212,7 @@ def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_root():
     ranker = make_ranker()
     ranker.pack()
     whole, candidates = ranking_root(1, 20, 12, 3), draw_rows(300, 3, 1)
-    roots = [Root(whole.inputs.select(slice(n)), whole.keys[:n], 21) for n in (22, 26, 33)]
+    roots = [Prefix(whole.inputs.select(slice(n)), whole.keys[:n], 21) for n in (22, 26, 33)]
     limits = np.random.default_rng(0).integers(21, 23, 300)
 
     def engine() -> Engine:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import RootKeys
+from recserve.core.request import PrefixKeys
 from recserve.engine.runtime.pages import OutOfPages, PageAllocator
 from recserve.engine.runtime.prefix_cache import PrefixCache
 
@@ -19,7 +19,7 @@ def keys(*values: int) -> np.ndarray:
 def store(cache, allocator, row_keys, shared=0):
     """Compute a root and leave it to the cache alone."""
     pages = allocator.allocate(-(-len(row_keys) // SIZE))
-    cache.insert(RootKeys(row_keys, shared), pages, TAIL)
+    cache.insert(PrefixKeys(row_keys, shared), pages, TAIL)
     allocator.release(pages)
     return pages
 
@@ -106,7 +106,7 @@ def test_forget_drops_every_length_of_a_root():
     cache = PrefixCache(allocator, SIZE)
     store(cache, allocator, np.arange(5))
     store(cache, allocator, np.arange(7))
-    cache.drop(cache.digests_of(RootKeys(np.arange(7))))
+    cache.drop(cache.digests_of(PrefixKeys(np.arange(7))))
     assert allocator.num_free == 10 and cache.num_pages == 0
     assert found(cache, allocator, np.arange(5)).length == 0
 
@@ -115,7 +115,7 @@ def test_forget_drops_every_length_of_a_root():
 def test_roots_of_another_salt_are_not_found(shared):
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
-    root = RootKeys(np.arange(6), shared, salt=b"one")
+    root = PrefixKeys(np.arange(6), shared, salt=b"one")
     pages = allocator.allocate(2)
     cache.insert(root, pages, TAIL)
     allocator.release(pages)
@@ -130,11 +130,11 @@ def test_forget_drops_a_root_under_every_salt():
     cache = PrefixCache(allocator, SIZE)
     for salt in (b"", b"one", b"two"):
         pages = allocator.allocate(2)
-        cache.insert(RootKeys(np.arange(6), salt=salt), pages, TAIL)
+        cache.insert(PrefixKeys(np.arange(6), salt=salt), pages, TAIL)
         allocator.release(pages)
-    cache.drop(cache.digests_of(RootKeys(np.arange(6), salt=b"one")))
+    cache.drop(cache.digests_of(PrefixKeys(np.arange(6), salt=b"one")))
     assert allocator.num_free == 8, "the roots of the other salts stay"
-    cache.drop(cache.digests_of(RootKeys(np.arange(6))))
+    cache.drop(cache.digests_of(PrefixKeys(np.arange(6))))
     assert allocator.num_free == 12 and cache.num_pages == 0
 
 
@@ -149,14 +149,14 @@ def test_there_are_no_more_roots_than_pages():
         root = np.arange(lengths[user]) + 100 * user
         if rng.random() < 0.1:
             kept = int(rng.integers(len(root)))
-            cache.drop(cache.digests_of(RootKeys(root, 0, kept)))
+            cache.drop(cache.digests_of(PrefixKeys(root, 0, kept)))
             continue
         match = cache.match(root)
         pages = -(-len(root) // SIZE)
         if match.length < len(root):
             cache.evict(pages - len(match.pages))
             own = allocator.allocate(pages - len(match.pages))
-            cache.insert(RootKeys(root), match.pages + own, TAIL)
+            cache.insert(PrefixKeys(root), match.pages + own, TAIL)
             allocator.release(own)
         allocator.release(match.pages + ([match.partial] if match.partial is not None else []))
         tails = sum(entry.last_hidden is not None for entry in cache._entries.values())
@@ -172,7 +172,7 @@ def test_forget_keeps_the_first_rows(kept):
     cache = PrefixCache(allocator, SIZE)
     for length in range(1, 9):
         store(cache, allocator, np.arange(length))
-    cache.drop(cache.digests_of(RootKeys(np.arange(8), 0, kept)))
+    cache.drop(cache.digests_of(PrefixKeys(np.arange(8), 0, kept)))
     for length in range(1, 9):
         tail = found(cache, allocator, np.arange(length)).last_hidden
         assert (tail is TAIL) == (length <= kept)

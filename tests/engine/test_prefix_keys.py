@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import RootKeys
+from recserve.core.request import PrefixKeys
 from recserve.engine.runtime.pages import PageAllocator
 from recserve.engine.runtime.prefix_cache import PrefixCache
 from recserve.speculation.completion import TextQuery
@@ -22,7 +22,7 @@ def filled(shared: int, drafter: str, salt: bytes) -> tuple[PageAllocator, Prefi
     cache = PrefixCache(allocator, SIZE)
     pages = allocator.allocate(2)
     cache.insert(
-        RootKeys(np.arange(ROWS), shared, drafter=drafter, salt=salt), pages, torch.ones(1)
+        PrefixKeys(np.arange(ROWS), shared, drafter=drafter, salt=salt), pages, torch.ones(1)
     )
     allocator.release(pages)
     return allocator, cache
@@ -44,7 +44,7 @@ def test_forgetting_a_prefix_leaves_those_of_other_drafters(stored):
     allocator, cache = filled(0, *stored)
     for drafter, salt in sorted(NAMES, key=lambda name: name == stored):
         assert cache.num_pages == 2 and allocator.num_free == 6
-        cache.drop(cache.digests_of(RootKeys(np.arange(ROWS), drafter=drafter, salt=salt)))
+        cache.drop(cache.digests_of(PrefixKeys(np.arange(ROWS), drafter=drafter, salt=salt)))
     assert cache.num_pages == 0 and allocator.num_free == 8
 
 
@@ -98,7 +98,7 @@ def test_a_beginning_with_a_drafter_is_found_without_its_last_row(cached):
         allocator = PageAllocator(8)
         cache = PrefixCache(allocator, SIZE)
         pages = allocator.allocate(-(-cached // SIZE))
-        cache.insert(RootKeys(np.arange(cached), drafter=drafter), pages, torch.ones(1))
+        cache.insert(PrefixKeys(np.arange(cached), drafter=drafter), pages, torch.ones(1))
         allocator.release(pages)
         match = cache.match(np.arange(cached + 3), drafter=drafter)
         assert match.length == length and match.last_hidden is None

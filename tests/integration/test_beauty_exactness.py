@@ -16,7 +16,7 @@ from rich.console import Console
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
-from recserve.core.request import Root, SlateQuery
+from recserve.core.request import Prefix, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.tables.encoding import root_tokens
@@ -99,7 +99,7 @@ def asked(request, tmp_path_factory):
             tokens = root_tokens(
                 history[-20:], catalog.index.codes, model.config.codebook_sizes, "items"
             )
-            root = Root(NodeInputs(torch.from_numpy(tokens)), tokens)
+            root = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
             seen = history if case % 2 else None
             made.append(SlateQuery(root, trie, 10, width, strategy, excluded=seen))
         return made

@@ -86,7 +86,7 @@ def test_trees_that_lie_alike_are_one_call(nodes, heads, kv_heads, dtype):
     )
     # One slot further away: no longer alike.
     moved = torch.cat([batch.slots[:-nodes], batch.slots[-nodes:] + 1])
-    apart = TreeBatch(batch.tree, None, moved, batch.root_slots)
+    apart = TreeBatch(batch.tree, None, moved, batch.prefix_slots)
     assert len(cpu_plan.plan(apart, form)) == 3
 
 
@@ -99,7 +99,7 @@ def test_shared_rows_are_seen_by_all():
     batch, query, keys, values = draw_batch([("chain", 9)], [0], 2, 2, 16)
     tree = replace(batch.tree, shared=torch.tensor([4]))
     assert tree.dense_mask()[0, 3] and not tree.dense_mask()[4, 5]
-    batch = TreeBatch(tree, None, batch.slots, batch.root_slots)
+    batch = TreeBatch(tree, None, batch.slots, batch.prefix_slots)
     same(batch, query, keys, values, Activation(normalizer=10.0))
     same(batch, query, keys, values, SOFTMAX)
 
@@ -139,7 +139,7 @@ def test_neighbours_do_not_change_a_tree():
     slots = batch.slots
     packed = CpuTreeAttention(batch)(query, keys[slots], values[slots], keys, values)
     alone_tree = draw_tree("tree", 20, torch.Generator().manual_seed(0))
-    alone = TreeBatch(alone_tree, None, slots[:20], batch.root_slots[:1])
+    alone = TreeBatch(alone_tree, None, slots[:20], batch.prefix_slots[:1])
     out = CpuTreeAttention(alone)(query[:20], keys[slots[:20]], values[slots[:20]], keys, values)
     torch.testing.assert_close(packed[:20], out, rtol=1e-6, atol=1e-6)
 
@@ -149,7 +149,7 @@ def test_wrong_mask_is_noticed():
     reference.
     """
     batch, query, keys, values = draw_batch([("branches", 12)], [4], 2, 2, 16)
-    wrong = TreeBatch(chain(batch.tree.tokens), None, batch.slots, batch.root_slots)
+    wrong = TreeBatch(chain(batch.tree.tokens), None, batch.slots, batch.prefix_slots)
     slots = batch.slots
     expected = reference.tree_attention(query, keys, values, batch)
     got = CpuTreeAttention(wrong)(query, keys[slots], values[slots], keys, values)
@@ -175,7 +175,7 @@ def test_the_reference_has_gradients_for_training(kv_heads, activation, limits, 
     batch, query, keys, values = draw_batch(
         [("tree", 14)], [6], 4, kv_heads, 16, cached=cached, limits=limits
     )
-    order = torch.cat([batch.root_slots[0], batch.slots])
+    order = torch.cat([batch.prefix_slots[0], batch.slots])
     inputs = [x.double().requires_grad_() for x in (query, keys, values)]
     weight = torch.randn(len(query), 4, 16, generator=torch.Generator().manual_seed(2))
     floats = [x.float() for x in inputs]
@@ -227,7 +227,7 @@ def test_bfloat16_is_near_the_float32_reference(root):
 def test_roots_in_a_table_are_the_same_roots(kinds, roots, heads, kv_heads, dim):
     """Behind the end of a root, and in the spare slot, stands NaN."""
     batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
-    owned = torch.cat([batch.slots, *batch.root_slots])
+    owned = torch.cat([batch.slots, *batch.prefix_slots])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     keys[foreign] = values[foreign] = float("nan")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain
 from recserve.models.attention import DenseAttention, PagedAttention
-from recserve.models.decoder import Taps
+from recserve.models.decoder import AuxHiddenStates
 from recserve.models.loading import UnsupportedModel, load_language_model, read_config
 from recserve.models.packing import PackedLinear, pack_weights, packable
 from tests.support.model_folders import FAMILIES, LLAMA3, drawn
@@ -187,7 +187,7 @@ def test_states_between_layers_equal_transformers(packed, tmp_path):
     expected = theirs(tokens[None], output_hidden_states=True).hidden_states
     for layers in ((0, 1, 2), (2,), (1, 3)):
         for some in (None, rows):
-            taps = Taps(layers)
+            taps = AuxHiddenStates(layers)
             final = ours(tokens, slots, PagedAttention(batch, pool), some, taps)
             plain = ours(tokens, slots, PagedAttention(batch, pool), some)
             assert torch.equal(final, plain)

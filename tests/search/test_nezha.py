@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import RootKeys, SlateQuery
+from recserve.core.request import PrefixKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -122,7 +122,7 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
     again = engine.run(request)
     assert len(pieces) == 1 and again.timing.nodes == 0
     assert again.rows.tolist() == first.rows.tolist()
-    engine.forget(RootKeys(root.keys))
+    engine.forget(PrefixKeys(root.keys))
     engine.run(replace(request, strategy="beam"))
     pieces.clear()
     third = engine.run(request)

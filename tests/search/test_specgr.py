@@ -8,7 +8,7 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
-from recserve.core.request import LikelihoodQuery, RootKeys, SlateQuery
+from recserve.core.request import LikelihoodQuery, PrefixKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.search import specgr
@@ -178,7 +178,7 @@ def test_no_index_fails_alone(world):
     bare = SlateQuery(draw_root(world.model, 3, 1), world.trie, 5, 5, "specgr")
     right = ask(world, 2, 5)
     for request in (bare, right):  # neither root is cached, so that they start together
-        world.engine.forget(RootKeys(request.root.keys))
+        world.engine.forget(PrefixKeys(request.root.keys))
     futures = [world.engine.submit(r) for r in (right, bare)]
     while world.engine.step():
         pass

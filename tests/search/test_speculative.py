@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import RootKeys, SlateQuery
+from recserve.core.request import PrefixKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.item_heads import Calibration, DraftPlan, load_self_draft, save_self_draft
@@ -238,7 +238,7 @@ def test_a_kept_draft_is_not_used_for_another_question(drafts):
         if other.allowed is None:
             engine.run(replace(other))
             assert len(drafts) == count
-    engine.forget(RootKeys(root.keys))
+    engine.forget(PrefixKeys(root.keys))
     engine.run(others[-1])
     assert len(drafts) == len(others) + 2
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, Runner
+from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.engine.text.graph_step import StepShape
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
@@ -208,19 +208,17 @@ def test_captured_steps_have_masks_too():
 
 def scored(model, tokens, parents, kinds, masks, root):
     """Returns the states of a tree's nodes below a root, and the keys and values in the pool."""
-    trunk = DecoderTrunk(model)
+    trunk = DecoderAdapter(model)
     pool = KVPool(trunk.kv_shape, 64, 1)
     runner, slots = Runner(trunk, pool), torch.arange(64)
     size, count = len(root), len(tokens)
-    before = ForwardPiece(chain(root), NodeInputs(root), None, slots[:size], (slots[:0],))
+    before = BatchSlice(chain(root), NodeInputs(root), None, slots[:size], (slots[:0],))
     runner.forward([before])
     tree = from_parents(tokens, parents)
     if kinds is not None:
         tree = copy.copy(tree)
         object.__setattr__(tree, "kinds", kinds)
-    piece = ForwardPiece(
-        tree, NodeInputs(tokens), None, slots[size : size + count], (slots[:size],)
-    )
+    piece = BatchSlice(tree, NodeInputs(tokens), None, slots[size : size + count], (slots[:size],))
     (hidden,) = runner.forward([piece], masks=masks)
     return hidden, pool.keys[:, size : size + count], pool.values[:, size : size + count]
 

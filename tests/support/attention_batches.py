@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.tree import chain, from_parents, merge, root_branch
 from recserve.kernels.triton import attention_launch
 
@@ -38,7 +38,7 @@ def draw_batch(kinds, roots, heads, kv_heads, dim, *, cached=0.0, limits=False, 
     tree = merge(trees) if len(trees) > 1 else trees[0]
     total = tree.num_nodes + sum(roots)
     slots = torch.randperm(total + 7, generator=g)[:total]
-    root_slots = torch.split(slots[: sum(roots)], list(roots))
+    prefix_slots = torch.split(slots[: sum(roots)], list(roots))
     queries = None
     if cached:
         keep = torch.rand(tree.num_nodes, generator=g) >= cached
@@ -48,7 +48,7 @@ def draw_batch(kinds, roots, heads, kv_heads, dim, *, cached=0.0, limits=False, 
         per_node = torch.tensor(roots)[tree.tree_ids()]
         drawn = (torch.rand(tree.num_nodes, generator=g) * (per_node + 1)).long()
         tree = replace(tree, root_limits=drawn)
-    batch = TreeBatch(tree, queries, slots[sum(roots) :], tuple(root_slots))
+    batch = TreeBatch(tree, queries, slots[sum(roots) :], tuple(prefix_slots))
     keys = torch.randn(total + 7, kv_heads, dim, generator=g)
     values = torch.randn(total + 7, kv_heads, dim, generator=g)
     query = torch.randn(batch.num_queries, heads, dim, generator=g)
@@ -60,11 +60,11 @@ def as_table(batch: TreeBatch, width: int, hole: int) -> TreeBatch:
 
     Rows have another order, unread entries are `hole`, and one row belongs to no request.
     """
-    rows = list(reversed(range(len(batch.root_slots))))
+    rows = list(reversed(range(len(batch.prefix_slots))))
     slots = torch.full((len(rows) + 1, width), hole)
-    for row, own in zip(rows, batch.root_slots, strict=True):
+    for row, own in zip(rows, batch.prefix_slots, strict=True):
         slots[row, : own.shape[0]] = own
-    table = RootTable(slots, torch.tensor(rows), batch.root_lengths())
+    table = PrefixTable(slots, torch.tensor(rows), batch.root_lengths())
     return TreeBatch(batch.tree, batch.queries, batch.slots, table)
 
 
@@ -84,7 +84,7 @@ def placed(batch, keys, values, layout):
     """Returns the batch with its keys in a pool whose other slots hold large numbers."""
     starts, stop = [], 3
     offsets = batch.tree.offsets.tolist()
-    for b, root in enumerate(batch.root_slots):
+    for b, root in enumerate(batch.prefix_slots):
         n, r = offsets[b + 1] - offsets[b], root.shape[0]
         order = {
             "beside": [range(stop, stop + r), range(stop + r + 5, stop + r + 5 + n)],
@@ -102,8 +102,8 @@ def placed(batch, keys, values, layout):
         torch.cat([tree for _, tree in starts]),
         tuple(root for root, _ in starts),
     )
-    old = torch.cat([*batch.root_slots, batch.slots])
-    new = torch.cat([*moved.root_slots, moved.slots])
+    old = torch.cat([*batch.prefix_slots, batch.slots])
+    new = torch.cat([*moved.prefix_slots, moved.slots])
     pools = [torch.full((stop, *pool.shape[1:]), 30.0, dtype=pool.dtype) for pool in (keys, values)]
     for pool, source in zip(pools, (keys, values), strict=True):
         pool[new] = source[old]

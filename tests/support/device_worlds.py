@@ -13,9 +13,9 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap, PrefixGroups
 from recserve.core.request import (
     LikelihoodQuery,
+    Prefix,
     PrewarmQuery,
     RankQuery,
-    Root,
     SlateQuery,
     TextScoreQuery,
 )
@@ -117,7 +117,7 @@ class Recommending:
     graph: ItemGraph
     device: str
 
-    def root(self, events: int) -> Root:
+    def root(self, events: int) -> Prefix:
         """Returns a random history of `events` items."""
         g = torch.Generator().manual_seed(events)
         rows = torch.randint(0, len(ITEMS) - NEW, (events,), generator=g)
@@ -126,7 +126,7 @@ class Recommending:
         else:
             tokens = (ITEMS[rows] + torch.tensor(self.model.config.level_offsets)).flatten()
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), tokens])
-        return Root(NodeInputs(tokens.to(self.device)), tokens.numpy())
+        return Prefix(NodeInputs(tokens.to(self.device)), tokens.numpy())
 
     def ask(self, strategy: Any, how: str = "plain", events: Iterable[int] = (3, 9)) -> list[Any]:
         """Returns requests of one kind: plain, filters, diversity, weighed or live."""
@@ -226,7 +226,7 @@ class Ranking:
             inputs = self.inputs(n, n, 1)
             groups = torch.tensor([0] + [1] * (n - 3) + [2, 2]).to(self.device)
             keys = np.random.default_rng(n).integers(0, 2**62, n)
-            roots.append(Root(replace(inputs, groups=groups), keys, shared=n - 2))
+            roots.append(Prefix(replace(inputs, groups=groups), keys, shared=n - 2))
         limits = np.array([10, 11, 12, 12])
         return [
             RankQuery(roots[0], self.inputs(4, 1, 3), limits),
@@ -299,7 +299,7 @@ def texts(
 def text_scores(device: str) -> TextScoreQuery:
     """Returns a request that scores three texts."""
     keys = np.array([3, 1, 4, 1, 5], np.int64)
-    root = Root(NodeInputs(torch.from_numpy(keys).to(device)), keys)
+    root = Prefix(NodeInputs(torch.from_numpy(keys).to(device)), keys)
     return TextScoreQuery(root, np.array([1, 2, 3, 9, 8]), np.array([0, 2, 3, 5]), (4, 7))
 
 

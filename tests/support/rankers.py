@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from recserve.core.request import Root
+from recserve.core.request import Prefix
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig
 
@@ -32,9 +32,9 @@ def draw_rows(n: int, group: int, seed: int) -> NodeInputs:
     )
 
 
-def ranking_root(profile: int, long: int, recent: int, seed: int) -> Root:
+def ranking_root(profile: int, long: int, recent: int, seed: int) -> Prefix:
     """Returns a random root with these numbers of rows."""
     parts = [draw_rows(n, group, seed + group) for group, n in enumerate((profile, long, recent))]
     inputs = NodeInputs.cat([p for p in parts if len(p)])
     keys = np.random.default_rng(seed).integers(0, 2**62, len(inputs))
-    return Root(inputs, keys, shared=profile + long)
+    return Prefix(inputs, keys, shared=profile + long)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from recserve.core.request import Root
+from recserve.core.request import Prefix
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
@@ -39,7 +39,7 @@ def make(codes: torch.Tensor, form: str, normalization: str) -> tuple[Recommende
     return model.eval(), build_trie(codes, sizes)
 
 
-def root_of(model: Recommender, history: Sequence[int]) -> Root:
+def root_of(model: Recommender, history: Sequence[int]) -> Prefix:
     """Returns BOS and the items of these rows, in the model's input form."""
     rows = torch.tensor(history, dtype=torch.long)
     if model.config.input == "items":
@@ -47,10 +47,10 @@ def root_of(model: Recommender, history: Sequence[int]) -> Root:
     else:
         tokens = model.item_tokens[rows].flatten()
     tokens = torch.cat([torch.zeros(1, dtype=torch.long), tokens])
-    return Root(NodeInputs(tokens), tokens.numpy())
+    return Prefix(NodeInputs(tokens), tokens.numpy())
 
 
-def draw_root(model: Recommender, events: int, seed: int) -> Root:
+def draw_root(model: Recommender, events: int, seed: int) -> Prefix:
     """Returns a random history of `events` items."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, model.num_bound_items, (events,), generator=g)

@@ -4,7 +4,7 @@ import torch
 
 from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
+from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
 from tests.support import recorder
 from tests.support.text_engines import engine_for
 
@@ -36,7 +36,7 @@ def with_graphs(model, counted, shapes=SHAPES, pages=200, drafters=None, **limit
     lane = engine.schedulers["text"]
     with torch.inference_mode():
         bounds = GraphLimits(shapes, **{"seconds": float("inf"), **limits})
-        graphs = StepGraphs(lane.runner, model, 64, bounds, counted, drafters=drafters)
+        graphs = TextStepGraphs(lane.runner, model, 64, bounds, counted, drafters=drafters)
         lane.runner.pool.keys.fill_(POISON)
         lane.runner.pool.values.fill_(POISON)
     engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)

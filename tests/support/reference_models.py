@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from recserve.core.request import Root
+from recserve.core.request import Prefix
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
@@ -33,7 +33,7 @@ def recommender(seed: int, normalization: str):
     return model.eval(), build_trie(codes, model.config.codebook_sizes)
 
 
-def history(model: Recommender, events: int, seed: int) -> Root:
+def history(model: Recommender, events: int, seed: int) -> Prefix:
     """Returns a random history of `events` items."""
     rows = np.random.default_rng(seed).integers(0, model.num_bound_items, events)
     return root_of(model, rows.tolist())

@@ -19,7 +19,7 @@ from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.request import PromptScores, Result, Scores, Slate
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, Strategy, TreeStrategy
-from recserve.engine.runtime.runner import ForwardPiece
+from recserve.engine.runtime.runner import BatchSlice
 from recserve.kernels.paged_kv import KVPool
 
 
@@ -35,11 +35,11 @@ class Round:
     """
 
     draft: Draft
-    piece: ForwardPiece
+    piece: BatchSlice
     states: list[Tensor] = field(default_factory=list)
     num_computed: int = 0
 
-    def next_piece(self, most: int | None) -> ForwardPiece:
+    def next_piece(self, most: int | None) -> BatchSlice:
         """Returns the next nodes to compute, at most `most`. None means all that are left.
 
         A node sees earlier nodes only, so it finds their keys and values in the pool.
@@ -70,7 +70,7 @@ class Round:
 
 
 @dataclass
-class Cohort:
+class SearchBatch:
     """Requests of one strategy that started together and step together.
 
     Attributes:
@@ -98,7 +98,7 @@ class Cohort:
         return self.strategy
 
 
-def isolate(sequences: Seq[Sequence], piece: ForwardPiece, states: Tensor, pool: KVPool) -> Tensor:
+def isolate(sequences: Seq[Sequence], piece: BatchSlice, states: Tensor, pool: KVPool) -> Tensor:
     """Replaces states that are not finite by zeros, and marks their sequences as flawed.
 
     The search goes on with the zeros because it compares sums of states, and NaN compares as false

@@ -211,7 +211,7 @@ class FixedFilter:
         self._clean = excluded is None
 
 
-class GraphSearch:
+class BeamSearchGraph:
     """A search of one shape over the catalogue versions that a trie has capacity for."""
 
     def __init__(

@@ -17,17 +17,17 @@ from recserve.core.request import (
     Continuation,
     DeadlineExceeded,
     LikelihoodQuery,
+    PrefixKeys,
     Request,
     Result,
-    RootKeys,
     SlateQuery,
     Timing,
 )
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, Strategy
-from recserve.engine.items.cohort import Cohort, Round, checked, computed_nodes, isolate
+from recserve.engine.items.cohort import Round, SearchBatch, checked, computed_nodes, isolate
 from recserve.engine.runtime.page_placement import PagePlacement
-from recserve.engine.runtime.runner import ForwardPiece, Runner
+from recserve.engine.runtime.runner import BatchSlice, Runner
 from recserve.engine.runtime.scheduler import (
     Dropped,
     PageOwner,
@@ -71,7 +71,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         self.page_size = runner.pool.page_size
         self._pages = PagePlacement(runner.pool, sharing)
         self.allocator, self.cache = self._pages.allocator, self._pages.cache
-        self.cohorts: list[Cohort] = []
+        self.cohorts: list[SearchBatch] = []
         self.cold: list[tuple[Sequence, Strategy]] = []
         self.warm: list[tuple[Sequence, Strategy]] = []
 
@@ -98,7 +98,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         """
         root = request.root
         placed = self._pages.place(
-            RootKeys(root.keys, root.shared, salt=root.salt),
+            PrefixKeys(root.keys, root.shared, salt=root.salt),
             strategy.tree_capacity(request),
             separate=True,
         )
@@ -117,7 +117,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             future=future,
             submitted_s=submitted_s,
             pages=placed.pages,
-            root_slots=slots[:rows],
+            prefix_slots=slots[:rows],
             num_computed=found.length,
             last_hidden=found.last_hidden,
             tree_slots=tree_slots,
@@ -151,7 +151,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         for cohort, draft in zip(new, drafts, strict=True):
             cohort.round = Round(draft, self._place(cohort, draft))
         cold, left = self._next_roots()
-        parts: list[tuple[Cohort, Round, ForwardPiece]] = []
+        parts: list[tuple[SearchBatch, Round, BatchSlice]] = []
         for cohort in self.cohorts:
             if left is not None and left <= 0:
                 break
@@ -282,7 +282,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
     def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[FinishedItem]:
         """Starts one cohort. If that fails, each request starts alone."""
         try:
-            self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
+            self.cohorts.append(SearchBatch(strategy, sequences, strategy.start(sequences)))
         except Exception as error:
             if len(sequences) == 1:
                 failed: list[FinishedItem] = [(sequences[0], error)]
@@ -321,12 +321,12 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             if isinstance(result, NotFinite):
                 log.error("the model's output for a request is not finite; its root is dropped")
                 root = sequence.request.root
-                keys = RootKeys(root.keys, root.shared, salt=root.salt)
+                keys = PrefixKeys(root.keys, root.shared, salt=root.salt)
                 self.cache.discard(keys, sequence.pages, self.runner.pool)
         self.release([sequence for sequence, _ in answers])
 
     def _answers(
-        self, cohort: Cohort, results: Seq[Result | Continuation | NotFinite]
+        self, cohort: SearchBatch, results: Seq[Result | Continuation | NotFinite]
     ) -> list[FinishedItem]:
         """Returns the results among `results`. Continuations wait for their next search."""
         answers: list[FinishedItem] = []
@@ -343,7 +343,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 self.warm.append((sequence, cohort.strategy))
         return answers
 
-    def _place(self, cohort: Cohort, draft: Draft) -> ForwardPiece:
+    def _place(self, cohort: SearchBatch, draft: Draft) -> BatchSlice:
         """Assigns a slot to every node of a draft. Nodes computed earlier keep their slots."""
         counts = computed_nodes(draft)
         taken = []
@@ -356,20 +356,20 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             # Nodes neither scored nor computed have no descendants: any valid slot will do.
             slots = draft.scored.clamp(min=0)
             slots[draft.queries] = new
-        roots = tuple(sequence.root_slots for sequence in cohort.sequences)
-        return ForwardPiece(
+        roots = tuple(sequence.prefix_slots for sequence in cohort.sequences)
+        return BatchSlice(
             tree=draft.tree,
             inputs=draft.inputs,
             queries=draft.queries,
             slots=slots,
-            root_slots=roots,
+            prefix_slots=roots,
             counts=counts,
         )
 
-    def _prefill_piece(self, sequence: Sequence) -> ForwardPiece:
+    def _prefill_piece(self, sequence: Sequence) -> BatchSlice:
         """Returns the uncomputed rows of a root as a chain, followed by the placeholders."""
         root, start = sequence.request.root, sequence.num_computed
-        inputs, slots = root.inputs.select(slice(start, None)), sequence.root_slots
+        inputs, slots = root.inputs.select(slice(start, None)), sequence.prefix_slots
         places, kinds = slots[start:], None
         num_states = min(len(inputs), 1)
         if sequence.placeholders is not None:
@@ -384,12 +384,12 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         if start < root.shared:
             shared = on_device([root.shared], inputs.tokens.device)
             tree = replace(tree, shared=shared)
-        return ForwardPiece(
+        return BatchSlice(
             tree=tree,
             inputs=inputs,
             queries=None,
             slots=places,
-            root_slots=(slots[:start],),
+            prefix_slots=(slots[:start],),
             num_states=num_states,
             counts=[len(inputs)],
         )
@@ -412,7 +412,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         pages = sequence.pages[: self._pages.pages_of(sequence.root_length)]
         assert sequence.last_hidden is not None
         self.cache.insert(
-            RootKeys(root.keys, root.shared, salt=root.salt),
+            PrefixKeys(root.keys, root.shared, salt=root.salt),
             pages,
             sequence.last_hidden,
             sequence.placeholder_states,

@@ -18,8 +18,8 @@ import torch
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Strategy
 from recserve.engine.items.graph_search import (
+    BeamSearchGraph,
     FixedFilter,
-    GraphSearch,
     SearchLeaves,
     SearchShape,
     SearchSize,
@@ -102,7 +102,7 @@ class SearchBucket:
         return f"{self.strategy} {self.shape.name}"
 
 
-CapturedSearch = CapturedGraph[SearchBucket, GraphSearch, SearchLeaves]
+CapturedSearch = CapturedGraph[SearchBucket, BeamSearchGraph, SearchLeaves]
 
 
 def buckets_of(weighs: bool, nezha: bool, shapes: Seq[SearchShape]) -> list[SearchBucket]:
@@ -118,7 +118,7 @@ def buckets_of(weighs: bool, nezha: bool, shapes: Seq[SearchShape]) -> list[Sear
     return [SearchBucket(strategy, shape) for shape, strategy in product(kept, strategies)]
 
 
-class SearchGraphs:
+class BeamSearchGraphs:
     """The captured searches of one recommender, over one base trie and its later versions.
 
     Attributes:
@@ -174,7 +174,7 @@ class SearchGraphs:
                     return
                 trie = FixedTrie(base, self.limits.capacity)
                 filters = _filters(trie, buckets)
-            capture = GraphCapture[SearchBucket, GraphSearch, SearchLeaves](
+            capture = GraphCapture[SearchBucket, BeamSearchGraph, SearchLeaves](
                 partial(self._built, trie, filters), self._record, self._taken, self.limits
             )
             made = capture(buckets, CapturePace(stepping, go_on, pause=bool(self.captured)))
@@ -248,7 +248,7 @@ class SearchGraphs:
             found.append(next(g for g in alike if g.bucket.shape.requests >= left))
         return found
 
-    def _built(self, trie: FixedTrie, filters: Filters, bucket: SearchBucket) -> GraphSearch:
+    def _built(self, trie: FixedTrie, filters: Filters, bucket: SearchBucket) -> BeamSearchGraph:
         """Builds the search of a bucket."""
         shape = bucket.shape
         scorer: LevelScorer
@@ -263,7 +263,7 @@ class SearchGraphs:
             scorer = TargetScorer(
                 self.model, self.runner, trie, columns, shape.requests, dense_candidates
             )
-        return GraphSearch(scorer, trie, filters[shape.excluded], shape)
+        return BeamSearchGraph(scorer, trie, filters[shape.excluded], shape)
 
 
 def _filters(trie: FixedTrie, buckets: Seq[SearchBucket]) -> Filters:
@@ -279,7 +279,7 @@ def cuda_searches(
     head: SelfDraftHead | None,
     wanted: bool | None,
     limits: SearchLimits,
-) -> SearchGraphs | None:
+) -> BeamSearchGraphs | None:
     """Returns the searches of a recommender, to be captured on its CUDA device.
 
     Args:
@@ -296,4 +296,4 @@ def cuda_searches(
     if not on_cuda or wanted is False or not model.config.autoregressive:
         return None
     recorder = CudaRecorder()
-    return SearchGraphs(runner, model, head, limits, recorder, lambda: recorder.bytes)
+    return BeamSearchGraphs(runner, model, head, limits, recorder, lambda: recorder.bytes)

@@ -14,7 +14,7 @@ from torch import Tensor
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.engine.runtime.runner import Runner
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie.fixed_trie import FixedTrie
@@ -299,9 +299,9 @@ class TargetScorer:
         hidden: Tensor = self.model.decoder(self.model.tokens(tokens), batch.positions(), attend)
         return hidden
 
-    def _roots(self) -> RootTable:
+    def _roots(self) -> PrefixTable:
         words = self._words
-        return RootTable(words[:, 1 : 1 + self.root_width], self._rows, words[:, 0])
+        return PrefixTable(words[:, 1 : 1 + self.root_width], self._rows, words[:, 0])
 
     def _placed(self, step: ExtendedBeams) -> _Nodes:
         """Returns the new nodes. Those of dead beams get leaf ranks after all others."""

@@ -22,8 +22,8 @@ from recserve.engine.runtime.cuda_graphs import (
     GraphCapture,
     is_cuda,
 )
-from recserve.engine.runtime.runner import ForwardPiece, Runner
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.engine.runtime.runner import BatchSlice, Runner
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
 from recserve.models.attention import PagedAttention
@@ -80,9 +80,9 @@ class GraphPrefill:
         self._last = torch.arange(STATES, device=device) - STATES
         self._table_rows = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def load(self, piece: ForwardPiece, x: Tensor) -> None:
+    def load(self, piece: BatchSlice, x: Tensor) -> None:
         """Copies a prefill and its embedded tokens x [n, E] to the buffers, without a host wait."""
-        count, root = x.shape[0], piece.root_slots[0]
+        count, root = x.shape[0], piece.prefix_slots[0]
         self._x[:count].copy_(x)
         self._slots[:count].copy_(piece.slots)
         self._slots[count:].fill_(self.runner.pool.spare_slot)
@@ -101,7 +101,7 @@ class GraphPrefill:
             ends=torch.where(own, count, self.rows),
             offsets=self._offsets,
         )
-        roots = RootTable(self._root, self._table_rows, self._lengths)
+        roots = PrefixTable(self._root, self._table_rows, self._lengths)
         batch = TreeBatch(tree, None, self._slots, roots, fillers=1)
         attend = PagedAttention(batch, self.runner.pool, SOFTMAX, self.runner.attention)
         read = (self._last + count).clamp(min=0)
@@ -142,13 +142,13 @@ class PrefillGraphs:
         self.captured: list[CapturedGraph[PrefillBucket, GraphPrefill, Tensor]]
         self.captured = capture(buckets) or []
 
-    def __call__(self, piece: ForwardPiece) -> Tensor | None:
+    def __call__(self, piece: BatchSlice) -> Tensor | None:
         """Returns the states of a prefill [num_states, E], or None if no graph holds it."""
         count, states = len(piece.inputs), piece.num_states
-        if states is None or not 0 < states <= min(STATES, count) or len(piece.root_slots) != 1:
+        if states is None or not 0 < states <= min(STATES, count) or len(piece.prefix_slots) != 1:
             return None
         longest = self._model.config.decoder.max_positions
-        if piece.tree.shared is not None or piece.root_slots[0].shape[0] > longest:
+        if piece.tree.shared is not None or piece.prefix_slots[0].shape[0] > longest:
             return None
         for graph in self.captured:
             if count < graph.bucket.rows:

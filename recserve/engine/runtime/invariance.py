@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, RankerTrunk, Runner
+from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, RankerAdapter, Runner
 from recserve.kernels.cpu.exact_attention import ExactPool, ExactTreeAttention
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.models.inputs import NodeInputs
@@ -34,7 +34,7 @@ class NotInvariant(ValueError):
 
 
 def invariant_runner(
-    trunk: DecoderTrunk | RankerTrunk, num_pages: int, page_size: int, kv_dtype: torch.dtype
+    trunk: DecoderAdapter | RankerAdapter, num_pages: int, page_size: int, kv_dtype: torch.dtype
 ) -> Runner:
     """Returns a runner that has passed the test.
 
@@ -153,8 +153,8 @@ class _Trial:
         return torch.cat([part.float() for part in said], dim=1)
 
 
-def _piece(tree: TokenTree, inputs: NodeInputs, slots: Tensor, root: Tensor) -> ForwardPiece:
-    return ForwardPiece(tree=tree, inputs=inputs, queries=None, slots=slots, root_slots=(root,))
+def _piece(tree: TokenTree, inputs: NodeInputs, slots: Tensor, root: Tensor) -> BatchSlice:
+    return BatchSlice(tree=tree, inputs=inputs, queries=None, slots=slots, prefix_slots=(root,))
 
 
 def _tree(tokens: Tensor, draw: torch.Generator) -> TokenTree:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recserve.core.request import RootKeys
+from recserve.core.request import PrefixKeys
 from recserve.engine.runtime.pages import PageAllocator
 from recserve.engine.runtime.prefix_cache import Match, PrefixCache
 from recserve.engine.runtime.scheduler import PageOwner
@@ -45,7 +45,7 @@ class PagePlacement:
         self.allocator = sharing.allocator if sharing else PageAllocator(pool.num_pages)
         self.cache = sharing.cache if sharing else PrefixCache(self.allocator, self.page_size)
 
-    def place(self, prefix: RootKeys, num_after: int, separate: bool) -> Placement | None:
+    def place(self, prefix: PrefixKeys, num_after: int, separate: bool) -> Placement | None:
         """Returns pages for a prefix and the tokens after it, or None if too few pages are free.
 
         Args:

@@ -30,7 +30,7 @@ import numpy as np
 from torch import Tensor
 
 from recserve.core.prefix_metadata import PrefixMetadata
-from recserve.core.request import RootKeys
+from recserve.core.request import PrefixKeys
 from recserve.engine.runtime.pages import PageAllocator
 from recserve.kernels.paged_kv import KVPool, slots_of_pages
 
@@ -70,8 +70,8 @@ class PrefixCache:
     """Least recently used roots, in the pages that running requests leave free.
 
     Attributes:
-        num_hit_tokens: Root tokens found so far.
-        num_missed_tokens: Root tokens not found so far.
+        num_hit_tokens: Prefix tokens found so far.
+        num_missed_tokens: Prefix tokens not found so far.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
@@ -96,8 +96,8 @@ class PrefixCache:
             keys: [n] int64 keys of the rows.
             shared: Number of first rows that attend to each other. They are found together or not
                 at all.
-            drafter: As in RootKeys.
-            salt: As in Root.
+            drafter: As in PrefixKeys.
+            salt: As in Prefix.
         """
         size, n = self._page_size, keys.shape[0]
         raw = _raw(keys)
@@ -160,7 +160,7 @@ class PrefixCache:
 
     def insert(
         self,
-        root: RootKeys,
+        root: PrefixKeys,
         pages: list[int],
         last_hidden: Tensor,
         placeholder_states: Tensor | None = None,
@@ -188,7 +188,7 @@ class PrefixCache:
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], _Entry(pages[number]))
 
-    def digests_of(self, root: RootKeys) -> list[Digest]:
+    def digests_of(self, root: PrefixKeys) -> list[Digest]:
         """Returns the digests of all entries that a root, its pages and its beginnings can have.
 
         Roots of at most `root.kept` rows and the full pages of these rows are excluded. Without a
@@ -197,7 +197,7 @@ class PrefixCache:
         salts = self._salts if root.salt is None else (root.salt,)
         return [digest for salt in salts for digest in self._digests_with(salt, root)]
 
-    def _digests_with(self, salt: bytes, root: RootKeys) -> list[Digest]:
+    def _digests_with(self, salt: bytes, root: PrefixKeys) -> list[Digest]:
         size, raw, kept, n = self._page_size, _raw(root.keys), root.kept, root.keys.shape[0]
         pages = self._page_digests(raw, root.shared, root.drafter, salt)
         of_ends = [
@@ -217,7 +217,7 @@ class PrefixCache:
             if entry is not None and entry.page is not None:
                 self._allocator.release([entry.page])
 
-    def discard(self, root: RootKeys, pages: list[int], pool: KVPool) -> None:
+    def discard(self, root: PrefixKeys, pages: list[int], pool: KVPool) -> None:
         """Removes a root whose states are not finite, and zeroes the pages that only the caller
         holds.
 

@@ -16,7 +16,7 @@ from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import TokenTree, merge
 from recserve.models.attention import Attend, PagedAttention
-from recserve.models.decoder import Taps
+from recserve.models.decoder import AuxHiddenStates
 from recserve.models.drafters.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
@@ -28,7 +28,7 @@ class DeviceLost(RuntimeError):
     """The device of a model fails every call since an earlier error; only a new process helps."""
 
 
-class Trunk(Protocol):
+class ModelAdapter(Protocol):
     """What the runner needs of a network.
 
     Attributes:
@@ -43,7 +43,7 @@ class Trunk(Protocol):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None,
-        taps: Taps | None = None,
+        taps: AuxHiddenStates | None = None,
         gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns final hidden states [Tq, E] of packed rows, or [R, E] of the given rows [R].
@@ -54,7 +54,7 @@ class Trunk(Protocol):
         ...
 
 
-class DecoderTrunk:
+class DecoderAdapter:
     """A decoder over tokens: a history's items or codes, or a text."""
 
     activation = SOFTMAX
@@ -72,7 +72,7 @@ class DecoderTrunk:
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None,
-        taps: Taps | None = None,
+        taps: AuxHiddenStates | None = None,
         gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
@@ -80,7 +80,7 @@ class DecoderTrunk:
         return self.model(inputs.tokens, positions, attend, rows, taps, **given)  # type: ignore[no-any-return]
 
 
-class RankerTrunk:
+class RankerAdapter:
     """HSTU-style layers over profile, history and candidate rows. The rows carry their
     positions.
     """
@@ -99,7 +99,7 @@ class RankerTrunk:
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None,
-        taps: Taps | None = None,
+        taps: AuxHiddenStates | None = None,
         gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
@@ -108,7 +108,7 @@ class RankerTrunk:
 
 
 @dataclass(frozen=True)
-class ForwardPiece:
+class BatchSlice:
     """Trees of some sequences with their slots, as one part of a forward pass.
 
     Attributes:
@@ -116,7 +116,7 @@ class ForwardPiece:
         inputs: Input rows of the nodes computed now.
         queries: [Tq] nodes computed now, ascending. None computes all nodes.
         slots: [T] pool slot of each node.
-        root_slots: For each tree the slots of the root that it hangs under.
+        prefix_slots: For each tree the slots of the root that it hangs under.
         num_states: Number of computed nodes, from the end, whose hidden states are read. The others
             only write keys and values. None reads all. Only prefills, which are chains, have it.
         counts: [B] computed nodes of each tree. None if the host does not know them.
@@ -126,7 +126,7 @@ class ForwardPiece:
     inputs: NodeInputs
     queries: Tensor | None
     slots: Tensor
-    root_slots: tuple[Tensor, ...]
+    prefix_slots: tuple[Tensor, ...]
     num_states: int | None = None
     counts: list[int] | None = None
 
@@ -143,14 +143,14 @@ class Runner:
 
     def __init__(
         self,
-        trunk: Trunk,
+        trunk: ModelAdapter,
         pool: KVPool,
         attention: dispatch.BatchAttention = dispatch.tree_attention,
     ) -> None:
         self.trunk = trunk
         self.pool = pool
         self.attention = attention
-        self.prefills: Callable[[ForwardPiece], Tensor | None] = lambda piece: None
+        self.prefills: Callable[[BatchSlice], Tensor | None] = lambda piece: None
 
     def check_device(self) -> None:
         """Raises DeviceLost if the device fails every call since an earlier error."""
@@ -162,8 +162,8 @@ class Runner:
 
     def forward(
         self,
-        pieces: Seq[ForwardPiece],
-        taps: Taps | None = None,
+        pieces: Seq[BatchSlice],
+        taps: AuxHiddenStates | None = None,
         masks: GatedLora | None = None,
     ) -> list[Tensor]:
         """Returns the hidden states of each piece, [Tq, E] or [num_states, E].
@@ -190,7 +190,7 @@ class Runner:
         batch: TreeBatch,
         inputs: NodeInputs,
         rows: Tensor | None = None,
-        taps: Taps | None = None,
+        taps: AuxHiddenStates | None = None,
         gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns the hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
@@ -198,11 +198,11 @@ class Runner:
         return self.trunk.hidden(inputs, batch.positions(), attend, rows, taps, gate)
 
 
-def _num_states(piece: ForwardPiece) -> int:
+def _num_states(piece: BatchSlice) -> int:
     return len(piece.inputs) if piece.num_states is None else piece.num_states
 
 
-def _read(pieces: Seq[ForwardPiece], device: torch.device) -> Tensor | None:
+def _read(pieces: Seq[BatchSlice], device: torch.device) -> Tensor | None:
     """Returns the rows whose hidden states are read. None reads all."""
     if all(piece.num_states is None for piece in pieces):
         return None
@@ -214,7 +214,7 @@ def _read(pieces: Seq[ForwardPiece], device: torch.device) -> Tensor | None:
     return on_device(rows, device)
 
 
-def pack(pieces: Seq[ForwardPiece]) -> TreeBatch:
+def pack(pieces: Seq[BatchSlice]) -> TreeBatch:
     """Returns all pieces as one batch."""
     if len(pieces) == 1:
         only = pieces[0]
@@ -222,7 +222,7 @@ def pack(pieces: Seq[ForwardPiece]) -> TreeBatch:
             tree=only.tree,
             queries=only.queries,
             slots=only.slots,
-            root_slots=only.root_slots,
+            prefix_slots=only.prefix_slots,
             counts=only.counts,
         )
     queries = []
@@ -237,12 +237,12 @@ def pack(pieces: Seq[ForwardPiece]) -> TreeBatch:
         merge([piece.tree for piece in pieces]),
         torch.cat(queries),
         torch.cat([piece.slots for piece in pieces]),
-        tuple(slots for piece in pieces for slots in piece.root_slots),
+        tuple(slots for piece in pieces for slots in piece.prefix_slots),
         _counts(pieces),
     )
 
 
-def _counts(pieces: Seq[ForwardPiece]) -> list[int] | None:
+def _counts(pieces: Seq[BatchSlice]) -> list[int] | None:
     counts: list[int] = []
     for piece in pieces:
         if piece.counts is None:

@@ -43,7 +43,7 @@ from recserve.engine.text.trees import (
     pack_trees,
 )
 from recserve.kernels.accept_reference import DraftProbs
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.tree import TokenTree
 from recserve.models.drafters.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
@@ -146,7 +146,7 @@ class StepConfig:
     masks: GatedLora | None = None
 
 
-class GraphStep:
+class TextStepGraph:
     """A text step that reads and writes fixed addresses, so that it can be captured."""
 
     def __init__(
@@ -209,7 +209,7 @@ class GraphStep:
             offsets=columns.offsets,
             kinds=trees[KINDS],
         )
-        roots = RootTable(self.rows.slots, columns.rows, columns.lengths - 1)
+        roots = PrefixTable(self.rows.slots, columns.rows, columns.lengths - 1)
         owners = tree.tree_ids()
         index = torch.arange(tree.num_nodes, device=owners.device)
         # Node n of a tree lies in slot (root length + n) of its text.

@@ -9,7 +9,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from recserve.engine.runtime.runner import ForwardPiece
+from recserve.engine.runtime.runner import BatchSlice
 from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step import (
     VerifiedPaths,
@@ -64,17 +64,17 @@ class TextGroup:
     sizes: tuple[int, ...]
     depth: int
 
-    def piece(self, tree: TokenTree) -> ForwardPiece:
+    def piece(self, tree: TokenTree) -> BatchSlice:
         """Returns the packed trees with slots. A path of first children already lies in its
         final slots.
         """
         roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
-        return ForwardPiece(
+        return BatchSlice(
             tree=tree,
             inputs=NodeInputs(tree.tokens),
             queries=None,
             slots=self.slots(),
-            root_slots=roots,
+            prefix_slots=roots,
         )
 
     @property
@@ -96,7 +96,7 @@ class TextGroup:
         return all(draft.depth == len(draft) for draft in self.drafts)
 
     def verify(
-        self, pool: KVPool, piece: ForwardPiece, hidden: Tensor, logits: Tensor
+        self, pool: KVPool, piece: BatchSlice, hidden: Tensor, logits: Tensor
     ) -> VerifiedPaths:
         """Verifies the trees and moves accepted paths to their final slots.
 

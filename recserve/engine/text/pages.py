@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.request import RootKeys
+from recserve.core.request import PrefixKeys
 from recserve.engine.runtime.page_placement import PagePlacement
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.sequence import NO_SLOTS, TextSequence
@@ -113,8 +113,8 @@ class TextPages:
         self.cache.insert(_root(sequence, keys), pages, state.clone())
 
 
-def _root(sequence: TextSequence, keys: np.ndarray) -> RootKeys:
+def _root(sequence: TextSequence, keys: np.ndarray) -> PrefixKeys:
     """Returns the keys of a text's tokens. A drafter with keys and values of its own is named."""
     request = sequence.request
     drafter = request.speculation.drafter if sequence.drafter.reads_states else ""
-    return RootKeys(keys, drafter=drafter, salt=request.salt)
+    return PrefixKeys(keys, drafter=drafter, salt=request.salt)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from recserve.core.finite import all_finite
-from recserve.engine.runtime.runner import ForwardPiece
+from recserve.engine.runtime.runner import BatchSlice
 from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step_states import StepStates
 from recserve.kernels.host import on_device
@@ -27,7 +27,7 @@ class Chunk:
     sequence: TextSequence
     size: int
 
-    def piece(self) -> ForwardPiece:
+    def piece(self) -> BatchSlice:
         """Returns the chunk as a chain under the computed tokens.
 
         Only its last state is read, unless the drafter reads all of them.
@@ -35,12 +35,12 @@ class Chunk:
         slots, start = self.sequence.slots, self.sequence.num_computed
         stop = start + self.size
         tokens = on_device(self.sequence.context.tokens[start:stop], slots.device)
-        return ForwardPiece(
+        return BatchSlice(
             tree=chain(tokens),
             inputs=NodeInputs(tokens),
             queries=None,
             slots=slots[start:stop],
-            root_slots=(slots[:start],),
+            prefix_slots=(slots[:start],),
             num_states=None if self.sequence.drafter.reads_states else 1,
         )
 

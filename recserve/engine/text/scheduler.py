@@ -31,7 +31,7 @@ from recserve.engine.text.pages import TextPages
 from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence, context_of
 from recserve.engine.text.step import VerifiedPaths, token_logprobs
-from recserve.engine.text.step_graphs import StepGraphs
+from recserve.engine.text.step_graphs import TextStepGraphs
 from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
 from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
@@ -59,7 +59,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         runner: Runner,
         model: LanguageModel,
         limits: TextLimits | None = None,
-        graphs: StepGraphs | None = None,
+        graphs: TextStepGraphs | None = None,
     ) -> None:
         super().__init__()
         self.runner, self.model = runner, model

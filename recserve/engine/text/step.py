@@ -17,7 +17,7 @@ from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
-from recserve.models.decoder import Taps
+from recserve.models.decoder import AuxHiddenStates
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.verifier import Accepted
@@ -101,7 +101,7 @@ class StepOutputs:
     logits: Tensor
     hidden: Tensor
     num_heads: int = 0
-    taps: Taps | None = None
+    taps: AuxHiddenStates | None = None
 
     @property
     def tokens(self) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, Runner
+from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import root_branch
 from recserve.models.inputs import NodeInputs
@@ -55,7 +55,7 @@ def text_step_cost(model: LanguageModel) -> Cost:
 
     The cost of a size is the fastest of RUNS runs after a warm-up run.
     """
-    trunk, last = DecoderTrunk(model), SIZES[-1]
+    trunk, last = DecoderAdapter(model), SIZES[-1]
     runner = Runner(trunk, KVPool(trunk.kv_shape, ROOT + last, 1, trunk.dtype, trunk.device))
     device = runner.pool.keys.device
     slots, now = torch.arange(ROOT + last, device=device), step_clock(device)
@@ -63,12 +63,12 @@ def text_step_cost(model: LanguageModel) -> Cost:
     def forward_ms(size: int) -> float:
         tokens = torch.zeros(size, dtype=torch.int64, device=device)
         tree = root_branch(tokens, torch.arange(size + 1, device=device))
-        piece = ForwardPiece(
+        piece = BatchSlice(
             tree=tree,
             inputs=NodeInputs(tokens),
             queries=None,
             slots=slots[ROOT : ROOT + size],
-            root_slots=(slots[:ROOT],),
+            prefix_slots=(slots[:ROOT],),
         )
         began = now()
         model.logits(runner.forward([piece])[0])

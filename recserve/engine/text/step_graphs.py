@@ -26,7 +26,7 @@ from recserve.engine.runtime.cuda_graphs import (
 )
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.text.device_rows import TextRow, TextRows
-from recserve.engine.text.graph_step import GraphStep, StepConfig, StepShape
+from recserve.engine.text.graph_step import StepConfig, StepShape, TextStepGraph
 from recserve.engine.text.groups import TextGroup
 from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step import StepOutputs
@@ -109,7 +109,7 @@ class StepBucket:
         return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
 
 
-CapturedStep = CapturedGraph[StepBucket, GraphStep, StepOutputs]
+CapturedStep = CapturedGraph[StepBucket, TextStepGraph, StepOutputs]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Replayed:
     rows: list[TextRow]
 
 
-class StepGraphs:
+class TextStepGraphs:
     """The captured steps of one language model.
 
     Attributes:
@@ -178,7 +178,7 @@ class StepGraphs:
         self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
         wanted = self._buckets(limits.shapes)
-        capture = GraphCapture[StepBucket, GraphStep, StepOutputs](
+        capture = GraphCapture[StepBucket, TextStepGraph, StepOutputs](
             self._built, record, taken, limits, lambda bucket: bucket.bytes(vocabulary)
         )
         made = capture(wanted) or []
@@ -211,7 +211,7 @@ class StepGraphs:
         own = StepKind(True, rule=MIXED)
         return sampled + rejected + [StepBucket(shape, own) for shape in shapes if shape.depth]
 
-    def _built(self, bucket: StepBucket) -> GraphStep:
+    def _built(self, bucket: StepBucket) -> TextStepGraph:
         """Builds the step of a bucket."""
         kind = bucket.kind
         drawn = self._draws and kind.rule != SAMPLE
@@ -224,7 +224,7 @@ class StepGraphs:
             readers=self._readers,
             masks=self._masks if bucket.shape.depth else None,
         )
-        return GraphStep(self.runner, self.model, self.rows, config)
+        return TextStepGraph(self.runner, self.model, self.rows, config)
 
     def _place_for_probs(self, shape: StepShape) -> Tensor:
         """Returns [shape.drafted, V] float32 of a buffer that all steps share, since one runs at
@@ -320,7 +320,7 @@ def cuda_graphs(
     wanted: bool | None,
     limits: GraphLimits,
     drafters: Mapping[str, Drafter],
-) -> StepGraphs | None:
+) -> TextStepGraphs | None:
     """Captures the steps of a model on a CUDA device.
 
     Args:
@@ -340,7 +340,7 @@ def cuda_graphs(
     device = runner.pool.keys.device
     if is_cuda(device) and wanted is not False:
         recorder = CudaRecorder()
-        return StepGraphs(
+        return TextStepGraphs(
             runner, model, max_texts, limits, recorder, lambda: recorder.bytes, drafters
         )
     if wanted:

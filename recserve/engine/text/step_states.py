@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.models.decoder import FINAL_LAYER, Taps
+from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates
 from recserve.models.drafters.gated_lora import GatedLora
 from recserve.speculation.drafter import Drafter
 
@@ -35,11 +35,11 @@ class StepStates:
         return torch.cat([column[rows] for column in columns], dim=-1)
 
 
-def taps_for(drafters: Iterable[Drafter]) -> Taps | None:
+def taps_for(drafters: Iterable[Drafter]) -> AuxHiddenStates | None:
     """Returns taps of all layers that the drafters read, or None if they read no such layer."""
     layers = {n for drafter in drafters if drafter.reads_states for n in drafter.hidden_layers}
     layers.discard(FINAL_LAYER)
-    return Taps(tuple(sorted(layers))) if layers else None
+    return AuxHiddenStates(tuple(sorted(layers))) if layers else None
 
 
 def masks_of(drafters: Iterable[Drafter]) -> GatedLora | None:
@@ -57,7 +57,7 @@ def masks_of(drafters: Iterable[Drafter]) -> GatedLora | None:
     return next((masks for _, masks in found.values()), None)
 
 
-def split_states(hidden: Seq[Tensor], taps: Taps | None) -> list[StepStates]:
+def split_states(hidden: Seq[Tensor], taps: AuxHiddenStates | None) -> list[StepStates]:
     """Returns the states of each part of a forward pass.
 
     Args:

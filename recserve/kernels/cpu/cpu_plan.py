@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.tree import TokenTree
 
 SHALLOW = 8
@@ -75,7 +75,7 @@ class PlanPart:
         root_length: R.
         root_mask: [n, R], only with root limits.
         root_empty: [n] rows that see no root token.
-        whole: Root and tree as one list of keys. The other fields are unused if it is set.
+        whole: Prefix and tree as one list of keys. The other fields are unused if it is set.
         chain: Whether attention is causal among the computed rows and nothing else.
         ancestors: [n, A] slots of the proper ancestors in a shallow tree.
         ancestor_mask: [n, A], true where the ancestor exists.
@@ -106,8 +106,8 @@ def plan(batch: TreeBatch, form: Form) -> list[PlanPart]:
     offsets = tree.offsets.tolist()
     bounds = torch.searchsorted(queries, tree.offsets).tolist()
     parts = []
-    assert not isinstance(batch.root_slots, RootTable)
-    for b, root_slots in enumerate(batch.root_slots):
+    assert not isinstance(batch.prefix_slots, PrefixTable)
+    for b, prefix_slots in enumerate(batch.prefix_slots):
         if bounds[b] == bounds[b + 1]:
             continue
         shared = 0 if tree.shared is None else int(tree.shared[b])
@@ -115,18 +115,18 @@ def plan(batch: TreeBatch, form: Form) -> list[PlanPart]:
         if cuts[1] - cuts[0] > FEW and not shared:
             cuts = _cuts(tree, *cuts)
         rows = torch.searchsorted(queries, torch.tensor(cuts)).tolist()
-        root = consecutive(root_slots)
+        root = consecutive(prefix_slots)
         for start, stop, first, last in zip(cuts, cuts[1:], rows, rows[1:], strict=False):
             if first == last:
                 continue
             nodes = queries[first:last]
             limits = None if tree.root_limits is None else tree.root_limits[nodes]
             root_mask = None
-            if limits is not None and int(limits.min()) < root_slots.shape[0]:
-                root_mask = torch.arange(root_slots.shape[0])[None, :] < limits[:, None]
-            base = PlanPart(slice(first, last), root, root_slots.shape[0], root_mask)
+            if limits is not None and int(limits.min()) < prefix_slots.shape[0]:
+                root_mask = torch.arange(prefix_slots.shape[0])[None, :] < limits[:, None]
+            base = PlanPart(slice(first, last), root, prefix_slots.shape[0], root_mask)
             inside = slice(start, stop)
-            parts.append(_with_tree(base, batch, root_slots, nodes, inside, shared, form))
+            parts.append(_with_tree(base, batch, prefix_slots, nodes, inside, shared, form))
     return _stacked(parts)
 
 
@@ -155,7 +155,7 @@ def _cuts(tree: TokenTree, start: int, stop: int) -> list[int]:
 def _with_tree(
     base: PlanPart,
     batch: TreeBatch,
-    root_slots: Tensor,
+    prefix_slots: Tensor,
     nodes: Tensor,
     inside: slice,
     shared: int,
@@ -179,7 +179,7 @@ def _with_tree(
     seen[:, :shared] = True
     slots = batch.slots[inside]
     if few and form.softmax:
-        whole = _whole(base, root_slots, slots, seen, form)
+        whole = _whole(base, prefix_slots, slots, seen, form)
         if whole is not None:
             return replace(base, whole=whole)
     return _two(base, form, keys=consecutive(slots), mask=seen)
@@ -200,7 +200,7 @@ def _two(base: PlanPart, form: Form, **tree: bool | Tensor | Place) -> PlanPart:
 
 
 def _whole(
-    base: PlanPart, root_slots: Tensor, slots: Tensor, seen: Tensor, form: Form
+    base: PlanPart, prefix_slots: Tensor, slots: Tensor, seen: Tensor, form: Form
 ) -> Whole | None:
     """Returns root and tree as one list of keys.
 
@@ -220,7 +220,7 @@ def _whole(
         behind.index_add_(1, columns, seen[:, before.shape[1] :].float())
         seen = torch.cat([before, behind > 0], dim=1)
     elif isinstance(base.root, Tensor) or base.root_length <= SHORT:
-        places = _runs(torch.cat([root_slots, slots]))
+        places = _runs(torch.cat([prefix_slots, slots]))
     else:
         return None
     few_scores = form.dtype == torch.float32 and form.kv_heads * rows * num_keys <= FEW_SCORES

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.paged_kv import KVPool, RootTable, TreeBatch
+from recserve.kernels.paged_kv import KVPool, PrefixTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 
 BITS = 22
@@ -194,31 +194,31 @@ def _plan(batch: TreeBatch) -> list[_Part]:
     offsets = tree.offsets.tolist()
     bounds = torch.searchsorted(queries, tree.offsets).tolist()
     parts = []
-    assert not isinstance(batch.root_slots, RootTable)
-    for b, root_slots in enumerate(batch.root_slots):
+    assert not isinstance(batch.prefix_slots, PrefixTable)
+    for b, prefix_slots in enumerate(batch.prefix_slots):
         start, stop = offsets[b], offsets[b + 1]
         nodes = queries[bounds[b] : bounds[b + 1]]
         if not nodes.shape[0]:
             continue
-        assert root_slots.shape[0] + stop - start <= MOST_KEYS
+        assert prefix_slots.shape[0] + stop - start <= MOST_KEYS
         rows = slice(bounds[b], bounds[b + 1])
         bias = None
         if tree.root_limits is not None:
-            place = torch.arange(root_slots.shape[0], device=device)
+            place = torch.arange(prefix_slots.shape[0], device=device)
             bias = _added(place < tree.root_limits[nodes][:, None])
         levels = int(tree.depths[nodes].max()) + 1
         shared = 0 if tree.shared is None else int(tree.shared[b])
         if not shared and 2 * levels <= stop - start:
             path = torch.cat([nodes[:, None], tree.ancestors(levels - 1)[nodes]], dim=1)
             own = batch.slots[path.clamp(min=0)]
-            parts.append(_Part(rows, _place(root_slots), bias, own, _added(path >= 0)))
+            parts.append(_Part(rows, _place(prefix_slots), bias, own, _added(path >= 0)))
             continue
         columns = torch.arange(start, stop, device=device)
         seen = (columns <= nodes[:, None]) & (nodes[:, None] < tree.ends[start:stop])
         seen[:, :shared] = True
         if bias is None:
-            bias = torch.zeros(nodes.shape[0], root_slots.shape[0], device=device)
-        slots = torch.cat([root_slots, batch.slots[start:stop]])
+            bias = torch.zeros(nodes.shape[0], prefix_slots.shape[0], device=device)
+        slots = torch.cat([prefix_slots, batch.slots[start:stop]])
         parts.append(_Part(rows, _place(slots), torch.cat([bias, _added(seen)], dim=1)))
     return parts
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recserve.kernels.cpu.cpu_plan import Form
 from recserve.kernels.cpu.native import LANES, TYPES, N, P, compiled, library
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 
 AT_ONCE = 128  # rows that attend together; MOST_ROWS of attention.c
 MOST_NUMBERS = 2**16  # numbers of the queries that attend together, which lie on the stack
@@ -45,10 +45,10 @@ class NativeTreeAttention:
             batch: Trees of one forward pass; root slots as a tuple.
             counts: Computed nodes of each tree.
         """
-        assert not isinstance(batch.root_slots, RootTable)
+        assert not isinstance(batch.prefix_slots, PrefixTable)
         slots, ends = _dense(batch.slots), _dense(batch.tree.ends)
         queries = None if batch.queries is None else _dense(batch.queries)
-        roots = [_dense(root) for root in batch.root_slots]
+        roots = [_dense(root) for root in batch.prefix_slots]
         # C reads these by address, so they must live as long as this object
         self._read = slots, ends, queries, roots
         offsets = batch.tree.offsets.tolist()
@@ -78,7 +78,7 @@ class NativeTreeAttention:
             return None
         if tree.root_limits is not None or tree.shared is not None:
             return None
-        if isinstance(batch.root_slots, RootTable):
+        if isinstance(batch.prefix_slots, PrefixTable):
             return None
         return NativeTreeAttention(batch, _counts(batch) if batch.counts is None else batch.counts)
 

@@ -139,7 +139,7 @@ def splits_of(programs: int, places: int, longest_root: int, block_keys: int) ->
     Args:
         programs: Programs of one split each.
         places: Programs that run at once.
-        longest_root: Root tokens.
+        longest_root: Prefix tokens.
         block_keys: Keys of a block.
     """
     most = most_splits(longest_root)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recserve.kernels.fp8 import Fp8, Stored, parts
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.triton import attention_launch
 from recserve.kernels.triton.attention_launch import AttentionWork, Launch, machine_of
@@ -33,7 +33,7 @@ SCAN_NODES = 1024  # nodes whose subtree ends are read at once
 # int64 arrays that are sometimes slices. Aligned or not, one compiled kernel serves them.
 TABLES = [
     *("block_trees", "block_starts", "query_offsets", "query_nodes", "node_offsets", "node_slots"),
-    *("ends", "root_starts", "root_lengths", "root_slots", "root_limits", "shared"),
+    *("ends", "root_starts", "root_lengths", "prefix_slots", "root_limits", "shared"),
     *("key_exponents", "value_exponents"),
 ]
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2 with a scaled argument saves one product per score
@@ -94,7 +94,7 @@ def _attend_block(
 def _attend(
     query, keys, values, key_exponents, value_exponents, out, lse,
     block_trees, block_starts, query_offsets, query_nodes,
-    node_offsets, node_slots, ends, root_starts, root_lengths, root_slots, root_limits, shared,
+    node_offsets, node_slots, ends, root_starts, root_lengths, prefix_slots, root_limits, shared,
     scale, inverse_normalizer, num_rows, kv_heads,
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
@@ -142,7 +142,7 @@ def _attend(
         for start in range(begin, tl.minimum(begin + chunk, root_length), BLOCK_N):
             column = start + tl.arange(0, BLOCK_N)
             valid = column < root_length
-            slots = tl.load(root_slots + root_first + column, mask=valid, other=0)
+            slots = tl.load(prefix_slots + root_first + column, mask=valid, other=0)
             seen = valid[None, :] & (column[None, :] < limit[:, None])
             acc, peak, total = _attend_block(
                 q, keys, values, key_exponents, value_exponents, slots, valid, seen, head,
@@ -238,17 +238,17 @@ class TritonTreeAttention:
         self.query_nodes = torch.arange(tree.num_nodes, device=device) if nodes is None else nodes
         self.query_offsets = torch.searchsorted(self.query_nodes, tree.offsets)
         self.root_lengths = batch.root_lengths().contiguous()
-        if isinstance(batch.root_slots, RootTable):
+        if isinstance(batch.prefix_slots, PrefixTable):
             # The grid is sized for the longest possible root; lengths are read on the device.
-            self.root_slots, self.longest_root = (
-                batch.root_slots.slots,
-                batch.root_slots.slots.shape[1],
+            self.prefix_slots, self.longest_root = (
+                batch.prefix_slots.slots,
+                batch.prefix_slots.slots.shape[1],
             )
-            self.root_starts = batch.root_slots.rows * batch.root_slots.slots.stride(0)
+            self.root_starts = batch.prefix_slots.rows * batch.prefix_slots.slots.stride(0)
         else:
-            self.root_slots = torch.cat(batch.root_slots)
+            self.prefix_slots = torch.cat(batch.prefix_slots)
             self.root_starts = self.root_lengths.cumsum(0) - self.root_lengths
-            self.longest_root = max(slots.shape[0] for slots in batch.root_slots)
+            self.longest_root = max(slots.shape[0] for slots in batch.prefix_slots)
         self._laid_out: dict[tuple[int, int, int], tuple[Launch, Tensor, Tensor]] = {}
 
     def __call__(
@@ -295,7 +295,7 @@ class TritonTreeAttention:
             query, parts(keys)[0], parts(values)[0], parts(keys)[-1], parts(values)[-1],
             partial, lse, trees, starts, self.query_offsets, self.query_nodes,
             tree.offsets, self.batch.slots, tree.ends, self.root_starts, self.root_lengths,
-            self.root_slots,
+            self.prefix_slots,
             nothing if tree.root_limits is None else tree.root_limits,
             nothing if tree.shared is None else tree.shared,
             dim**-0.5, 1.0 / (self.activation.normalizer or 1.0), rows, keys.shape[1],

@@ -17,7 +17,7 @@ from typing import Any
 from recserve.models.drafters.block import BlockConfig
 from recserve.models.drafters.block_files import block_tensor_names
 from recserve.models.drafters.block_layouts import read_block_config
-from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity, CheckpointReading
 from recserve.models.drafters.shared_questions import (
     INNER,
     listed,
@@ -34,7 +34,7 @@ CAUSAL = {True: "causal within a block", False: "in both directions within a blo
 ANCHOR = {True: "the anchor's row proposes", False: "only the masks' rows propose"}
 
 
-def block_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+def block_questions(folder: Path, target: LanguageModel) -> tuple[CheckpointAmbiguity, ...]:
     """Returns what the files of a folder leave open for a target.
 
     Raises:
@@ -52,7 +52,7 @@ def block_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuestion, 
     )
 
 
-def _layers(fields: Mapping[str, Any], config: BlockConfig, depth: int) -> OpenQuestion:
+def _layers(fields: Mapping[str, Any], config: BlockConfig, depth: int) -> CheckpointAmbiguity:
     nested = fields.get("dflash_config") or {}
     key = next(name for name in LAYERS if nested.get(name) or fields.get(name))
     ids = nested.get(key) or fields[key]
@@ -62,10 +62,12 @@ def _layers(fields: Mapping[str, Any], config: BlockConfig, depth: int) -> OpenQ
         if min(moved) >= 0 and max(moved) <= depth:
             change = placed(fields, key, [int(number) + shift for number in ids], NESTED)
             readings.append(CheckpointReading(f"after layer {listed(moved)}", change))
-    return OpenQuestion("layers", f"after layer {listed(config.target_layers)}", tuple(readings))
+    return CheckpointAmbiguity(
+        "layers", f"after layer {listed(config.target_layers)}", tuple(readings)
+    )
 
 
-def _attention(fields: Mapping[str, Any], config: BlockConfig) -> OpenQuestion:
+def _attention(fields: Mapping[str, Any], config: BlockConfig) -> CheckpointAmbiguity:
     flags = set(config.causal)
     taken = CAUSAL[config.causal[0]] if len(flags) == 1 else "causal in some layers"
     readings = tuple(
@@ -73,13 +75,13 @@ def _attention(fields: Mapping[str, Any], config: BlockConfig) -> OpenQuestion:
         for other in (True, False)
         if flags != {other}
     )
-    return OpenQuestion("attention", taken, readings)
+    return CheckpointAmbiguity("attention", taken, readings)
 
 
-def _anchor(fields: Mapping[str, Any], config: BlockConfig) -> Iterator[OpenQuestion]:
+def _anchor(fields: Mapping[str, Any], config: BlockConfig) -> Iterator[CheckpointAmbiguity]:
     if config.selector is None:  # DFlash2 predicts from masks only
         other = not config.from_anchor
         change = placed(fields, "sample_from_anchor", other, NESTED)
-        yield OpenQuestion(
+        yield CheckpointAmbiguity(
             "anchor", ANCHOR[config.from_anchor], (CheckpointReading(ANCHOR[other], change),)
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from recserve.models.drafters.eagle import EagleConfig
 from recserve.models.drafters.eagle_files import eagle_tensor_names, read_eagle_config
-from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity, CheckpointReading
 from recserve.models.drafters.shared_questions import (
     listed,
     placed,
@@ -33,7 +33,7 @@ FED_BACK = {False: "the output before its norm", True: "the normalised output"}
 RESIDUAL = {False: "the feature", True: "the normalised feature"}
 
 
-def eagle_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+def eagle_questions(folder: Path, target: LanguageModel) -> tuple[CheckpointAmbiguity, ...]:
     """Returns what the files of a folder leave open for a target.
 
     Raises:
@@ -49,7 +49,9 @@ def eagle_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuestion, 
     )
 
 
-def _fused(fields: Mapping[str, Any], config: EagleConfig, depth: int) -> Iterator[OpenQuestion]:
+def _fused(
+    fields: Mapping[str, Any], config: EagleConfig, depth: int
+) -> Iterator[CheckpointAmbiguity]:
     nested = fields.get("eagle_config") or {}
     key = next((name for name in LAYERS if nested.get(name) or fields.get(name)), LAYERS[0])
     readings = []
@@ -58,11 +60,13 @@ def _fused(fields: Mapping[str, Any], config: EagleConfig, depth: int) -> Iterat
         if min(moved) >= 0 and max(moved) <= depth:
             change = placed(fields, key, moved, NESTED)
             readings.append(CheckpointReading(listed(moved), change))
-    yield OpenQuestion("layers", listed(config.target_layers), tuple(readings))
+    yield CheckpointAmbiguity("layers", listed(config.target_layers), tuple(readings))
     for name, key, answers in (
         ("fed back", "norm_output", FED_BACK),
         ("residual", "norm_before_residual", RESIDUAL),
     ):
         taken = bool(getattr(config, key))
         change = placed(fields, key, not taken, NESTED)
-        yield OpenQuestion(name, answers[taken], (CheckpointReading(answers[not taken], change),))
+        yield CheckpointAmbiguity(
+            name, answers[taken], (CheckpointReading(answers[not taken], change),)
+        )

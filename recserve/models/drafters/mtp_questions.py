@@ -13,13 +13,13 @@ from pathlib import Path
 
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.mtp_files import read_mtp_config
-from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity, CheckpointReading
 from recserve.models.language_model import LanguageModel
 
 FED_BACK = {False: "the output before its norm", True: "the normalised output"}
 
 
-def mtp_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+def mtp_questions(folder: Path, target: LanguageModel) -> tuple[CheckpointAmbiguity, ...]:
     """Returns what the files of a folder leave open for a target.
 
     Raises:
@@ -30,12 +30,12 @@ def mtp_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ..
     states = {FINAL_LAYER: "the final state", depth: "the stream before the final norm"}
     given = next(layer for layer in states if layer != config.target_layer)
     return (
-        OpenQuestion(
+        CheckpointAmbiguity(
             "fed back",
             FED_BACK[config.feeds_norm],
             (CheckpointReading(FED_BACK[other], {"norm_output": other}),),
         ),
-        OpenQuestion(
+        CheckpointAmbiguity(
             "state",
             states[config.target_layer],
             (

@@ -36,7 +36,7 @@ class CheckpointReading:
 
 
 @dataclass(frozen=True)
-class OpenQuestion:
+class CheckpointAmbiguity:
     """Something that the files leave open.
 
     Attributes:

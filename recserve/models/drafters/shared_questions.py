@@ -16,7 +16,7 @@ import torch
 
 from recserve.models.config import DecoderConfig
 from recserve.models.drafters.network_files import NEOX
-from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity, CheckpointReading
 from recserve.models.loading import opened_file, tensor_files
 
 INNER = "transformer_layer_config"  # where speculators keeps the sizes of the layers
@@ -40,7 +40,7 @@ def listed(numbers: tuple[int, ...] | list[int]) -> str:
 
 def rotary_questions(
     fields: Mapping[str, Any], own: DecoderConfig, target: DecoderConfig, *nested: str
-) -> Iterator[OpenQuestion]:
+) -> Iterator[CheckpointAmbiguity]:
     """Asks which numbers of a head turn together, and for the base where it is not the target's.
 
     Args:
@@ -55,14 +55,14 @@ def rotary_questions(
         every |= fields.get(place) or {}
     halves = bool(every.get(NEOX, True))
     turned = CheckpointReading(TURNED[not halves], placed(fields, NEOX, not halves, places))
-    yield OpenQuestion("rotary", TURNED[halves], (turned,))
+    yield CheckpointAmbiguity("rotary", TURNED[halves], (turned,))
     if (own.rope_theta, own.rope_scaling) != (target.rope_theta, target.rope_scaling):
         change = {INNER: _rope(target)} if fields.get(INNER) else _rope(target)
         other = CheckpointReading(_named(target), change)
-        yield OpenQuestion("positions", _named(own), (other,))
+        yield CheckpointAmbiguity("positions", _named(own), (other,))
 
 
-def vocabulary_questions(folder: Path, vocab_size: int) -> Iterator[OpenQuestion]:
+def vocabulary_questions(folder: Path, vocab_size: int) -> Iterator[CheckpointAmbiguity]:
     """Asks what `d2t` holds, where no `t2d` tells it and token ids would also be valid."""
     files = tensor_files(folder)
     name = next((name for name in files if name.endswith("d2t")), None)
@@ -74,7 +74,7 @@ def vocabulary_questions(folder: Path, vocab_size: int) -> Iterator[OpenQuestion
     if distinct and 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         offsets = tokens - torch.arange(len(tokens))
         ids = CheckpointReading("d2t holds token ids", {}, {name: offsets})
-        yield OpenQuestion("vocabulary", "d2t holds offsets", (ids,))
+        yield CheckpointAmbiguity("vocabulary", "d2t holds offsets", (ids,))
 
 
 def _rope(target: DecoderConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from recserve.models.decoder import FINAL_LAYER
-from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity, CheckpointReading
 from recserve.models.drafters.shared_questions import listed
 from recserve.models.drafters.specformer_files import read_specformer_config
 from recserve.models.language_model import LanguageModel
@@ -14,7 +14,7 @@ from recserve.models.loading import read_json
 CAUSAL = {True: "causal between the slots", False: "in both directions between the slots"}
 
 
-def specformer_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+def specformer_questions(folder: Path, target: LanguageModel) -> tuple[CheckpointAmbiguity, ...]:
     """Returns what the files of a folder leave open for a target.
 
     Raises:
@@ -31,6 +31,6 @@ def specformer_questions(folder: Path, target: LanguageModel) -> tuple[OpenQuest
     )
     attention = CheckpointReading(CAUSAL[other], {"is_causal": other})
     return (
-        OpenQuestion("attention", CAUSAL[config.causal], (attention,)),
-        OpenQuestion("layers", listed(hooks), readings),
+        CheckpointAmbiguity("attention", CAUSAL[config.causal], (attention,)),
+        CheckpointAmbiguity("layers", listed(hooks), readings),
     )

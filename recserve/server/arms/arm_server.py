@@ -41,7 +41,7 @@ class ArmRefusal(ArmServerError):
     """The server of an arm finds a request invalid. It is an error if the control answers it."""
 
 
-class ArmServer:
+class RemoteArm:
     """A pool of connections to the server of an arm. Its methods run on the event loop.
 
     Attributes:
@@ -92,9 +92,9 @@ class ArmServer:
             raise ConfigError(f"experiments: arm {arm.label}: url: {error}") from None
 
     @staticmethod
-    def open_all(arms: Iterable[ServingArm]) -> dict[str, ArmServer]:
+    def open_all(arms: Iterable[ServingArm]) -> dict[str, RemoteArm]:
         """Returns the servers of the arms that have one, by label. Raises ConfigError."""
-        return {arm.label: ArmServer(arm) for arm in arms if arm.remote}
+        return {arm.label: RemoteArm(arm) for arm in arms if arm.remote}
 
     async def close(self) -> None:
         """Closes the connections."""

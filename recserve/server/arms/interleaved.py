@@ -10,8 +10,9 @@ import msgspec
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.team_draft import team_draft
 from recserve.schemas.items import RecommendResponse
+from recserve.server.app_state import outcomes
 from recserve.server.arms.item_request import (
-    ArmMisfit,
+    ArmNotApplicable,
     ItemRequest,
     is_misfit,
     record_answer,
@@ -19,7 +20,6 @@ from recserve.server.arms.item_request import (
     record_refusal,
 )
 from recserve.server.arms.item_use import A, B
-from recserve.server.exchange import outcomes
 from recserve.server.transport.trace import trace_of
 from recserve.service.pending import Pending, failed
 
@@ -61,7 +61,7 @@ async def interleaved(item_request: ItemRequest[B, A], experiment: Experiment) -
     first, second = found
     if isinstance(first, Exception):
         if is_misfit(first, experiment.control):
-            raise ArmMisfit(str(first)) from first
+            raise ArmNotApplicable(str(first)) from first
         raise first
     if isinstance(second, Exception):
         record_refusal(experiment, experiment.arms[1], second)

@@ -8,21 +8,21 @@ from starlette.requests import Request
 from recserve.core.request import DeadlineExceeded
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.registry import Draw
+from recserve.server.app_state import AppState, finished
 from recserve.server.arms.arm_server import ARM_HEADER, ArmServerError
 from recserve.server.arms.interleaved import interleaved
-from recserve.server.arms.item_request import ArmMisfit, ItemRequest, record_refusal
+from recserve.server.arms.item_request import ArmNotApplicable, ItemRequest, record_refusal
 from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.arms.paired import paired
 from recserve.server.arms.shadow_copies import with_shadow
-from recserve.server.exchange import Exchange, finished
 from recserve.server.transport.trace import trace_of
 
 
-async def answer_items(exchange: Exchange, request: Request, use: ItemUse[B, A], body: B) -> A:
+async def answer_items(app_state: AppState, request: Request, use: ItemUse[B, A], body: B) -> A:
     """Returns the answer of a request.
 
     Args:
-        exchange: State of the application.
+        app_state: State of the application.
         request: The HTTP request.
         use: The route.
         body: The decoded body.
@@ -31,19 +31,19 @@ async def answer_items(exchange: Exchange, request: Request, use: ItemUse[B, A],
         Exception: What the request fails with; row_of maps it to an HTTP error.
     """
     trace = trace_of(request.scope)
-    deadline_s = exchange.deadline_s(request, body.timeout_ms)
-    signer = exchange.service.runtime.signer
-    item_request = ItemRequest(exchange, request, use, body, deadline_s, signer)
+    deadline_s = app_state.deadline_s(request, body.timeout_ms)
+    signer = app_state.service.runtime.signer
+    item_request = ItemRequest(app_state, request, use, body, deadline_s, signer)
     user = None if body.user is None else body.user.id
     draw = None
     if ARM_HEADER not in request.headers:
-        draw = exchange.experiments.draw(use.name, user, trace.request_id, body)
+        draw = app_state.experiments.draw(use.name, user, trace.request_id, body)
     if draw is None:
         return finished(trace, await item_request.answer(None))
     label = trace.experiment = draw.label
     try:
         answer = await _drawn(item_request, draw)
-    except ArmMisfit as misfit:
+    except ArmNotApplicable as misfit:
         reason = f"the arm does not fit: {misfit}"
         label = trace.experiment = msgspec.structs.replace(label, arm=None, reason=reason)
         answer = await item_request.answer(None)
@@ -84,5 +84,5 @@ async def _of_control(item_request: ItemRequest[B, A], experiment: Experiment) -
     """Returns the control's answer, or that of the plain service if the control does not fit."""
     try:
         return await item_request.fitted(experiment.control)
-    except ArmMisfit:
+    except ArmNotApplicable:
         return await item_request.answer(None)

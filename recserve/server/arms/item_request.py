@@ -16,17 +16,17 @@ from recserve.core.request import Result
 from recserve.experiments.serving.arm_tally import ArmResult
 from recserve.experiments.serving.experiment import Experiment, ServingArm
 from recserve.schemas.items import InvalidRequest
-from recserve.server.arms.arm_server import ArmRefusal, ArmServer
+from recserve.server.app_state import AppState, outcomes
+from recserve.server.arms.arm_server import ArmRefusal, RemoteArm
 from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.errors import row_of
-from recserve.server.exchange import Exchange, outcomes
 from recserve.server.threads import is_large
 from recserve.server.transport.trace import trace_of
 from recserve.service.pending import Pending
 from recserve.service.recommend.attribution import Signer
 
 
-class ArmMisfit(ValueError):
+class ArmNotApplicable(ValueError):
     """The fields of an arm do not fit a request. The client is not at fault."""
 
 
@@ -35,7 +35,7 @@ class ItemRequest(Generic[B, A]):
     """A request on its way through the arms.
 
     Attributes:
-        exchange: State of the application.
+        app_state: State of the application.
         request: The HTTP request.
         use: The route.
         body: The decoded body, without the fields of an arm.
@@ -43,7 +43,7 @@ class ItemRequest(Generic[B, A]):
         signer: Signs attribution tokens.
     """
 
-    exchange: Exchange
+    app_state: AppState
     request: Request
     use: ItemUse[B, A]
     body: B
@@ -53,11 +53,11 @@ class ItemRequest(Generic[B, A]):
     async def begin(self, arm: ServingArm | None, deadline_s: float) -> Pending[A]:
         """Starts the request on an arm; None is the plain service. Raises what it refuses with."""
         body = self.body if arm is None else arm.fields.applied(self.body)
-        server = None if arm is None else self.exchange.arm_servers.get(arm.label)
+        server = None if arm is None else self.app_state.arm_servers.get(arm.label)
         if server is not None:
             return self._forwarded(server, body, deadline_s)
-        service = self.exchange.service
-        return await self.exchange.begin(self.use.begin(service), self.request, body, deadline_s)
+        service = self.app_state.service
+        return await self.app_state.begin(self.use.begin(service), self.request, body, deadline_s)
 
     def arm_deadline_s(self, arm: ServingArm) -> float:
         """Returns the deadline of an arm. Another server gets half of the time that is left."""
@@ -66,7 +66,7 @@ class ItemRequest(Generic[B, A]):
         now_s = time.monotonic()
         return now_s + (self.deadline_s - now_s) / 2
 
-    def _forwarded(self, server: ArmServer, body: B, deadline_s: float) -> Pending[A]:
+    def _forwarded(self, server: RemoteArm, body: B, deadline_s: float) -> Pending[A]:
         """Starts the request on another server. Its answer gets a token of this server."""
         request_id = trace_of(self.request.scope).request_id
         sent = msgspec.structs.replace(body, request_id=request_id)
@@ -92,19 +92,19 @@ class ItemRequest(Generic[B, A]):
         # The connection to another server has a timer of its own, which says what was late.
         remote = arm is not None and arm.remote
         until_s = self.deadline_s if remote else deadline_s
-        pool = self.exchange.threads.items if is_large(self.body) else None
+        pool = self.app_state.threads.items if is_large(self.body) else None
         (outcome,) = await outcomes(self.request, [work], until_s, pool)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     async def fitted(self, arm: ServingArm) -> A:
-        """Returns the answer of an arm. Raises ArmMisfit if its fields do not fit the request."""
+        """Returns an arm's answer. Raises ArmNotApplicable if its fields do not fit."""
         try:
             return await self.answer(arm)
         except InvalidRequest as error:
             if is_misfit(error, arm):
-                raise ArmMisfit(str(error)) from error
+                raise ArmNotApplicable(str(error)) from error
             raise
 
     async def recorded(
@@ -113,7 +113,7 @@ class ItemRequest(Generic[B, A]):
         """Returns the answer of an arm and records its latency or failure.
 
         Raises:
-            ArmMisfit: If a field that the arm sets is invalid for this request.
+            ArmNotApplicable: If a field that the arm sets is invalid for this request.
             Exception: What the request fails with.
         """
         began_s = time.monotonic()
@@ -122,7 +122,7 @@ class ItemRequest(Generic[B, A]):
         except Exception as error:
             record_error(experiment, arm, error)
             if is_misfit(error, arm):
-                raise ArmMisfit(str(error)) from error
+                raise ArmNotApplicable(str(error)) from error
             raise
         record_answer(experiment, arm, time.monotonic() - began_s, answer, self.use.empty)
         return answer

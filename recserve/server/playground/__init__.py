@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.server.exchange import Exchange, json_response
+from recserve.server.app_state import AppState, json_response
 from recserve.server.routes.paths import add_get
 
 NUM_USERS = 50
@@ -64,7 +64,7 @@ def static_files() -> dict[str, StaticFile]:
     return found
 
 
-def add_routes(app: FastAPI, exchange: Exchange) -> None:
+def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the page, its files, and the sample users and items for stores that list no users."""
     there = static_files()
 
@@ -83,7 +83,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
 
     @app.get("/playground/samples", include_in_schema=False)
     async def samples() -> Response:
-        samples_of = exchange.service.samples
+        samples_of = app_state.service.samples
         return json_response(await asyncio.to_thread(samples_of, NUM_USERS, NUM_ITEMS))
 
     add_get(app, "/", playground)

@@ -10,19 +10,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.admin import BundleLoadRequest
+from recserve.server.app_state import AppState, json_response
 from recserve.server.bundle_swaps import BundleSwaps
-from recserve.server.exchange import Exchange, json_response
 
 BODY = msgspec.json.Decoder(BundleLoadRequest)
 
 
-def add_routes(app: FastAPI, exchange: Exchange, swaps: BundleSwaps) -> None:
+def add_routes(app: FastAPI, app_state: AppState, swaps: BundleSwaps) -> None:
     """Adds the routes that replace the bundle. The gate asks for an admin key."""
 
     @app.post("/admin/bundle:load", operation_id="load_bundle", status_code=202)
     async def load_bundle(request: Request) -> Response:
         """Start to load another bundle; the current one answers until it is ready."""
-        body = await exchange.body(request, BODY)
+        body = await app_state.body(request, BODY)
         return json_response(await asyncio.to_thread(swaps.load, body.path, body.force), 202)
 
     @app.post("/admin/bundle:rollback", operation_id="rollback_bundle", status_code=202)

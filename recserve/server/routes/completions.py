@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
+from recserve.server.app_state import AppState, ended, json_response
 from recserve.server.arms.text_answer import TextArm
-from recserve.server.event_stream import EventStream, Pieces
-from recserve.server.exchange import Exchange, ended, json_response
-from recserve.server.piece_clock import PieceClock
+from recserve.server.event_stream import EventStream, PieceQueue
+from recserve.server.piece_clock import StreamLatency
 from recserve.server.threads import checked_first, on_thread
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.pending_texts import PendingTexts
@@ -29,28 +29,28 @@ B = TypeVar("B", bound=TextRequest)
 Begin = Callable[[B, str, float, Listener], PendingTexts]
 
 
-def add_routes(app: FastAPI, exchange: Exchange) -> None:
+def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the routes that generate text, in OpenAI's format."""
 
     @app.post("/v1/completions", operation_id="complete")
     async def complete(request: Request) -> Response:
         """Continue a prompt."""
-        body = await exchange.body(request, BODY)
-        return await _answer(exchange, request, body, exchange.service.texts.begin_completion)
+        body = await app_state.body(request, BODY)
+        return await _answer(app_state, request, body, app_state.service.texts.begin_completion)
 
     @app.post("/v1/chat/completions", operation_id="chat")
     async def chat(request: Request) -> Response:
         """Generate the assistant's next turn."""
-        body = await exchange.body(request, CHAT_BODY)
-        return await _answer(exchange, request, body, exchange.service.texts.begin_chat)
+        body = await app_state.body(request, CHAT_BODY)
+        return await _answer(app_state, request, body, app_state.service.texts.begin_chat)
 
 
-async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]) -> Response:
-    deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
-    trace, pieces = trace_of(request.scope), Pieces()
-    arm = TextArm.of(exchange, trace, body)
+async def _answer(app_state: AppState, request: Request, body: B, begin: Begin[B]) -> Response:
+    deadline_s = app_state.text_deadline_s(request, body.timeout_ms)
+    trace, pieces = trace_of(request.scope), PieceQueue()
+    arm = TextArm.of(app_state, trace, body)
 
-    clock = PieceClock(exchange.metrics, trace.began_s)
+    clock = StreamLatency(app_state.metrics, trace.began_s)
 
     def listen(piece: Piece) -> None:
         clock.take(piece)
@@ -60,9 +60,9 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
     async def prepared(body: B) -> PendingTexts:
         """Applies the template and tokenises on a thread, because a long prompt takes a while."""
         call = partial(begin, body, trace.request_id, deadline_s, listen)
-        engine = exchange.service.engine
+        engine = app_state.service.engine
         engine.check_queue()
-        return await on_thread(exchange.threads.text, checked_first(engine, deadline_s, call))
+        return await on_thread(app_state.threads.text, checked_first(engine, deadline_s, call))
 
     try:
         work = await prepared(arm.body)
@@ -77,13 +77,13 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
 
     def count() -> None:
         usage = work.usage()
-        exchange.metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
-        exchange.metrics.drafted(work.speculation.drafter, work.drafted())
+        app_state.metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
+        app_state.metrics.drafted(work.speculation.drafter, work.drafted())
         timing_ms = work.timing_ms()
         trace.answered(timing_ms)
         reasons = [stream.finish_reason for stream in work.streams]
         seconds = time.monotonic() - trace.began_s
-        exchange.metrics.texts_ended(reasons, seconds, timing_ms.queue / 1e3)
+        app_state.metrics.texts_ended(reasons, seconds, timing_ms.queue / 1e3)
         clock.close()
 
     def end(error: BaseException | None) -> None:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.encoding import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
-from recserve.server.exchange import Exchange, ended, json_response
+from recserve.server.app_state import AppState, ended, json_response
 from recserve.server.threads import checked_first, on_thread
 
 EMBEDDINGS_BODY = msgspec.json.Decoder(EmbeddingsRequest)
@@ -18,16 +18,16 @@ TOKENIZE_BODY = msgspec.json.Decoder(TokenizeRequest)
 DETOKENIZE_BODY = msgspec.json.Decoder(DetokenizeRequest)
 
 
-def add_routes(app: FastAPI, exchange: Exchange) -> None:
+def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the routes that encode texts with the language model and its tokeniser."""
 
     @app.post("/v1/embeddings", operation_id="embeddings")
     async def embeddings(request: Request) -> Response:
         """Return a vector per text: the mean of the model's final hidden states, of length 1."""
-        body = await exchange.body(request, EMBEDDINGS_BODY)
-        deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
-        call = partial(exchange.service.texts.embeddings.begin, body, deadline_s)
-        pool, engine = exchange.threads.text, exchange.service.engine
+        body = await app_state.body(request, EMBEDDINGS_BODY)
+        deadline_s = app_state.text_deadline_s(request, body.timeout_ms)
+        call = partial(app_state.service.texts.embeddings.begin, body, deadline_s)
+        pool, engine = app_state.threads.text, app_state.service.engine
         work = await on_thread(pool, checked_first(engine, deadline_s, call))
         await ended(request, work.futures, deadline_s)
         return json_response(await on_thread(pool, work.answer))
@@ -35,18 +35,18 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     @app.post("/tokenize", operation_id="tokenize")
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or of a chat's prompt, in vLLM's format."""
-        body = await exchange.body(request, TOKENIZE_BODY)
-        call = partial(exchange.service.texts.embeddings.tokenized, body)
-        return json_response(await on_thread(exchange.threads.text, call))
+        body = await app_state.body(request, TOKENIZE_BODY)
+        call = partial(app_state.service.texts.embeddings.tokenized, body)
+        return json_response(await on_thread(app_state.threads.text, call))
 
     @app.get("/tokenizer_info", operation_id="tokenizer_info")
     async def tokenizer_info() -> Response:
         """Return the special tokens and the chat template of the language model, as vLLM does."""
-        return json_response(exchange.service.texts.embeddings.tokenizer_info())
+        return json_response(app_state.service.texts.embeddings.tokenizer_info())
 
     @app.post("/detokenize", operation_id="detokenize")
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens, in vLLM's format."""
-        body = await exchange.body(request, DETOKENIZE_BODY)
-        call = partial(exchange.service.texts.embeddings.detokenized, body)
-        return json_response(await on_thread(exchange.threads.text, call))
+        body = await app_state.body(request, DETOKENIZE_BODY)
+        call = partial(app_state.service.texts.embeddings.detokenized, body)
+        return json_response(await on_thread(app_state.threads.text, call))

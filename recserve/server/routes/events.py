@@ -11,37 +11,37 @@ from starlette.responses import Response
 from recserve.schemas.browse import UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse
 from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
-from recserve.server.exchange import Exchange, json_response, query_of
+from recserve.server.app_state import AppState, json_response, query_of
 from recserve.server.routes.paths import HistoryRoute, UserRoute
 from recserve.service.slate_log.records import attributed
 
 BODY = msgspec.json.Decoder(EventsRequest)
 
 
-def add_routes(app: FastAPI, exchange: Exchange) -> None:
+def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the routes of the history store; each waits for the store on a thread."""
 
     @app.post("/v1/events", operation_id="add_events")
     async def add_events(request: Request) -> Response:
         """Store events; the next answer takes them into account."""
-        body = await exchange.body(request, BODY)
-        return json_response(await exchange.from_store(_add, exchange, body))
+        body = await app_state.body(request, BODY)
+        return json_response(await app_state.from_store(_add, app_state, body))
 
     @app.get("/v1/users", operation_id="users")
     async def users(request: Request) -> Response:
         """Return a page of the users with stored events; `prefix`, `limit` and `after`."""
         query = query_of(request, UsersQuery)
-        return json_response(await exchange.from_store(exchange.service.users.listed, query))
+        return json_response(await app_state.from_store(app_state.service.users.listed, query))
 
     async def history(user_id: str) -> Response:
         """Return a user's events, oldest first."""
         return json_response(
-            await exchange.from_store(exchange.service.users.history, _bounded(user_id))
+            await app_state.from_store(app_state.service.users.history, _bounded(user_id))
         )
 
     async def delete_user(user_id: str) -> Response:
         """Delete a user's stored events, cached prefixes and rows of the slate log."""
-        await exchange.from_store(_delete, exchange, _bounded(user_id))
+        await app_state.from_store(_delete, app_state, _bounded(user_id))
         return Response(status_code=204)
 
     app.router.add_api_route(
@@ -61,8 +61,8 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     )
 
 
-def _add(exchange: Exchange, body: EventsRequest) -> EventsResponse:
-    service, slates = exchange.service, exchange.slate_log
+def _add(app_state: AppState, body: EventsRequest) -> EventsResponse:
+    service, slates = app_state.service, app_state.slate_log
     answer = service.users.add(body)
     if all(event.attribution_token is None for event in body.events):
         return answer
@@ -75,11 +75,11 @@ def _add(exchange: Exchange, body: EventsRequest) -> EventsResponse:
     return structs.replace(answer, unattributed=wrong) if wrong else answer
 
 
-def _delete(exchange: Exchange, user_id: str) -> None:
-    service = exchange.service
+def _delete(app_state: AppState, user_id: str) -> None:
+    service = app_state.service
     service.users.delete(user_id)
-    if exchange.slate_log is not None:
-        exchange.slate_log.forget(user_id, service.runtime.signer)
+    if app_state.slate_log is not None:
+        app_state.slate_log.forget(user_id, service.runtime.signer)
 
 
 def _bounded(user_id: str) -> str:

@@ -8,12 +8,12 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from recserve.server.exchange import Exchange, json_response
+from recserve.server.app_state import AppState, json_response
 from recserve.server.routes.paths import add_get
 from recserve.service.kernel_report import kernels_in_use
 
 
-def add_routes(app: FastAPI, exchange: Exchange) -> None:
+def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the routes for operators; health routes also have the names of vLLM and of `/v2`."""
 
     async def live() -> Response:
@@ -22,19 +22,19 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
 
     async def ready() -> Response:
         """Report that the server takes requests; 503 while loading, draining, failed or hung."""
-        exchange.check_ready()
+        app_state.check_ready()
         return json_response({"status": "ready"})
 
     @app.get("/version", operation_id="version")
     def version() -> Response:  # not async: the first call may measure kernels
         """Return the versions of the program, the models and the catalogue, and the kernels."""
-        service = exchange.service
+        service = app_state.service
         versions = {"version": installed("recserve"), **service.versions()}
         return json_response({**versions, "kernels": kernels_in_use(service.engine)})
 
     def metrics() -> Response:  # not async: its ten milliseconds run on a thread
         """Return the metrics in the text format of Prometheus."""
-        return Response(exchange.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+        return Response(app_state.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     add_get(app, "/health/live", live, "live")
     add_get(app, "/v2/health/live", live, "live_v2")

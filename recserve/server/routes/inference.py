@@ -23,7 +23,7 @@ from recserve.schemas.items import (
     RecommendRequest,
     RecommendResponse,
 )
-from recserve.server.exchange import Exchange, finished, json_response, outcomes
+from recserve.server.app_state import AppState, finished, json_response, outcomes
 from recserve.server.routes.paths import add_get
 from recserve.server.tensors import (
     INPUTS,
@@ -44,7 +44,7 @@ BODY = msgspec.json.Decoder(InferRequest)
 PLATFORM = "recserve"
 
 
-def add_routes(app: FastAPI, exchange: Exchange) -> None:
+def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the routes; the answers are those of /v1/recommend and /v1/rank as tensors."""
 
     async def server_metadata() -> Response:
@@ -57,7 +57,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     @app.get("/v2/models/{name}", operation_id="model_metadata")
     async def model_metadata(name: str) -> Response:
         """Return inputs and outputs of a model."""
-        service = _serving(exchange.service, name)
+        service = _serving(app_state.service, name)
         said = ModelMetadata(
             name=name,
             versions=[service.versions()["model_version"]],
@@ -70,16 +70,16 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     @app.get("/v2/models/{name}/ready", operation_id="model_ready")
     async def model_ready(name: str) -> Response:
         """Report that a model takes requests; 404 if the bundle lacks it, 503 while loading."""
-        _serving(exchange.service, name)
+        _serving(app_state.service, name)
         return json_response(ModelReady(name=name, ready=True))
 
     @app.post("/v2/models/{name}/infer", operation_id="infer")
     async def infer(name: str, request: Request) -> Response:
         """Recommend or rank for up to 256 users, given and returned as tensors."""
-        body = await exchange.body(request, BODY)
-        service = _serving(exchange.service, name)
+        body = await app_state.body(request, BODY)
+        service = _serving(app_state.service, name)
         ask = _slates if name == "recommend" else _rankings
-        version, tensors = await ask(exchange, service, request, body)
+        version, tensors = await ask(app_state, service, request, body)
         answer = InferResponse(
             model_name=name,
             model_version=version,
@@ -94,10 +94,10 @@ Answered = tuple[str, list[OutputTensor]]
 
 
 async def _slates(
-    exchange: Exchange, service: Service, request: Request, body: InferRequest
+    app_state: AppState, service: Service, request: Request, body: InferRequest
 ) -> Answered:
     requests = slate_requests(body)
-    deadline_s = exchange.deadline_s(request, body.parameters.timeout_ms)
+    deadline_s = app_state.deadline_s(request, body.parameters.timeout_ms)
 
     def begin(
         bodies: list[RecommendRequest], request_id: str, deadline_s: float
@@ -114,19 +114,19 @@ async def _slates(
             raise
         return works
 
-    works = await exchange.begin(begin, request, requests, deadline_s)
+    works = await app_state.begin(begin, request, requests, deadline_s)
     found = await outcomes(request, works, deadline_s)
     answers = [finished(trace_of(request.scope), outcome) for outcome in found]
     return answers[0].model_version, slate_tensors(answers)
 
 
 async def _rankings(
-    exchange: Exchange, service: Service, request: Request, body: InferRequest
+    app_state: AppState, service: Service, request: Request, body: InferRequest
 ) -> Answered:
     requests = ranking_requests(body)
-    deadline_s = exchange.deadline_s(request, body.parameters.timeout_ms)
+    deadline_s = app_state.deadline_s(request, body.parameters.timeout_ms)
     batch = RankBatchRequest(requests=requests)
-    works = await exchange.begin(service.begin_rank_batch, request, batch, deadline_s)
+    works = await app_state.begin(service.begin_rank_batch, request, batch, deadline_s)
     found = await outcomes(request, works, deadline_s)
     answers: list[RankResponse] = [finished(trace_of(request.scope), one) for one in found]
     return answers[0].model_version, ranking_tensors(requests, answers)

@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.items import RankBatchRequest, RankBatchResponse, RankOutcome, RankRequest
+from recserve.server.app_state import AppState, json_response, outcomes
 from recserve.server.arms.item_answer import answer_items
 from recserve.server.arms.item_use import RANK
 from recserve.server.errors import error_answer
-from recserve.server.exchange import Exchange, json_response, outcomes
 from recserve.server.threads import is_large, on_thread
 from recserve.server.transport.trace import trace_of
 
@@ -19,23 +19,23 @@ BODY = msgspec.json.Decoder(RankRequest)
 BATCH_BODY = msgspec.json.Decoder(RankBatchRequest)
 
 
-def add_routes(app: FastAPI, exchange: Exchange) -> None:
+def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the routes that rank candidates."""
 
     @app.post("/v1/rank", operation_id="rank")
     async def rank(request: Request) -> Response:
         """Return the given candidates, best first."""
-        body = await exchange.body(request, BODY)
-        return json_response(await answer_items(exchange, request, RANK, body))
+        body = await app_state.body(request, BODY)
+        return json_response(await answer_items(app_state, request, RANK, body))
 
     @app.post("/v1/rank:batch", operation_id="rank_batch")
     async def rank_batch(request: Request) -> Response:
         """Return one ranking per request; an error in one does not affect the others."""
-        body = await exchange.body(request, BATCH_BODY)
-        begin = exchange.service.begin_rank_batch
-        deadline_s = exchange.deadline_s(request, body.timeout_ms)
-        works = await exchange.begin(begin, request, body, deadline_s)
-        pool = exchange.threads.items if is_large(body) else None
+        body = await app_state.body(request, BATCH_BODY)
+        begin = app_state.service.begin_rank_batch
+        deadline_s = app_state.deadline_s(request, body.timeout_ms)
+        works = await app_state.begin(begin, request, body, deadline_s)
+        pool = app_state.threads.items if is_large(body) else None
         found = await outcomes(request, works, deadline_s, pool)
         trace = trace_of(request.scope)
         for outcome in found:

@@ -8,23 +8,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.items import RecommendRequest
+from recserve.server.app_state import AppState, json_response
 from recserve.server.arms.item_answer import answer_items
 from recserve.server.arms.item_use import RECOMMEND
-from recserve.server.exchange import Exchange, json_response
 
 BODY = msgspec.json.Decoder(RecommendRequest)
 
 
-def add_routes(app: FastAPI, exchange: Exchange) -> None:
+def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the route of the recommender."""
 
     @app.post("/v1/recommend", operation_id="recommend")
     async def recommend(request: Request) -> Response:
         """Return the k best items for a user or a history."""
-        body = await exchange.body(request, BODY)
+        body = await app_state.body(request, BODY)
         # Read before the answer: the server may be draining when the answer is there.
-        signer = exchange.service.runtime.signer
-        answer = await answer_items(exchange, request, RECOMMEND, body)
-        exchange.metrics.rounds.observe(answer.rounds)
-        exchange.log_slate(body, answer, signer)
+        signer = app_state.service.runtime.signer
+        answer = await answer_items(app_state, request, RECOMMEND, body)
+        app_state.metrics.rounds.observe(answer.rounds)
+        app_state.log_slate(body, answer, signer)
         return json_response(answer)

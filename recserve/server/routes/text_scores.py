@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
-from recserve.server.exchange import Exchange, ended, json_response
+from recserve.server.app_state import AppState, ended, json_response
 from recserve.server.threads import checked_first, on_thread
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.text_scores import PendingScores
@@ -19,13 +19,13 @@ RERANK_BODY = msgspec.json.Decoder(RerankRequest)
 SCORING_BODY = msgspec.json.Decoder(GenerativeScoringRequest)
 
 
-def add_routes(app: FastAPI, exchange: Exchange) -> None:
+def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the routes that score given texts under a language model."""
 
     @app.post("/v1/rerank", operation_id="rerank")
     async def rerank(request: Request) -> Response:
         """Sort documents by relevance to a query, in Jina's format."""
-        return await _rerank(exchange, request, "1")
+        return await _rerank(app_state, request, "1")
 
     # vLLM's third name of the route, which litellm uses.
     app.add_api_route("/rerank", rerank, methods=["POST"], include_in_schema=False)
@@ -33,31 +33,31 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     @app.post("/v2/rerank", operation_id="rerank_v2")
     async def rerank_v2(request: Request) -> Response:
         """Sort documents by relevance to a query, in Cohere's format."""
-        return await _rerank(exchange, request, "2")
+        return await _rerank(app_state, request, "2")
 
     @app.post("/generative_scoring", operation_id="generative_scoring")
     async def generative_scoring(request: Request) -> Response:
         """Return probabilities of label tokens after a query and each item."""
-        body = await exchange.body(request, SCORING_BODY)
-        deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
-        name, scores = trace_of(request.scope).request_id, exchange.service.texts.scores
+        body = await app_state.body(request, SCORING_BODY)
+        deadline_s = app_state.text_deadline_s(request, body.timeout_ms)
+        name, scores = trace_of(request.scope).request_id, app_state.service.texts.scores
         begin = scores.begin_scoring
-        return await _answer(exchange, request, deadline_s, lambda: begin(body, name, deadline_s))
+        return await _answer(app_state, request, deadline_s, lambda: begin(body, name, deadline_s))
 
 
-async def _rerank(exchange: Exchange, request: Request, version: str) -> Response:
-    body = await exchange.body(request, RERANK_BODY)
-    deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
-    name, begin = trace_of(request.scope).request_id, exchange.service.texts.scores.begin_rerank
+async def _rerank(app_state: AppState, request: Request, version: str) -> Response:
+    body = await app_state.body(request, RERANK_BODY)
+    deadline_s = app_state.text_deadline_s(request, body.timeout_ms)
+    name, begin = trace_of(request.scope).request_id, app_state.service.texts.scores.begin_rerank
     return await _answer(
-        exchange, request, deadline_s, lambda: begin(body, version, name, deadline_s)
+        app_state, request, deadline_s, lambda: begin(body, version, name, deadline_s)
     )
 
 
 async def _answer(
-    exchange: Exchange, request: Request, deadline_s: float, begin: Callable[[], PendingScores]
+    app_state: AppState, request: Request, deadline_s: float, begin: Callable[[], PendingScores]
 ) -> Response:
-    call = checked_first(exchange.service.engine, deadline_s, begin)
-    work = await on_thread(exchange.threads.text, call)
+    call = checked_first(app_state.service.engine, deadline_s, begin)
+    work = await on_thread(app_state.threads.text, call)
     await ended(request, work.futures, deadline_s)
     return json_response(work.answer())

@@ -29,7 +29,7 @@ from recserve.server.errors import (
 )
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.quotas import Quotas
-from recserve.server.transport.site_check import SiteCheck
+from recserve.server.transport.site_check import OriginCheck
 from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace, upload_of
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Gate:
         lifecycle: Lifecycle,
         metrics: Metrics,
         keys: AccessKeys,
-        sites: SiteCheck,
+        sites: OriginCheck,
         recorders: Sequence[Recorder] = (),
     ) -> None:
         self.app = app

@@ -10,7 +10,7 @@ from functools import partial
 PER_TURN = 4
 
 
-class Pace:
+class TurnLimiter:
     """Makes a few calls in each turn of the event loop, in the order in which they were given.
 
     Between two turns the loop reads its connections. So what a call starts, a millisecond or two
@@ -64,7 +64,7 @@ class Arrivals:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.first, self.beyond = Pace(), Pace()
+        self.first, self.beyond = TurnLimiter(), TurnLimiter()
 
     def call(self, read: Callable[[int], object]) -> None:
         """Calls a function when it is the turn of its connection.

@@ -22,7 +22,7 @@ READS = ("GET", "HEAD")  # these change nothing, and a link of another site may 
 OWN_PAGES = "with a Basic key, only pages of this server and of allowed_hosts may send requests"
 
 
-class SiteCheck:
+class OriginCheck:
     """Checks the headers that a browser sets and a page cannot change.
 
     Attributes:

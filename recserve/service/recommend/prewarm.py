@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
-from recserve.core.request import PrewarmQuery, QueueFull, Request, Result, RootKeys
+from recserve.core.request import PrefixKeys, PrewarmQuery, QueueFull, Request, Result
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
 from recserve.service.history.histories import EMPTY_HISTORY, Rewritten
-from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
+from recserve.service.recommend.roots import RankerPrefixes, RecommenderPrefixes
 from recserve.service.runtime import Runtime
 
 PREWARM_TIMEOUT_S = 10.0  # a prefill that has not started by then is dropped
@@ -23,15 +23,15 @@ class Prewarm:
     def __init__(
         self,
         runtime: Runtime,
-        recommender: RecommenderRoots | None,
-        ranker: RankerRoots | None,
+        recommender: RecommenderPrefixes | None,
+        ranker: RankerPrefixes | None,
     ) -> None:
         """Connects the engine with the root builders of the models.
 
         Args:
             runtime: Engine, histories and catalogue.
-            recommender: Root builder of the recommender; None without one.
-            ranker: Root builder of the ranker; None without one.
+            recommender: Prefix builder of the recommender; None without one.
+            ranker: Prefix builder of the ranker; None without one.
         """
         self.runtime = runtime
         self.recommender = recommender
@@ -67,7 +67,7 @@ class Prewarm:
         roots = [root for user, each in rewritten.items() for root in self._gone(user, each)]
         self.runtime.engine.forget(*roots)
 
-    def _gone(self, user_id: str, rewritten: Rewritten) -> Iterator[RootKeys]:
+    def _gone(self, user_id: str, rewritten: Rewritten) -> Iterator[PrefixKeys]:
         self._drop(user_id)
         before, snapshot = rewritten.before, self.runtime.snapshot
         left = EMPTY_HISTORY if rewritten.after is None else rewritten.after

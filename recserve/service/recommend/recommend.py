@@ -24,7 +24,7 @@ from recserve.service.pending import Pending, Stopwatch
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE, Choice, Chooser
 from recserve.service.recommend.diversity import caps_of
 from recserve.service.recommend.explanation import explanation
-from recserve.service.recommend.roots import RecommenderRoots
+from recserve.service.recommend.roots import RecommenderPrefixes
 from recserve.service.runtime import Runtime
 
 DEFAULT_BEAM_WIDTH = 50
@@ -45,7 +45,7 @@ class Recommendations:
     def __init__(
         self,
         runtime: Runtime,
-        roots: RecommenderRoots,
+        roots: RecommenderPrefixes,
         dense_weight: float,
         outcomes: tuple[str, ...],
     ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from recserve.core.request import Root, RootKeys
+from recserve.core.request import Prefix, PrefixKeys
 from recserve.features.history.history import EVENT_TYPES
 from recserve.features.ranking.cross_features import UserSide
 from recserve.features.ranking.event_features import EventColumns
@@ -33,7 +33,7 @@ CACHE_SIZE = 256
 Parts = tuple[bytes, ...]
 
 
-class RecommenderRoots:
+class RecommenderPrefixes:
     """Builds roots of the recommender: the tokens of a begin token and of the last items.
 
     The window of items slides by whole blocks, so that a prefix stays cached for several events.
@@ -53,7 +53,7 @@ class RecommenderRoots:
         """Returns how many of a history's events are in the root."""
         return num_events - self._start(num_events)
 
-    def root(self, snapshot: Snapshot, rows: np.ndarray) -> Root:
+    def root(self, snapshot: Snapshot, rows: np.ndarray) -> Prefix:
         """Returns the root of a history.
 
         Args:
@@ -61,9 +61,9 @@ class RecommenderRoots:
             rows: [n] int64 item rows, oldest first.
         """
         tokens = self._tokens(snapshot, rows[self._start(rows.size) :])
-        return Root(NodeInputs(torch.from_numpy(tokens).to(self.device)), tokens)
+        return Prefix(NodeInputs(torch.from_numpy(tokens).to(self.device)), tokens)
 
-    def grown(self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray) -> Iterator[RootKeys]:
+    def grown(self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray) -> Iterator[PrefixKeys]:
         """Yields the keys of cached roots to drop after a history has changed.
 
         While a history grows, its roots are beginnings of the longest root of each window. So one
@@ -80,7 +80,7 @@ class RecommenderRoots:
         for start, stop in starts.items():
             tokens = self._tokens(snapshot, rows[start:stop])
             kept = self._tokens(snapshot, rows[start : max(same, start)]).size
-            yield RootKeys(tokens, 0, kept)
+            yield PrefixKeys(tokens, 0, kept)
 
     def _start(self, num_events: int) -> int:
         return window_start(num_events, self.config.max_history_items, self.block)
@@ -90,7 +90,7 @@ class RecommenderRoots:
         return root_tokens(rows, codes, self.config.codebook_sizes, self.config.input)
 
 
-class RankerRoots:
+class RankerPrefixes:
     """Builds roots and candidate nodes of the ranker.
 
     Attributes:
@@ -113,7 +113,7 @@ class RankerRoots:
         rows: np.ndarray,
         shown_at: np.ndarray | None,
         given: Mapping[str, np.ndarray],
-    ) -> tuple[Root, NodeInputs, np.ndarray | None]:
+    ) -> tuple[Prefix, NodeInputs, np.ndarray | None]:
         """Builds the root of a user and the nodes of M candidates.
 
         Args:
@@ -133,12 +133,12 @@ class RankerRoots:
         limits = None if shown_at is None else branches.root_limits
         return self._root(columns), self._inputs(branches.columns.arrays()), limits
 
-    def bare(self, snapshot: Snapshot, history: History) -> Root:
+    def bare(self, snapshot: Snapshot, history: History) -> Prefix:
         """Returns the root of a user without candidates."""
         return self._root(self._user_columns(snapshot, history)[0])
 
-    def grown(self, snapshot: Snapshot, history: History, left: History) -> Iterator[RootKeys]:
-        """Yields the keys of cached roots to drop, like `RecommenderRoots.grown`.
+    def grown(self, snapshot: Snapshot, history: History, left: History) -> Iterator[PrefixKeys]:
+        """Yields the keys of cached roots to drop, like `RecommenderPrefixes.grown`.
 
         All rows of a window see the profile and the long history. So if an event before the
         window's recent events changes, no part of that root stays cached.
@@ -149,7 +149,7 @@ class RankerRoots:
         for (start, split), stop in windows.items():
             columns = window_columns(tables, events.slice(0, stop), start, split, self.salt)
             kept = 1 + same - start if same >= max(split, 1) else 0
-            yield RootKeys(columns.keys, columns.shared, kept)
+            yield PrefixKeys(columns.keys, columns.shared, kept)
 
     def _user_columns(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
         """Returns the columns that do not depend on candidates, from a small LRU cache."""
@@ -167,8 +167,8 @@ class RankerRoots:
                 self._cache.popitem(last=False)
         return entry
 
-    def _root(self, columns: RankingRoot) -> Root:
-        return Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
+    def _root(self, columns: RankingRoot) -> Prefix:
+        return Prefix(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
 
     def forget(self, history: History | None) -> None:
         """Drops cached columns.

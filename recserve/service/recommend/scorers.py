@@ -13,7 +13,7 @@ from recserve.core.request import LikelihoodQuery, RankQuery, Request
 from recserve.schemas.items import Candidate, InvalidRequest
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import EPOCH, History
-from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
+from recserve.service.recommend.roots import RankerPrefixes, RecommenderPrefixes
 
 MICROSECOND = datetime.timedelta(microseconds=1)
 
@@ -81,7 +81,7 @@ class ItemScorer(Protocol):
 class RankerScorer:
     """Scores candidates with the ranker: one probability per task."""
 
-    def __init__(self, roots: RankerRoots, tasks: tuple[str, ...]) -> None:
+    def __init__(self, roots: RankerPrefixes, tasks: tuple[str, ...]) -> None:
         self.roots = roots
         self.tasks = tasks
 
@@ -135,7 +135,7 @@ class LikelihoodScorer:
 
     tasks: tuple[str, ...] = ("likelihood",)
 
-    def __init__(self, roots: RecommenderRoots) -> None:
+    def __init__(self, roots: RecommenderPrefixes) -> None:
         self.roots = roots
 
     def build_request(self, query: ScoringQuery) -> ScoringRequest:

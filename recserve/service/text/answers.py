@@ -55,7 +55,7 @@ class Shape(Protocol):
 
         Args:
             head: Fields that every response and chunk begins with.
-            pieces: Pieces of texts; empty for a chunk that only has token counts.
+            pieces: PieceQueue of texts; empty for a chunk that only has token counts.
         """
         ...
 

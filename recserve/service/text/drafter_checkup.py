@@ -11,7 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from recserve.engine.text.draft_proposer import BREAK_EVEN
-from recserve.models.drafters.open_question import CheckpointReading, OpenQuestion, write_view
+from recserve.models.drafters.open_question import (
+    CheckpointAmbiguity,
+    CheckpointReading,
+    write_view,
+)
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.service.finding import Finding
@@ -50,7 +54,7 @@ class _Alternative:
         refusal: Why not.
     """
 
-    question: OpenQuestion
+    question: CheckpointAmbiguity
     reading: CheckpointReading
     drafter: Drafter | None
     refusal: str = ""
@@ -146,7 +150,7 @@ def _alternatives(
     name: str,
     folder: Path,
     target: LanguageModel,
-    questions: tuple[OpenQuestion, ...],
+    questions: tuple[CheckpointAmbiguity, ...],
     views: Path,
 ) -> Iterator[_Alternative]:
     """Builds the drafter once for each other reading."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from recserve.core.request import GROUP_TOKENS, PromptQuery, PromptScores, Root
+from recserve.core.request import GROUP_TOKENS, Prefix, PromptQuery, PromptScores
 from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.logprobs import PromptLogprob, PromptLogprobs
@@ -111,7 +111,7 @@ def prompt_query(
         before: Number of tokens of the prompts before it in the same body.
     """
     empty = np.zeros(0, np.int64)
-    root = Root(NodeInputs(torch.from_numpy(empty).to(device)), empty)
+    root = Prefix(NodeInputs(torch.from_numpy(empty).to(device)), empty)
     group = before // GROUP_TOKENS
     return PromptQuery(root, np.array(tokens, np.int64), num_top, mean, deadline_s, group)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recserve.core.request import GROUP_TOKENS, Root, Scores, TextScoreQuery
+from recserve.core.request import GROUP_TOKENS, Prefix, Scores, TextScoreQuery
 from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.scoring import (
@@ -203,7 +203,7 @@ class TextScores:
         places: dict[tuple[int, ...], int] = {}
         which = [places.setdefault(tuple(branch), len(places)) for branch in branches]
         keys = np.array(root, np.int64)
-        shared = Root(NodeInputs(torch.from_numpy(keys).to(self.model.device)), keys)
+        shared = Prefix(NodeInputs(torch.from_numpy(keys).to(self.model.device)), keys)
         futures: list[Future[Scores]] = []
         try:
             for number, group in enumerate(_groups(list(places))):

@@ -28,7 +28,7 @@ from recserve.models.drafters.block import Block
 from recserve.models.drafters.block_files import load_block
 from recserve.models.drafters.block_heads import pair_scores
 from recserve.models.drafters.block_questions import block_questions
-from recserve.models.drafters.open_question import OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -124,7 +124,7 @@ class BlockDrafter(Drafter):
         return cls(network, target)
 
     @classmethod
-    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[CheckpointAmbiguity, ...]:
         """Returns what the files leave open, such as layers and the direction of attention."""
         return block_questions(folder, target)
 

@@ -31,7 +31,7 @@ from recserve.models.attention import PagedAttention
 from recserve.models.drafters.eagle_files import load_eagle
 from recserve.models.drafters.eagle_questions import eagle_questions
 from recserve.models.drafters.feature_network import FeatureNetwork, MaskRow
-from recserve.models.drafters.open_question import OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -125,7 +125,7 @@ class EagleDrafter(Drafter):
         return load_eagle(folder, target)
 
     @classmethod
-    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[CheckpointAmbiguity, ...]:
         """Returns what the files leave open: layers, norms and rotary positions."""
         return eagle_questions(folder, target)
 

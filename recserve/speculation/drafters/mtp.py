@@ -10,7 +10,7 @@ from pathlib import Path
 from recserve.models.drafters.feature_network import FeatureNetwork
 from recserve.models.drafters.mtp_files import load_mtp
 from recserve.models.drafters.mtp_questions import mtp_questions
-from recserve.models.drafters.open_question import OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafters.eagle import EagleDrafter
 
@@ -25,6 +25,6 @@ class MtpDrafter(EagleDrafter):
         return load_mtp(folder, target)
 
     @classmethod
-    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[CheckpointAmbiguity, ...]:
         """Returns what the files leave open: the states that go in and what is fed back."""
         return mtp_questions(folder, target)

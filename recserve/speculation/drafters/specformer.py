@@ -23,7 +23,7 @@ from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain, merge
 from recserve.models.attention import PagedAttention
-from recserve.models.drafters.open_question import OpenQuestion
+from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.drafters.specformer import Specformer
 from recserve.models.drafters.specformer_files import load_specformer
 from recserve.models.drafters.specformer_questions import specformer_questions
@@ -93,7 +93,7 @@ class SpecformerDrafter(Drafter):
         return cls(network, target)
 
     @classmethod
-    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[OpenQuestion, ...]:
+    def open_questions(cls, folder: Path, target: LanguageModel) -> tuple[CheckpointAmbiguity, ...]:
         """Returns what the files leave open, such as layers and the direction of attention."""
         return specformer_questions(folder, target)
 

@@ -85,7 +85,7 @@ class StrategyRun:
 
 
 @dataclass(frozen=True)
-class Fidelity:
+class StrategyComparison:
     """Figures of all strategies of a bundle on the same users, with seen items excluded.
 
     Attributes:
@@ -168,7 +168,7 @@ def compare_strategies(
     users: int | None = None,
     timed_users: int = 100,
     device: torch.device | str = "cpu",
-) -> Fidelity:
+) -> StrategyComparison:
     """Compares all strategies that the bundle supports, on the same users.
 
     Args:
@@ -206,7 +206,7 @@ def compare_strategies(
         run = StrategyRun(strategy=name, slates=slates, illegal=illegal, cold_ms=cold, warm_ms=warm)
         found.append(_figures(run, reference, cases, k))
     seconds = time.monotonic() - began
-    return Fidelity(split, len(cases), len(timed), width, tuple(found), seconds)
+    return StrategyComparison(split, len(cases), len(timed), width, tuple(found), seconds)
 
 
 def _slates(

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.request import Request, Root, RootKeys, Slate, SlateQuery, VectorIndex
+from recserve.core.request import Prefix, PrefixKeys, Request, Slate, SlateQuery, VectorIndex
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.kernels.trie.item_graph import ItemGraph
@@ -86,13 +86,13 @@ class Slates:
     def forget(self, cases: Cases, which: Ints) -> None:
         """Drops the prefixes of these cases from the engine's cache, which makes them cold."""
         for case in which.tolist():
-            self.engine.forget(RootKeys(self._tokens(cases.history(case))))
+            self.engine.forget(PrefixKeys(self._tokens(cases.history(case))))
 
     def _request(self, history: Ints, k: int, options: SlateOptions) -> SlateQuery:
         tokens = self._tokens(history)
         inputs = NodeInputs(torch.from_numpy(tokens).to(self.trie.device))
         return SlateQuery(
-            Root(inputs, tokens),
+            Prefix(inputs, tokens),
             self.trie,
             k,
             options.width,

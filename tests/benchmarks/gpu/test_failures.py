@@ -13,8 +13,8 @@ from benchmarks.kernels.attention_rows import FLEX_SHAPES
 from benchmarks.support import timing
 from benchmarks.support.failures import attempted, complaints, once
 from benchmarks.support.timing import Deadline
-from recserve.engine.items.search_graphs import SearchGraphs
-from recserve.engine.text.step_graphs import StepGraphs
+from recserve.engine.items.search_graphs import BeamSearchGraphs
+from recserve.engine.text.step_graphs import TextStepGraphs
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def split(rows):
 
 
 def test_text_steps_are_measured_with_what_was_recorded(monkeypatch):
-    monkeypatch.setattr(StepGraphs, "_built", failing(StepGraphs._built, "16x8"))
+    monkeypatch.setattr(TextStepGraphs, "_built", failing(TextStepGraphs._built, "16x8"))
     monkeypatch.setattr(gpu_text, "PARAMETERS", {"greedy": gpu_text.PARAMETERS["greedy"]})
     rows, (failed,) = split(gpu_text.text_rows("cpu", True, Deadline()))
     assert "16x8" in failed["name"] and not failed["ok"] and "no room" in failed["note"]
@@ -48,7 +48,7 @@ def test_text_steps_are_measured_with_what_was_recorded(monkeypatch):
 
 
 def test_searches_are_measured_with_what_was_recorded(monkeypatch):
-    monkeypatch.setattr(SearchGraphs, "_built", failing(SearchGraphs._built, "nezha"))
+    monkeypatch.setattr(BeamSearchGraphs, "_built", failing(BeamSearchGraphs._built, "nezha"))
     rows, (failed,) = split(gpu_searches.search_rows("cpu", True, Deadline()))
     assert "nezha 1x10" in failed["name"] and "no room" in failed["note"]
     assert len(rows) == 5 and [row.get("replayed") for row in rows[:2]] == [15, 0]

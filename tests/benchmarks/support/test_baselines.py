@@ -1,4 +1,4 @@
-"""Trunk and beam search against transformers: the same weights in somebody else's code."""
+"""ModelAdapter and beam search against transformers: the same weights in somebody else's code."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from benchmarks.recommend import beam as recommend
 from benchmarks.recommend import beam_methods as recommend_methods
 from benchmarks.support.baselines.constraints import TrieProcessor, allowed_tokens
 from benchmarks.support.baselines.llama import empty_model, to_llama
-from recserve.core.request import Root, SlateQuery
+from recserve.core.request import Prefix, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
@@ -48,7 +48,7 @@ def test_trunk_equals_transformers(config):
             torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
 
 
-def generate(theirs, root: Root, beams: int, **constraint):
+def generate(theirs, root: Prefix, beams: int, **constraint):
     """Sequences and summed log-probabilities, best first; one beam is greedy search there."""
     tokens = root.inputs.tokens[None]
     wide = {"num_beams": beams, "num_return_sequences": beams, "length_penalty": 0.0}

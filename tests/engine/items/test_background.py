@@ -7,10 +7,10 @@ import pytest
 
 from recserve.core.request import (
     DeadlineExceeded,
+    PrefixKeys,
     Prewarmed,
     PrewarmQuery,
     QueueFull,
-    RootKeys,
     SlateQuery,
 )
 from recserve.engine.build import EngineModels, build_engine
@@ -99,7 +99,7 @@ def test_a_cancelled_prefill_leaves_no_page_behind():
     request = warm(model, 0)
     future = engine.submit(request)
     engine.cancel(future)
-    engine.forget(RootKeys(request.root.keys))
+    engine.forget(PrefixKeys(request.root.keys))
     while engine.step():
         pass
     assert scheduler.cache.match(request.root.keys).length == 0

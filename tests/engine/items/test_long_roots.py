@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.core.request import PrewarmQuery, Root
+from recserve.core.request import Prefix, PrewarmQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
@@ -23,7 +23,7 @@ def test_the_last_state_is_that_of_a_plain_forward(length, heads, kv_heads):
     with torch.no_grad():
         plain = model(tokens[None], torch.arange(length)[None], DenseAttention())[0, -1]
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=16 * 2**20))
-    root = Root(NodeInputs(tokens), tokens.numpy())
+    root = Prefix(NodeInputs(tokens), tokens.numpy())
     engine.run(PrewarmQuery(root, "recommender"))
     tail = engine.schedulers["recommender"].cache.match(root.keys).last_hidden
     torch.testing.assert_close(tail, plain, rtol=1e-4, atol=1e-4)
@@ -31,7 +31,7 @@ def test_the_last_state_is_that_of_a_plain_forward(length, heads, kv_heads):
         longer = torch.cat([tokens, tokens])
         with torch.no_grad():
             plain = model(longer[None], torch.arange(2 * length)[None], DenseAttention())[0, -1]
-        root = Root(NodeInputs(longer), longer.numpy())
+        root = Prefix(NodeInputs(longer), longer.numpy())
         engine.run(PrewarmQuery(root, "recommender"))
         tail = engine.schedulers["recommender"].cache.match(root.keys).last_hidden
         torch.testing.assert_close(tail, plain, rtol=1e-4, atol=1e-4)

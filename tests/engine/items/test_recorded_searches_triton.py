@@ -5,7 +5,7 @@ import torch
 
 from recserve.engine.items.graph_search import SearchShape
 from recserve.kernels import dispatch
-from recserve.kernels.paged_kv import RootTable
+from recserve.kernels.paged_kv import PrefixTable
 from recserve.kernels.trie.trie_overlay import TrieOverlay
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.device_worlds import recommending
@@ -29,7 +29,7 @@ def test_kernels_find_what_the_twins_find(variant, monkeypatch):
     launched, levels = [], []
 
     def kernel_attention(batch, *rest):
-        if not isinstance(batch.root_slots, RootTable):
+        if not isinstance(batch.prefix_slots, PrefixTable):
             return stock(batch, *rest)
         launched.append(batch.num_queries)
         return tree_attention.TritonTreeAttention(batch, *rest)

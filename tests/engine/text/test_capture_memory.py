@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recserve.engine.text.graph_step import StepShape
-from recserve.engine.text.step_graphs import TABLES, GraphLimits, StepGraphs
+from recserve.engine.text.step_graphs import TABLES, GraphLimits, TextStepGraphs
 from recserve.kernels import dispatch
 from recserve.speculation.drafters.none import NoDrafter
 from tests.support import triton_interpreter  # noqa: F401
@@ -58,7 +58,9 @@ def test_what_is_too_large_is_launched_and_the_rest_recorded():
     runner = engine_for(model).schedulers["text"].runner
     between = int(4 * TABLES * vocabulary * (SHAPE.nodes - 1))
     limits = GraphLimits((small, SHAPE), seconds=float("inf"), bytes=between)
-    graphs = StepGraphs(runner, model, 8, limits, lambda step: step, drafters={"drawn": Draws()})
+    graphs = TextStepGraphs(
+        runner, model, 8, limits, lambda step: step, drafters={"drawn": Draws()}
+    )
     large = {f"40x4{kind}" for kind in ("+", " rejection", "+ rejection", "+ mixed")}
     assert set(graphs.missing) == large
     made = {graph.bucket.name for graph in graphs.captured}
@@ -85,7 +87,7 @@ def test_a_step_holds_so_many_tables(monkeypatch):
 
     runner = engine_for(model).schedulers["text"].runner
     limits = GraphLimits((SHAPE,), seconds=float("inf"))
-    graphs = StepGraphs(runner, model, 8, limits, record, drafters={"drawn": Draws()})
+    graphs = TextStepGraphs(runner, model, 8, limits, record, drafters={"drawn": Draws()})
     found = dict(zip(["plain", "+", "rejection", "+ rejection", "+ mixed"], tables, strict=True))
     assert not graphs.missing
     assert found["plain"] == 1.0 and 1.0 < found["rejection"] < TABLES

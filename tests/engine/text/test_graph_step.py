@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recserve.engine.text.graph_step import StepShape
-from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
+from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
 from recserve.kernels import dispatch
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
@@ -206,7 +206,7 @@ def test_no_record_is_begun_without_time_or_memory(model):
         made.append(step)
         return step
 
-    graphs = StepGraphs(
+    graphs = TextStepGraphs(
         scheduler.runner,
         model,
         4,

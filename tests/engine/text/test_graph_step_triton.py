@@ -4,7 +4,7 @@ import pytest
 
 from recserve.engine.text.graph_step import StepShape
 from recserve.kernels import dispatch
-from recserve.kernels.paged_kv import RootTable
+from recserve.kernels.paged_kv import PrefixTable
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -39,7 +39,7 @@ def engine():
     launched = []
 
     def kernel_attention(batch, *rest):
-        if not isinstance(batch.root_slots, RootTable):
+        if not isinstance(batch.prefix_slots, PrefixTable):
             return stock(batch, *rest)
         launched.append(batch.tree.num_nodes)
         return tree_attention.TritonTreeAttention(batch, *rest)

@@ -9,7 +9,7 @@ import torch
 
 from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
+from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
 from recserve.kernels import dispatch
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.speculation.completion import TextQuery
@@ -171,7 +171,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
         engine = text_engine("cuda", ["medusa"])
         scheduler = engine.schedulers["text"]
         limits = GraphLimits((StepShape(6, 1, 3),), seconds=float("inf"))
-        graphs = StepGraphs(
+        graphs = TextStepGraphs(
             scheduler.runner,
             scheduler.model,
             8,

@@ -11,7 +11,7 @@ import torch
 from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import SHAPES as ALL
-from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
+from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
 from recserve.kernels import dispatch
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft, empty_draft
@@ -181,7 +181,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     def made_by(limits):
         wanted.clear()
         names = {"far": drafters_of(model)["far"]}
-        return StepGraphs(
+        return TextStepGraphs(
             scheduler.runner, model, 4, limits, record, lambda: 2**30 * len(wanted), drafters=names
         )
 
@@ -232,7 +232,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
         scheduler = engine.schedulers["text"]
         engine.drafters["drawn"] = DeviceDrafts(scheduler.model.config.vocab_size, "cuda")
         limits = GraphLimits((StepShape(5, 1, 3),), seconds=float("inf"))
-        graphs = StepGraphs(
+        graphs = TextStepGraphs(
             scheduler.runner,
             scheduler.model,
             8,

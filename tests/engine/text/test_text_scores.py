@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import DeadlineExceeded, PromptQuery, Root, Scores, TextScoreQuery
+from recserve.core.request import DeadlineExceeded, Prefix, PromptQuery, Scores, TextScoreQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -21,7 +21,7 @@ from tests.support.text_plain import VOCABULARY, drawn_model, last_logits
 def request_of(root: list[int], texts: list[list[int]], labels: tuple[int, ...], group: int = 0):
     keys = np.array(root, np.int64)
     return TextScoreQuery(
-        Root(NodeInputs(torch.from_numpy(keys)), keys),
+        Prefix(NodeInputs(torch.from_numpy(keys)), keys),
         np.array([token for text in texts for token in text], np.int64),
         np.cumsum([0, *map(len, texts)]),
         labels,
@@ -31,7 +31,7 @@ def request_of(root: list[int], texts: list[list[int]], labels: tuple[int, ...],
 
 def prompt_of(tokens: list[int], num_top: int | None = None):
     empty = np.zeros(0, np.int64)
-    root = Root(NodeInputs(torch.from_numpy(empty)), empty)
+    root = Prefix(NodeInputs(torch.from_numpy(empty)), empty)
     return PromptQuery(root, np.array(tokens, np.int64), num_top, mean=True)
 
 

@@ -91,7 +91,7 @@ def test_a_row_is_the_same_alone_in_a_tree_and_after_a_longer_root(kinds, root, 
     far_keys[moved], far_values[moved] = keys, values
     for node in range(0, tree.num_nodes, max(tree.num_nodes // 40, 1)):
         *before, own = on_path(tree, node)
-        long_root = moved[torch.cat([batch.root_slots[0], batch.slots[before]])]
+        long_root = moved[torch.cat([batch.prefix_slots[0], batch.slots[before]])]
         alone = TreeBatch(chain(torch.zeros(1)), None, moved[batch.slots[[own]]], (long_root,))
         got = attend(alone, query[[node]], far_keys, far_values, activation)
         assert torch.equal(got[0], together[node])
@@ -106,7 +106,7 @@ def test_plain_attention_would_not_pass():
     differ = 0
     for node in range(30):
         *before, own = on_path(batch.tree, node)
-        root = torch.cat([batch.root_slots[0], batch.slots[before]])
+        root = torch.cat([batch.prefix_slots[0], batch.slots[before]])
         alone = TreeBatch(chain(torch.zeros(1)), None, batch.slots[[own]], (root,))
         slots = alone.slots
         got = CpuTreeAttention(alone)(query[[node]], keys[slots], values[slots], keys, values)
@@ -121,6 +121,6 @@ def test_siblings_and_order_of_keys_change_nothing():
     alone = attend(batch, query, keys, values)
     forked = from_parents(torch.zeros(3, dtype=torch.int64), torch.tensor([-1, 0, 0]))
     slots = torch.cat([batch.slots, torch.tensor([keys.shape[0] - 1])])
-    wide = replace(batch, tree=forked, slots=slots, root_slots=(batch.root_slots[0].flip(0),))
+    wide = replace(batch, tree=forked, slots=slots, prefix_slots=(batch.prefix_slots[0].flip(0),))
     got = attend(wide, torch.cat([query, query[:1]]), keys, values)
     assert torch.equal(got[:2], alone)

@@ -134,7 +134,7 @@ def test_attention_is_the_references(kinds, roots, heads, kv_heads, dim, cached,
         query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
         expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
         foreign = torch.ones(keys.shape[0], dtype=torch.bool)
-        foreign[torch.cat([*batch.root_slots, batch.slots])] = False
+        foreign[torch.cat([*batch.prefix_slots, batch.slots])] = False
         keys[foreign] = values[foreign] = float("nan")
         attend = NativeTreeAttention.of(batch, Form(kv_heads, heads // kv_heads, dim, dtype, True))
         assert attend is not None
@@ -168,13 +168,13 @@ def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtyp
         path = [node]
         while int(batch.tree.parents[path[0]]) >= 0:
             path.insert(0, int(batch.tree.parents[path[0]]))
-        base = batch.root_slots[int(node >= 140)]
+        base = batch.prefix_slots[int(node >= 140)]
         drafted = TreeBatch(chain(batch.tree.tokens[path]), None, batch.slots[path], (base,))
         assert torch.equal(attend(drafted, query[path])[-1], whole[node])
         grown = torch.cat([base, batch.slots[path[:-1]]])
         plain = TreeBatch(chain(batch.tree.tokens[[node]]), None, batch.slots[[node]], (grown,))
         assert torch.equal(attend(plain, query[[node]])[0], whole[node])
-        only = TreeBatch(batch.tree, torch.tensor([node]), batch.slots, batch.root_slots)
+        only = TreeBatch(batch.tree, torch.tensor([node]), batch.slots, batch.prefix_slots)
         assert torch.equal(attend(only, query[[node]])[0], whole[node])
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import LikelihoodQuery, Root, SlateQuery
+from recserve.core.request import LikelihoodQuery, Prefix, SlateQuery
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_tree import tree_of_nodes
@@ -141,7 +141,7 @@ def test_slates_are_those_of_the_rebuilt_trie(changed, strategy, dense_weight):
     for width in (1, 4, 60):
         rows = torch.from_numpy(draw.choice(changed.rows.numpy(), 5))
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), rows + model.config.num_code_tokens])
-        root = Root(NodeInputs(tokens), tokens.numpy())
+        root = Prefix(NodeInputs(tokens), tokens.numpy())
         excluded = draw.choice(changed.rows.numpy(), 3)
         fields = {"k": width, "beam_width": width, "strategy": strategy, "excluded": excluded}
         fields["dense_weight"] = dense_weight
@@ -156,7 +156,7 @@ def test_slates_are_those_of_the_rebuilt_trie(changed, strategy, dense_weight):
 def test_likelihoods_are_those_of_the_rebuilt_trie(changed):
     model, engine = engine_of(changed)
     tokens = torch.tensor([0, *(changed.rows[:3] + model.config.num_code_tokens).tolist()])
-    root = Root(NodeInputs(tokens), tokens.numpy())
+    root = Prefix(NodeInputs(tokens), tokens.numpy())
     tries = (changed.overlay, changed.rebuilt)
     mine, theirs = engine.run_many(
         [LikelihoodQuery(root, trie, changed.rows.numpy()) for trie in tries]

@@ -64,7 +64,7 @@ def test_encoding_is_the_twin_s():
 def poison(pool, batch):
     """Slots that no tree owns come back as NaN; some there must be."""
     foreign = torch.ones(pool.keys.shape[1], dtype=torch.bool)
-    foreign[torch.cat([batch.slots, *batch.root_slots])] = False
+    foreign[torch.cat([batch.slots, *batch.prefix_slots])] = False
     assert foreign.any()
     for x in (pool.keys, pool.values):
         x.codes[0, foreign], x.exponents[0, foreign] = 127, 255
@@ -194,7 +194,7 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     stored = pool.keys[0], pool.values[0]
     expected = reference.tree_attention(query, *stored, batch)
     moved = TreeBatch(
-        batch.tree, None, batch.slots + shift, tuple(slots + shift for slots in batch.root_slots)
+        batch.tree, None, batch.slots + shift, tuple(slots + shift for slots in batch.prefix_slots)
     )
     keys, values = map(far, stored)
     got = tree_attention.TritonTreeAttention(moved)(query, query, query, keys, values)

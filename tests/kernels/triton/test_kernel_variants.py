@@ -12,7 +12,7 @@ import torch
 
 from recserve.kernels import dispatch, fp8
 from recserve.kernels.accept_reference import DraftProbs, Keys
-from recserve.kernels.paged_kv import KVPool, KVShape, RootTable, TreeBatch
+from recserve.kernels.paged_kv import KVPool, KVShape, PrefixTable, TreeBatch
 from recserve.kernels.tree import merge
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import Allowed, ChildFilter, ChildQuery, leaf_bits
@@ -94,7 +94,7 @@ def batches(count, seed=0):
         if number(0, 3) == 0:
             table = torch.zeros(len(trees) + 1, 4096, dtype=torch.int64)
             rows = torch.arange(len(trees) + 1)[1:]
-            roots = RootTable(table, rows, torch.tensor(lengths))
+            roots = PrefixTable(table, rows, torch.tensor(lengths))
         yield TreeBatch(tree, None, own, roots)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.engine.runtime.runner import DecoderTrunk, ForwardPiece, Runner
+from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.kernels import dispatch, reference
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.reference import HeadNorms
@@ -89,11 +89,11 @@ def test_layers_with_fused_kernels_compute_the_same(monkeypatch):
     monkeypatch.setattr(triton_interpreter.interpreter.GridExecutor, "__call__", counted)
     for kernels in ("torch", "triton"):
         monkeypatch.setattr(dispatch, "KERNELS", kernels)
-        trunk = DecoderTrunk(model)
+        trunk = DecoderAdapter(model)
         pool = KVPool(trunk.kv_shape, 2, 16, torch.float32, torch.device("cpu"))
-        piece = ForwardPiece(
+        piece = BatchSlice(
             tree=chain(tokens), inputs=NodeInputs(tokens), queries=None,
-            slots=torch.arange(9) + 3, root_slots=(torch.arange(0),), num_states=2,
+            slots=torch.arange(9) + 3, prefix_slots=(torch.arange(0),), num_states=2,
         )  # fmt: skip
         with torch.inference_mode():
             found[kernels] = Runner(trunk, pool).forward([piece])[0], pool.keys, pool.values

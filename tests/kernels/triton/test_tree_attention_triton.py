@@ -57,7 +57,7 @@ def test_silu_matches_reference(splits, shape, cached):
 def test_shared_rows_are_seen_by_all():
     batch, query, keys, values = draw_batch([("chain", 40), ("tree", 9)], [0, 5], 2, 2, 16)
     tree = replace(batch.tree, shared=torch.tensor([21, 0]))
-    batch = TreeBatch(tree, None, batch.slots, batch.root_slots)
+    batch = TreeBatch(tree, None, batch.slots, batch.prefix_slots)
     same(batch, query, keys, values, SOFTMAX)
     same(batch, query, keys, values, Activation(normalizer=9.0))
 
@@ -66,7 +66,7 @@ def test_shared_rows_are_seen_by_all():
 def test_every_element_is_written_and_no_foreign_one_is_read(splits, activation, monkeypatch):
     """Outputs and partial results start as NaN, and every slot that no tree owns holds NaN."""
     batch, query, keys, values = draw_batch([("tree", 70), ("branches", 33)], [130, 7], 4, 2, 24)
-    owned = torch.cat([batch.slots, *batch.root_slots])
+    owned = torch.cat([batch.slots, *batch.prefix_slots])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     assert foreign.any()
@@ -145,7 +145,7 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     shift = 2**31 // (2 * 32) + 3
     far = [triton_interpreter.Far(x, shift * 2 * 32, monkeypatch) for x in (keys, values)]
     moved = TreeBatch(
-        batch.tree, None, batch.slots + shift, tuple(slots + shift for slots in batch.root_slots)
+        batch.tree, None, batch.slots + shift, tuple(slots + shift for slots in batch.prefix_slots)
     )
     got = tree_attention.TritonTreeAttention(moved)(query, query, query, *far)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
@@ -245,7 +245,7 @@ def test_a_grid_for_longer_roots_gives_the_same(kinds, roots, heads, kv_heads, d
     split_short_roots(monkeypatch, 32)
     batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
     expected = reference.tree_attention(query, keys, values, batch)
-    owned = torch.cat([batch.slots, *batch.root_slots])
+    owned = torch.cat([batch.slots, *batch.prefix_slots])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     keys[foreign] = values[foreign] = float("nan")

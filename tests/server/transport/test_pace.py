@@ -9,7 +9,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.metrics import Metrics
 from recserve.server.transport.connection import Connection
 from recserve.server.transport.connection_limits import ConnectionLimits
-from recserve.server.transport.pace import Arrivals, Pace
+from recserve.server.transport.pace import Arrivals, TurnLimiter
 from recserve.service import Service, ServiceOptions
 from tests.support.live_server import live
 from tests.support.raw_http import Wire
@@ -28,11 +28,11 @@ async def turns_of(call, count: int) -> list[int]:
 
 
 def test_few_calls_are_made_at_once():
-    assert asyncio.run(turns_of(Pace(4).call, 4)) == [0, 0, 0, 0]
+    assert asyncio.run(turns_of(TurnLimiter(4).call, 4)) == [0, 0, 0, 0]
 
 
 def test_many_calls_share_the_turns():
-    pace = Pace(4)
+    pace = TurnLimiter(4)
     turns = asyncio.run(turns_of(pace.call, 30))
     assert turns == sorted(turns) and len(pace) == 0
     assert max(turns.count(turn) for turn in turns) <= 4
@@ -146,7 +146,7 @@ def test_requests_that_wait_for_their_turn_count_as_waiting_for_the_engine(tmp_p
     """With room for three, a fourth is refused at once, and a probe and other routes are not."""
     options = ServiceOptions(engine=EngineConfig(max_queue=3), journal=tmp_path / "items")
     with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", options) as service:
-        monkeypatch.setattr(Pace, "__len__", lambda _: 3)
+        monkeypatch.setattr(TurnLimiter, "__len__", lambda _: 3)
         with live(service, max_queue=3) as client:
             item = client.get("/playground/samples").json()["items"][0]
             body = {"history": [item], "k": 3}
@@ -154,5 +154,5 @@ def test_requests_that_wait_for_their_turn_count_as_waiting_for_the_engine(tmp_p
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
             assert client.get("/health/live").status_code == 200
             assert client.get(f"/v1/items/{item}").status_code == 200
-            monkeypatch.setattr(Pace, "__len__", lambda _: 0)
+            monkeypatch.setattr(TurnLimiter, "__len__", lambda _: 0)
             assert client.post("/v1/recommend", json=body).status_code == 200

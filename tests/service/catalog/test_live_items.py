@@ -16,7 +16,7 @@ import pytest
 
 from recserve.config import ServerConfig
 from recserve.engine.items.graph_search import SearchShape
-from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
+from recserve.engine.items.search_graphs import BeamSearchGraphs, SearchLimits
 from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
@@ -279,7 +279,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     engine, first = service.runtime.engine, service.runtime.snapshot
     lane, strategy = engine.schedulers["recommender"], engine._strategies["beam"]
     shapes = tuple(SearchShape(1, 50, 64, weighed) for weighed in (True, False))
-    graphs = SearchGraphs(
+    graphs = BeamSearchGraphs(
         lane.runner, strategy.model, None, SearchLimits(shapes, 64), lambda step: step
     )
     engine.replay(graphs)

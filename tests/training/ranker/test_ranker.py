@@ -12,7 +12,7 @@ import torch
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
-from recserve.core.request import RankQuery, Root, Scores
+from recserve.core.request import Prefix, RankQuery, Scores
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -254,7 +254,7 @@ def test_engine_scores_what_training_scores_and_a_new_event_costs_one_row() -> N
         inputs = node_inputs(root.columns.arrays())
         answer = engine.run(
             RankQuery(
-                Root(inputs, root.keys, root.shared),
+                Prefix(inputs, root.keys, root.shared),
                 node_inputs(found.columns.arrays()),
                 found.root_limits,
             )

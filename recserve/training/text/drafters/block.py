@@ -27,7 +27,7 @@ from rich.console import Console
 from torch import Tensor
 
 from recserve.models.attention import DenseAttention
-from recserve.models.decoder import Taps
+from recserve.models.decoder import AuxHiddenStates
 from recserve.models.drafters.block import Block, BlockConfig
 from recserve.models.drafters.block_files import load_block, save_block
 from recserve.models.drafters.block_heads import pair_scores
@@ -237,7 +237,7 @@ class BlockTrainee:
         """Returns tokens [b, T], states [b, T, F] and logits [b, T, V]."""
         tokens = torch.from_numpy(rows).to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)
-        taps = Taps(self.model.config.target_layers)
+        taps = AuxHiddenStates(self.model.config.target_layers)
         final = self.target(tokens, positions, DenseAttention(), None, taps)
         return tokens, torch.cat(taps.states, dim=-1).float(), self.target.logits(final)
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from recserve.models.attention import DenseAttention
-from recserve.models.decoder import FINAL_LAYER, RMSNorm, Taps
+from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates, RMSNorm
 from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.eagle_files import load_eagle, save_eagle
 from recserve.models.drafters.mtp import Mtp
@@ -276,7 +276,7 @@ class EagleTrainee:
         tokens = torch.from_numpy(rows).to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)
         layers = self.model.config.target_layers
-        taps = Taps(tuple(n for n in layers if n != FINAL_LAYER))
+        taps = AuxHiddenStates(tuple(n for n in layers if n != FINAL_LAYER))
         final = self.target(tokens, positions, DenseAttention(), None, taps)
         states = torch.cat(taps.states, dim=-1) if taps.states else final
         return tokens, states.float(), final.float(), self.target.logits(final)

@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from recserve.models.attention import DenseAttention
-from recserve.models.decoder import FINAL_LAYER, Taps
+from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates
 from recserve.models.drafters.specformer import Specformer, SpecformerConfig
 from recserve.models.drafters.specformer_files import (
     load_specformer,
@@ -135,7 +135,7 @@ class SpecformerTrainee:
         tokens = torch.from_numpy(rows).to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)
         layers = self.model.config.target_layers
-        taps = Taps(tuple(sorted({n for n in layers if n != FINAL_LAYER})))
+        taps = AuxHiddenStates(tuple(sorted({n for n in layers if n != FINAL_LAYER})))
         with torch.no_grad():
             final = self.target(tokens, positions, DenseAttention(), None, taps)
             logits = self.target.logits(final)

@@ -26,7 +26,7 @@ from recserve.schemas.items import (
 )
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
 from recserve.schemas.validation import validation_error
-from recserve.server.arms.arm_server import ArmServer
+from recserve.server.arms.arm_server import RemoteArm
 from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
 from recserve.server.lifecycle import Lifecycle
@@ -46,7 +46,7 @@ GRACE_S = 0.05
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AppState:
     """State that all routes of an application share.
 
     Attributes:
@@ -72,7 +72,7 @@ class Exchange:
     experiments: Experiments = field(default_factory=Experiments)
     stall_timeout_s: float = 30.0
     copies: set[asyncio.Task[None]] = field(default_factory=set)
-    arm_servers: Mapping[str, ArmServer] = field(default_factory=dict)
+    arm_servers: Mapping[str, RemoteArm] = field(default_factory=dict)
     threads: Threads = field(default_factory=Threads)
 
     @property
