@@ -20,6 +20,7 @@ from recserve.service import Service
 from recserve.service.text.loader import TextSettings, load_text
 from tests.support.in_process import InProcess
 from tests.support.paths import reference
+from tests.support.recipe_here import here
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -145,9 +146,10 @@ def test_workers_write_the_bytes_of_one_process(tmp_path):
         tmp_path / "in.jsonl", [each for each in requests() if "chat" not in each["url"]]
     )
     recipe = TextRecipe(str(reference("stories260k")), name="s", device="cpu", in_flight=4)
-    for count in (1, 2):
-        plan = check(Job(source, tmp_path / str(count), 8), check_lines)
-        assert run(plan, LocalWorkers(recipe, count)).errors == 0
+    with here(recipe) as alone:
+        for count, runner in ((1, alone), (2, LocalWorkers(recipe, 2))):
+            plan = check(Job(source, tmp_path / str(count), 8), check_lines)
+            assert run(plan, runner).errors == 0
     for path in (tmp_path / "1").iterdir():
         assert path.read_bytes() == (tmp_path / "2" / path.name).read_bytes(), path.name
 

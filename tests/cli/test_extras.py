@@ -14,7 +14,7 @@ for name in ("matplotlib", "scipy", "sklearn"):
 COMMANDS = """
 import json
 from recserve.cli import main
-for arguments in json.loads(sys.argv[1]):
+for arguments in json.loads(sys.argv[-1]):
     sys.argv = ["recserve", *arguments]
     try:
         main()
@@ -40,21 +40,18 @@ def run(code, *arguments):
     )  # fmt: skip
 
 
-def test_a_server_needs_no_training_library(tmp_path):
+def test_a_serving_install_serves_and_runs_its_commands(tmp_path):
     """Also where a change to the catalogue has text to encode."""
-    done = run(SERVING, tiny_bundle(tmp_path))
-    assert done.returncode == 0 and done.stdout.strip() == "3", done.stderr
-
-
-def test_commands_of_a_serving_install_run():
+    folder = tiny_bundle(tmp_path)
     bundle = ["--bundle", str(shared_bundle())]
     commands = [
         ["recommend", "--history", "item000001", *bundle],
         ["rank", "--item", "item000007", "--history", "item000001", *bundle],
         ["bundle", "verify", bundle[1]],
     ]
-    done = run(COMMANDS, json.dumps(commands))
+    done = run(SERVING + COMMANDS, folder, json.dumps(commands))
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("3\n"), done.stdout
     assert done.stderr.count("status 0") == len(commands), done.stderr
 
 

@@ -1,6 +1,7 @@
 """The pages tell the truth: commands parse, links lead somewhere, no path is one machine's."""
 
 import ast
+import functools
 import importlib.util
 import re
 import shlex
@@ -43,9 +44,15 @@ def fenced_commands(text):
     return commands
 
 
+@functools.cache
+def whole_command():
+    """The command line with all its subcommands, which takes long to build."""
+    return typer.main.get_command(app)
+
+
 def parse(words):
     """Let the command line parse the words, run nothing. Raises UsageError."""
-    command = typer.main.get_command(app)
+    command = whole_command()
     context = command.make_context("recserve", list(words))
     while hasattr(command, "resolve_command"):
         rest = [*getattr(context, "_protected_args", ()), *context.args]
