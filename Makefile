@@ -34,7 +34,8 @@ ENVIRONMENT_no-compiler := CC=no-such-compiler
 ifeq ($(filter $(TIER),$(TIERS)),)
 $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
-PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# The tests start hundreds of processes; without stored bytecode each compiles the package again.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-all test-slow replay campaign mutants sanitize check format install docs package redis promtool chromium clang newest-triton cuda-versions clean
 

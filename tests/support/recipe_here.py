@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-from recserve.batch.job import InProcess
 from recserve.batch.recipe import KERNELS, Recipe, environment
 from recserve.kernels import dispatch
+from tests.support.in_process import InProcess
 
 
 @dataclass(frozen=True)
