@@ -84,10 +84,6 @@ class Catalog:
         """[I] uint64 key of each item."""
         return item_keys(self.items.ids)
 
-    def rows_of(self, item_ids: Sequence[str]) -> np.ndarray:
-        """Returns [n] int32 rows of item ids, -1 for unknown ids."""
-        return self.index.rows_of(item_ids)
-
     def rows_of_keys(self, keys: np.ndarray) -> np.ndarray:
         """Returns [n] int32 rows of uint64 item keys, -1 for unknown keys."""
         known, rows = self._rows_by_key

@@ -112,31 +112,10 @@ class SemanticIdIndex:
         """L, disambiguation level included."""
         return len(self.codebook_sizes)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays, without the id strings."""
-        arrays = (self.codes, self.order, *self._ids_by_hash)
-        return sum(array.nbytes for array in arrays)
-
     @cached_property
     def order(self) -> np.ndarray:
         """[I] int32 rows in lexicographic order of their codes."""
         return np.lexsort(self.codes.T[::-1]).astype(np.int32)
-
-    def rows_of(self, item_ids: Sequence[str]) -> np.ndarray:
-        """Returns [n] int32 rows of item ids, -1 for unknown ids."""
-        hashes, rows = self._ids_by_hash
-        wanted = np.fromiter(map(hash, item_ids), dtype=np.int64, count=len(item_ids))
-        places = np.searchsorted(hashes, wanted)
-        found = np.full(len(item_ids), -1, dtype=np.int32)
-        for index, (item_id, place) in enumerate(zip(item_ids, places.tolist(), strict=True)):
-            # Different ids can have the same hash: compare the ids themselves.
-            while place < len(hashes) and hashes[place] == wanted[index]:
-                if self.item_ids[rows[place]] == item_id:
-                    found[index] = rows[place]
-                    break
-                place += 1
-        return found
 
     def decode(self, codes: np.ndarray) -> PackedRows:
         """Returns the items under each code prefix, in lexicographic order of their semantic ids.
@@ -157,16 +136,6 @@ class SemanticIdIndex:
         # The ranges first[i] .. last[i] - 1 of all prefixes, concatenated.
         places = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts)
         return PackedRows(self.order[places], offsets)
-
-    @cached_property
-    def _ids_by_hash(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sorted hashes of the ids, and their rows.
-
-        Python's hashes differ from process to process, so these are never saved.
-        """
-        hashes = np.fromiter(map(hash, self.item_ids), dtype=np.int64, count=len(self.item_ids))
-        rows = np.argsort(hashes, kind="stable").astype(np.int32)
-        return hashes[rows], rows
 
     def _bisect(self, wanted: np.ndarray, right: np.ndarray) -> np.ndarray:
         """Returns [n] positions of prefixes in `order`.

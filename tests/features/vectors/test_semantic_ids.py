@@ -50,12 +50,6 @@ def test_decode_with_and_without_the_disambiguation_level() -> None:
         index.decode(np.zeros((1, 4), np.int64))
 
 
-def test_ids_lead_to_rows() -> None:
-    index, _ = build_index(IDS, CODES, (2, 4), np.zeros(5))
-    assert index.rows_of(["e", "nope", "a", "e"]).tolist() == [4, -1, 0, 4]
-    assert index.rows_of([]).tolist() == []
-
-
 @pytest.mark.parametrize(
     ("ids", "codes", "sizes", "message"),
     [
@@ -93,10 +87,9 @@ def test_a_million_items_fit_in_100_mb() -> None:
     index, _ = build_index(ids, codes, (256,) * 4, rng.random(items))
     trie = build_trie(torch.from_numpy(index.codes.astype(np.int64)), index.codebook_sizes)
     rows = rng.integers(0, items, size=1000)
-    assert np.array_equal(index.rows_of([ids[row] for row in rows]), rows)
     assert np.array_equal(index.decode(index.codes[rows]).rows, rows)
     tensors = [value for value in vars(trie).values() if isinstance(value, torch.Tensor)]
-    assert index.nbytes + sum(t.nbytes for t in tensors) < 100_000_000
+    assert index.codes.nbytes + index.order.nbytes + sum(t.nbytes for t in tensors) < 100_000_000
 
 
 def catalog(ids: list[str]) -> Catalog:
@@ -112,7 +105,6 @@ def test_item_keys_lead_to_rows_in_any_process() -> None:
     assert item_key("a") == 0x2F42_665B_399E_F840
     keys = np.append(item_keys(["c", "a"]), np.uint64(1))
     assert made.rows_of_keys(keys).tolist() == [2, 0, -1]
-    assert made.rows_of(["c", "x"]).tolist() == [2, -1]
     assert made.popular.tolist() == [2, 1, 0]
 
 
