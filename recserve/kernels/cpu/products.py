@@ -59,8 +59,8 @@ def runs_in_c(weight: Tensor, stored: PackedFormat | None = None, forced: bool =
         return multiplies_int8(weight)
     if stored == "float16":
         return multiplies_halves(weight)
-    amx = weight.dtype == torch.bfloat16 and processor.has_amx()
-    return native.multiplies(weight) and (forced or not amx)
+    in_amx = weight.dtype == torch.bfloat16 and processor.has_amx() and onednn_packs(weight.dtype)
+    return native.multiplies(weight) and (forced or not in_amx)
 
 
 def fastest_dtype(candidates: Sequence[torch.dtype]) -> torch.dtype:

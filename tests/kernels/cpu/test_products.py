@@ -56,6 +56,7 @@ def test_c_multiplies_and_attends_wherever_it_can(kernels, monkeypatch):
 @needs_compiler
 def test_bfloat16_stays_with_torch_on_amx_unless_c_is_forced(machine, monkeypatch):
     weights = {dtype: torch.zeros(4, 8, dtype=dtype) for dtype in (F32, BF16)}
+    monkeypatch.setattr(products, "onednn_packs", lambda dtype: True)
     for level, flags, kernels, in_c in (
         ("x86-64-v3", (), "auto", True),
         ("x86-64-v4-bf16", (), "auto", True),
@@ -83,7 +84,8 @@ def test_a_weight_that_c_cannot_hold_does_not_decide_for_the_others(monkeypatch)
 def test_the_codes_and_their_parts_are_packed_alike_without_onednn(monkeypatch):
     """A bfloat16 model once failed here on processors without AVX-512."""
     monkeypatch.setattr(dispatch, "KERNELS", "auto")
-    monkeypatch.setattr("recserve.models.packing.onednn_packs", lambda dtype: False)
+    for module in ("recserve.models.packing", "recserve.kernels.cpu.products"):
+        monkeypatch.setattr(f"{module}.onednn_packs", lambda dtype: False)
     for size in (1, 4, 2048):
         weight = torch.zeros(size, 8, dtype=BF16)
         assert packable(weight) and PackedLinear(weight).panels is not None
