@@ -256,11 +256,17 @@ class Service:
         return self.users.add(checked(body, EventsRequest))
 
     def history(self, user_id: str) -> HistoryResponse:
-        """Returns a user's stored events. Raises StoreUnavailable or CorruptHistory."""
+        """Returns a user's stored events.
+
+        Raises StoreUnavailable, CorruptHistory or InvalidRequest.
+        """
         return self.users.history(user_id)
 
     def delete_user(self, user_id: str) -> None:
-        """Removes a user from the history store and from the caches. Raises StoreUnavailable."""
+        """Removes a user from the history store and from the caches.
+
+        Raises StoreUnavailable or InvalidRequest.
+        """
         self.users.delete(user_id)
 
     def item(self, item_id: str) -> ItemResponse:

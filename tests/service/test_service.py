@@ -244,6 +244,13 @@ def test_history_is_oldest_first(service, ids):
     assert {e.type for e in events} == {"click"}
 
 
+@pytest.mark.parametrize("user_id", ["", "u" * 257])
+def test_a_user_id_has_the_bounds_of_http(service, user_id):
+    for ask in (service.history, service.delete_user):
+        with pytest.raises(InvalidRequest, match=f"1 to 256 characters, got {len(user_id)}"):
+            ask(user_id)
+
+
 def test_nothing_of_a_deleted_user_is_left(service, user, ids):
     for n in range(30):  # more than the window of 16 items, so that it has slid
         service.add_events(view(user, ids[n]))

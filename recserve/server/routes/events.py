@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from recserve.schemas.browse import UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse
-from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
 from recserve.server.app_state import AppState, json_response, query_of
 from recserve.server.routes.paths import HistoryRoute, UserRoute
 from recserve.service.slate_log.records import attributed
@@ -35,13 +34,11 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
 
     async def history(user_id: str) -> Response:
         """Return a user's events, oldest first."""
-        return json_response(
-            await app_state.from_store(app_state.service.users.history, _bounded(user_id))
-        )
+        return json_response(await app_state.from_store(app_state.service.users.history, user_id))
 
     async def delete_user(user_id: str) -> Response:
         """Delete a user's stored events, cached prefixes and rows of the slate log."""
-        await app_state.from_store(_delete, app_state, _bounded(user_id))
+        await app_state.from_store(_delete, app_state, user_id)
         return Response(status_code=204)
 
     app.router.add_api_route(
@@ -80,11 +77,3 @@ def _delete(app_state: AppState, user_id: str) -> None:
     service.users.delete(user_id)
     if app_state.slate_log is not None:
         app_state.slate_log.forget(user_id, service.runtime.signer)
-
-
-def _bounded(user_id: str) -> str:
-    if not 1 <= len(user_id) <= MAX_ID_LENGTH:
-        raise InvalidRequest(
-            "user_id", f"expected 1 to {MAX_ID_LENGTH} characters, got {len(user_id)}"
-        )
-    return user_id

@@ -50,7 +50,9 @@ class UserHistories:
         Raises:
             StoreUnavailable: If the history store does not answer.
             CorruptHistory: If the stored events are damaged.
+            InvalidRequest: If the id is empty or too long.
         """
+        _check(user_id)
         return self.runtime.histories.listed(user_id, self.runtime.snapshot)
 
     def listed(self, query: UsersQuery) -> UserPage:
@@ -77,7 +79,9 @@ class UserHistories:
 
         Raises:
             StoreUnavailable: If the history store does not answer.
+            InvalidRequest: If the id is empty or too long.
         """
+        _check(user_id)
         runtime = self.runtime
         history = runtime.histories.delete(user_id, runtime.snapshot)
         if self.items.has_changed_rows(history):
@@ -85,6 +89,13 @@ class UserHistories:
         self.prewarm.forget({user_id: Rewritten(history, None)})
         if self.successor is not None:
             self.successor.engine.forget_all()
+
+
+def _check(user_id: str) -> None:
+    if not 1 <= len(user_id) <= MAX_ID_LENGTH:
+        raise InvalidRequest(
+            "user_id", f"expected 1 to {MAX_ID_LENGTH} characters, got {len(user_id)}"
+        )
 
 
 def _askable(user_ids: list[str]) -> list[str]:
