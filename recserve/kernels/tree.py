@@ -150,7 +150,7 @@ def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:
     """
     n = tokens.shape[0]
     parent_list = parents.tolist()
-    depths = [0] * n
+    depths: list[int] = []
     ends = list(range(1, n + 1))
     open_path: list[int] = []
     for i, parent in enumerate(parent_list):
@@ -160,7 +160,7 @@ def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:
             ends[open_path.pop()] = i
         if parent >= 0 and not open_path:
             raise ValueError(f"node {i} is not in preorder: its parent {parent} is already closed")
-        depths[i] = len(open_path)
+        depths.append(len(open_path))
         open_path.append(i)
     for node in open_path:
         ends[node] = n

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from recserve.kernels import dispatch
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
-from recserve.kernels.cpu.cpu_plan import Form
+from recserve.kernels.cpu.native_attention import HeadLayout
 from recserve.kernels.cpu.native_layers import NativeLayers
 from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import KVPool, TreeBatch
@@ -178,7 +178,6 @@ class PagedAttention:
         self.pool = pool
         self.slots = batch.query_slots()
         self.turns = type(pool) is KVPool and dispatch.turns(pool.keys)
-        self._softmax = activation.normalizer is None
         self._attention = attention(batch, activation)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -220,8 +219,8 @@ class PagedAttention:
         if not self.turns or not isinstance(self._attention, CpuTreeAttention) or x.ndim != 2:
             return None
         s = layers.shape
-        form = Form(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype, self._softmax)
-        attention = self._attention.natively(form) if keys.dtype == x.dtype else None
+        heads = HeadLayout(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype)
+        attention = self._attention.natively(heads) if keys.dtype == x.dtype else None
         if attention is None:
             return None
         turns = rope.cos, rope.sin

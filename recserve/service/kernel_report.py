@@ -10,8 +10,8 @@ from torch import nn
 from recserve.engine.engine import Engine
 from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.kernels import dispatch
-from recserve.kernels.cpu import native, native_attention, processor, products
-from recserve.kernels.cpu.cpu_plan import Form
+from recserve.kernels.cpu import native, processor, products
+from recserve.kernels.cpu.native_attention import HeadLayout
 from recserve.models.packing import PackedLinear
 from recserve.service.kernel_comparison import compare_kernels
 
@@ -72,9 +72,7 @@ def _kernels(runner: Runner) -> dict[str, str]:
             name = products.type_name(module.weight.dtype)
             found[f"{list(module.weight.shape)} {name}", "torch: not packed"] += 1
     said = {f"{count} products {work}": kernel for (work, kernel), count in found.items()}
-    silu = "torch: C has no SiLU attention"
-    attention = _attention(runner, trunk) if isinstance(trunk, DecoderAdapter) else silu
-    return {**said, "attention": attention}
+    return {**said, "attention": _attention(runner, trunk)}
 
 
 def _why_torch(module: PackedLinear) -> str:
@@ -84,16 +82,16 @@ def _why_torch(module: PackedLinear) -> str:
     return why or f"C has no products of {module.shape[1]} inputs"
 
 
-def _attention(runner: Runner, trunk: DecoderAdapter) -> str:
+def _attention(runner: Runner, trunk: DecoderAdapter | RankerAdapter) -> str:
     if runner.attention is not dispatch.tree_attention:
         return "torch: exact sums of the invariant mode"
     if runner.pool.keys.dtype != trunk.dtype:
         return "torch: keys and values have another type"
-    c = trunk.model.config.decoder
-    form = Form(c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim, trunk.dtype, True)
+    shape = runner.pool.shape
+    heads = HeadLayout(shape.num_kv_heads, trunk.group, shape.head_dim, trunk.dtype)
     why = _without_c(trunk.dtype)
-    if why is None and not native_attention.attends(form):
-        why = f"C has no heads of {form.dim}, {form.group} for a head of keys"
+    if why is None and not heads.in_c():
+        why = f"C has no heads of {heads.dim}, {heads.group} for a head of keys"
     return "C" if why is None else f"torch: {why}"
 
 

@@ -1,22 +1,32 @@
-"""The CPU path against the plain reference, over drawn trees, roots and head layouts."""
+"""Both CPU paths against the plain reference, over drawn trees, roots and head layouts."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from recserve.kernels import reference
-from recserve.kernels.cpu import cpu_plan
+from recserve.kernels.cpu import cpu_attention, native
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
+from recserve.kernels.cpu.native_attention import HeadLayout
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, root_branch
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, draw_tree, placed
 
+F32 = torch.float32
+
 
 def same(batch, query, keys, values, activation):
     expected = reference.tree_attention(query, keys, values, batch, activation)
-    slots = batch.query_slots()
-    got = CpuTreeAttention(batch, activation)(query, keys[slots], values[slots], keys, values)
-    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
+    for in_c in (False, True):
+        attention = CpuTreeAttention(batch, activation, native=in_c)
+        with torch.inference_mode():
+            got = attention(query, query, query, keys, values)
+        whole = keys.shape[2] % native.LANES == 0 and native.library() is not None
+        heads = HeadLayout(keys.shape[1], query.shape[1] // keys.shape[1], keys.shape[2], F32)
+        assert (attention.natively(heads) is not None) == (in_c and whole)
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
@@ -56,52 +66,32 @@ def test_wherever_keys_lie(kinds, roots, heads, kv_heads, dim, limits, layout):
             same(batch, query, keys, values, Activation(normalizer=37.0))
 
 
-@pytest.mark.parametrize("nodes", [3, 64])
-def test_a_long_root_apart_from_its_tree(nodes):
-    """Two results are merged."""
-    batch, query, keys, values = draw_batch([("tree", nodes)], [5000], 4, 2, 32)
-    batch, keys, values = placed(batch, keys, values, "before")
-    form = cpu_plan.Form(2, 2, 32, torch.float32, softmax=True)
-    (part,) = cpu_plan.plan(batch, form)
-    assert part.whole is None
-    same(batch, query, keys, values, SOFTMAX)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (6, 2)])
-@pytest.mark.parametrize("nodes", [1, 9])
-def test_trees_that_lie_alike_are_one_call(nodes, heads, kv_heads, dtype):
-    kinds, roots = [("tree", nodes)] * 3, [40] * 3
-    batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, 32)
-    batch, keys, values = placed(batch, keys, values, "beside")
-    query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
-    form = cpu_plan.Form(kv_heads, heads // kv_heads, 32, dtype, softmax=True)
-    (part,) = cpu_plan.plan(batch, form)
-    assert part.whole.count == 3
-    expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
-    own = batch.slots
-    got = CpuTreeAttention(batch)(query, keys[own], values[own], keys, values)
-    assert (got.float() - expected).norm() / expected.norm() < (
-        1e-2 if dtype == torch.bfloat16 else 1e-6
-    )
-    # One slot further away: no longer alike.
-    moved = torch.cat([batch.slots[:-nodes], batch.slots[-nodes:] + 1])
-    apart = TreeBatch(batch.tree, None, moved, batch.prefix_slots)
-    assert len(cpu_plan.plan(apart, form)) == 3
-
-
-def test_shared_rows_are_seen_by_all():
-    """Profile and long history (the first 4 nodes) see each other both ways; later nodes see them
-    too.
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize("shared", [4, 9, 70])
+@pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
+def test_shared_rows_are_seen_by_all(cached, shared, kind):
+    """Profile and long history (the first nodes) see each other both ways; later nodes see them
+    too. The trees beside them share nothing, and their nodes see a part of their root.
     """
-    from dataclasses import replace
+    drawn = draw_batch([(kind, 70), ("branches", 9)], [5, 40], 2, 2, 16, cached=cached)
+    batch, query, keys, values = drawn
+    tree = replace(batch.tree, shared=torch.tensor([shared, 0]))
+    assert tree.dense_mask()[0, 3]
+    limits = torch.where(tree.tree_ids() > 0, torch.arange(79) % 41, 5)
+    for root_limits in (None, limits):
+        both = replace(batch, tree=replace(tree, root_limits=root_limits))
+        same(both, query, keys, values, Activation(normalizer=10.0))
+        same(both, query, keys, values, SOFTMAX)
 
-    batch, query, keys, values = draw_batch([("chain", 9)], [0], 2, 2, 16)
-    tree = replace(batch.tree, shared=torch.tensor([4]))
-    assert tree.dense_mask()[0, 3] and not tree.dense_mask()[4, 5]
-    batch = TreeBatch(tree, None, batch.slots, batch.prefix_slots)
-    same(batch, query, keys, values, Activation(normalizer=10.0))
-    same(batch, query, keys, values, SOFTMAX)
+
+def test_limits_in_a_tree_with_shared_rows_take_torchs_way():
+    batch, query, keys, values = draw_batch([("tree", 9)], [20], 2, 2, 16, limits=True)
+    batch = replace(batch, tree=replace(batch.tree, shared=torch.tensor([2])))
+    expected = reference.tree_attention(query, keys, values, batch)
+    attention = CpuTreeAttention(batch, native=True)
+    got = attention(query, query, query, keys, values)
+    assert attention.natively(HeadLayout(2, 1, 16, F32)) is None
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("nodes", [2048, pytest.param(8192, marks=pytest.mark.slow)])
@@ -113,10 +103,10 @@ def test_many_nodes_of_one_tree(nodes):
 @pytest.mark.parametrize("part", [None, slice(500, 756)], ids=["all-new", "a-part-of-it"])
 @pytest.mark.parametrize("activation", [SOFTMAX, Activation(normalizer=37.0)], ids=["soft", "silu"])
 def test_isolated_branches_have_no_mask_over_the_whole_tree(activation, part):
-    """300 branches of up to 20 nodes below one root, one of them longer than a mask."""
+    """300 branches of up to 20 nodes below one root, one of them longer than a block."""
     g = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 21, (300,), generator=g)
-    lengths[40] = cpu_plan.FEW + 9
+    lengths[40] = 2 * cpu_attention.ROWS + 9
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     total, root = int(offsets[-1]), torch.arange(150)
     tree = root_branch(torch.zeros(total, dtype=torch.int64), offsets)
@@ -125,10 +115,9 @@ def test_isolated_branches_have_no_mask_over_the_whole_tree(activation, part):
     keys, values = torch.randn(2, 150 + total, 2, 8, generator=g)
     query = torch.randn(batch.num_queries, 2, 8, generator=g)
     same(batch, query, keys, values, activation)
-    form = cpu_plan.Form(2, 1, 8, torch.float32, activation is SOFTMAX)
-    masks = [p.mask if p.whole is None else p.whole.mask for p in cpu_plan.plan(batch, form)]
-    scores = sum(mask.numel() for mask in masks if mask is not None)
-    assert scores <= batch.num_queries * (150 + cpu_plan.TOGETHER) + 2 * cpu_plan.FEW**2
+    blocks = cpu_attention._blocks(batch, activation, HeadLayout(2, 1, 8, F32))
+    most = 150 + cpu_attention.ROWS + int(lengths.max())
+    assert all(block.slots.shape[0] <= most for block in blocks)
 
 
 def test_neighbours_do_not_change_a_tree():

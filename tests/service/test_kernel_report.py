@@ -60,8 +60,8 @@ def test_what_c_does_not_compute_is_said(monkeypatch):
     }
     odd = report(small(head_dim=8))
     assert odd["attention"].startswith("torch: ")
-    ranker = kernels_in_use(build_engine(EngineModels(ranker=make_ranker())))
-    assert [found["attention"] for found in ranker.values()] == ["torch: C has no SiLU attention"]
+    (ranker,) = kernels_in_use(build_engine(EngineModels(ranker=make_ranker()))).values()
+    assert (ranker["attention"] == "C") == (native.library() is not None)
 
 
 def test_the_setting_reaches_the_weights():

@@ -11,7 +11,7 @@ from recserve.models.ranker import Ranker, RankerConfig
 def make_ranker() -> Ranker:
     """Returns a random ranker with 60 bound items."""
     torch.manual_seed(0)
-    ranker = Ranker(RankerConfig(50, 6, 3, num_types=2, hidden_size=16, head_dim=8))
+    ranker = Ranker(RankerConfig(50, 6, 3, num_types=2, hidden_size=16, head_dim=16))
     ranker.bind_items(torch.randn(60, 6))
     for weight in ranker.parameters():
         if weight.ndim > 1:

@@ -63,6 +63,7 @@ class DecoderAdapter:
         self.model = model
         decoder = model.config.decoder
         self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
+        self.group = decoder.num_heads // decoder.num_kv_heads
         self.dtype: torch.dtype = model.tokens.weight.dtype
         self.device: torch.device = model.tokens.weight.device
 
@@ -90,6 +91,7 @@ class RankerAdapter:
         config = model.config
         self.activation = Activation(config.normalizer)
         self.kv_shape = KVShape(config.num_layers, config.num_heads, config.head_dim)
+        self.group = 1
         self.dtype: torch.dtype = model.vector_projection.weight.dtype
         self.device: torch.device = model.vector_projection.weight.device
 

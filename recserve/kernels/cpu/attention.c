@@ -1,39 +1,43 @@
-/* Softmax tree attention over root and tree as one list of keys, block by block.
+/* Tree attention over root and tree as one list of keys, block by block.
  *
  * Per tree and KV head: R rows (nodes times query heads of the group), m keys, D dimensions. A
  * block of keys is read once for all rows. It is transposed, so that a vector holds the keys of
  * one dimension, and four rows at a time multiply it from the nearest cache. Cost: 2 R m D
  * multiply-adds and 2 m D elements read. The softmax is computed as in FlashAttention (arXiv
- * 2205.14135).
+ * 2205.14135). SiLU (HSTU, arXiv 2402.17152) needs no sum of weights, only a constant divisor.
  */
 #include "functions.h"
 
 #define BLOCK (2 * LANES) /* keys whose scores are computed at a time */
 #define MOST_ROWS 128
 
-/* A block of a tree's keys. Node i sees key j if index[j] <= i < end[j]. With TILE rows or more,
- * the block also has float32 copies: columns [dim][BLOCK] of the keys and rows [BLOCK][dim] of the
- * values. */
+/* A block of a tree's keys. Node i sees key j if index[j] <= i < end[j]. In a block of the root of
+ * a tree with limits, index[j] is the key's place in the root, and i the row's last place there.
+ * With TILE rows or more, the block also has float32 copies: columns [dim][BLOCK] of the keys and
+ * rows [BLOCK][dim] of the values. */
 typedef struct {
     const char *keys, *values;
     int64_t places[BLOCK], count; /* element of each key in the pool; padding repeats the first */
     int32_t index[BLOCK], end[BLOCK];
-    int seen; /* whether all rows see all of the block */
+    int seen, limited; /* whether all rows see all of the block, and whether limits apply */
+    int softmax;
     float *columns, *rows;
 } Block;
 
-/* Selects the keys start, start + 1, ... of the `total` keys of root and tree, with their
- * visibility. */
-INLINE void find(const Tree *tree, int64_t start, int64_t total, int64_t head, int64_t kv_heads,
-                 int64_t dim, Block *block) {
-    int64_t left = total - start;
+/* Selects the keys start, start + 1, ... before `stop` of root and tree, with their visibility.
+ * least: root tokens that every row sees. */
+INLINE void find(const Tree *tree, int64_t start, int64_t stop, int64_t least, int64_t head,
+                 int64_t kv_heads, int64_t dim, Block *block) {
+    int64_t left = stop - start;
     block->count = left < BLOCK ? left : BLOCK;
-    block->seen = start + BLOCK <= tree->root_length;
+    block->seen = start + BLOCK <= least;
+    block->limited = tree->limits && start < tree->root_length;
     for (int64_t j = 0; j < BLOCK; j++) {
         int64_t place = start + (j < block->count ? j : 0), node = place - tree->root_length;
         int64_t slot = node < 0 ? tree->root[place] : tree->slots[node];
         block->places[j] = (slot * kv_heads + head) * dim;
-        block->index[j] = j < block->count ? node < 0 ? 0 : tree->first + node : INT32_MAX;
+        int64_t index = node >= 0 ? tree->first + node : block->limited ? place : 0;
+        block->index[j] = j < block->count ? index : INT32_MAX;
         block->end[j] = node < 0 ? INT32_MAX : tree->ends[node];
     }
 }
@@ -43,6 +47,7 @@ INLINE void take(const int64_t *slots, int64_t left, int64_t head, int64_t kv_he
                  Block *block) {
     block->count = left < BLOCK ? left : BLOCK;
     block->seen = left >= BLOCK;
+    block->limited = 0;
     for (int64_t j = 0; j < block->count || j % LANES; j++) {
         block->places[j] = (slots[j < block->count ? j : 0] * kv_heads + head) * dim;
         block->index[j] = j < block->count ? 0 : INT32_MAX;
@@ -94,12 +99,12 @@ INLINE void gather(int type, int64_t dim, Block *block) {
             store(FLOAT32, block->rows, j * dim + d, load(type, block->values, block->places[j] + d));
 }
 
-/* State of one row of a blockwise softmax. */
+/* State of one row of a blockwise softmax, or of a sum with SiLU. */
 typedef struct {
     float *query, *mixed; /* [dim] */
     float top;            /* largest score so far */
     floats weight;        /* sums of e^(score - top) per lane */
-    int64_t node;
+    int64_t node, last;   /* last: the last root place that it sees, with limits */
 } Row;
 
 enum { TILE = 4, PAIR = 2, PARTS = BLOCK / LANES, WIDE = REGISTERS / 8 };
@@ -182,6 +187,29 @@ INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const 
         }
 }
 
+/* Returns which keys of a part of a block a row sees. */
+INLINE ints seen_by(const Row *row, const Block *block, int part) {
+    ints index, end, at = (int32_t)(block->limited ? row->last : row->node) - (ints){};
+    memcpy(&index, block->index + part * LANES, sizeof index);
+    memcpy(&end, block->end + part * LANES, sizeof end);
+    return (index <= at) & (at < end);
+}
+
+/* Turns the scores of `count` rows into silu(score), 0 where a row does not see the key. */
+INLINE void weigh_silu(int count, Row *row, const Block *block, floats scores[TILE][PARTS],
+                       float weights[TILE][BLOCK], float *kept) {
+    int parts = count == TILE ? PARTS : (block->count + LANES - 1) / LANES;
+    for (int r = 0; r < count; r++) {
+        for (int i = 0; i < parts; i++) {
+            floats score = scores[r][i], away = choose(score < -88.0f, all(88), -score);
+            floats weight = score / (exponential(away) + 1.0f);
+            if (!block->seen) weight = choose(seen_by(row + r, block, i), weight, all(0));
+            store(FLOAT32, weights[r], i * LANES, weight);
+        }
+        kept[r] = 1;
+    }
+}
+
 /* Turns the scores of `count` rows into weights, 0 where a row does not see the key. kept: factor
  * that rescales a row's earlier sums. */
 INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][PARTS],
@@ -192,10 +220,7 @@ INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][P
         floats best = all(-INFINITY);
         for (int i = 0; i < parts; i++) {
             if (!block->seen) {
-                ints index, end, node = (int32_t)row[r].node - (ints){};
-                memcpy(&index, block->index + i * LANES, sizeof index);
-                memcpy(&end, block->end + i * LANES, sizeof end);
-                ints sees = (index <= node) & (node < end);
+                ints sees = seen_by(row + r, block, i);
                 scores[r][i] = choose(sees, scores[r][i], all(-INFINITY));
             }
             best = larger(scores[r][i], best);
@@ -227,7 +252,10 @@ INLINE void attend_block(int type, int gathered, int count, Row *row, const Bloc
         scores_by_column(count, row, block, dim, scores);
     else
         scores_by_key(type, count, row, block, dim, scores);
-    weigh(count, row, block, scores, weights, kept);
+    if (block->softmax)
+        weigh(count, row, block, scores, weights, kept);
+    else
+        weigh_silu(count, row, block, scores, weights, kept);
     int64_t d = 0;
     for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
         mix(type, gathered, count, WIDE, row, block, weights, kept, d, dim);
@@ -259,24 +287,83 @@ static __attribute__((noinline)) void attend_scattered(int type, int64_t count, 
     }
 }
 
+/* What the rows of one call of `attend` share. */
+typedef struct {
+    int type;
+    const Tree *tree;
+    int64_t head, kv_heads, dim, group, num_rows;
+    Row *rows;
+    Block block;
+} Call;
+
+/* Attends from all rows to the keys start .. stop of root and tree, which are the same list for
+ * every row that sees one of them. */
+INLINE void attend_to_all(Call *call, int64_t start, int64_t stop, int64_t least) {
+    const Tree *tree = call->tree;
+    Block *block = &call->block;
+    int64_t head = call->head, kv_heads = call->kv_heads, dim = call->dim;
+    for (int64_t first = 0; start < stop; start += BLOCK) {
+        find(tree, start, stop, least, head, kv_heads, dim, block);
+        if (start >= tree->root_length)
+            while (call->rows[first].node < block->index[0]) first++; /* these see none of it */
+        int64_t count = call->num_rows - first;
+        if (call->num_rows < TILE) {
+            attend_scattered(call->type, count, call->rows + first, block, dim);
+            continue;
+        }
+        gather(call->type, dim, block);
+        for (int64_t j = start + BLOCK; j < start + 2 * BLOCK && j < tree->root_length; j++)
+            ask_for(call->type, block, tree->root[j], head, kv_heads, dim);
+        attend_gathered(count, call->rows + first, block, dim);
+    }
+}
+
+/* Attends from each row to the root's places from `shared` on, and to its own path. */
+INLINE void attend_to_paths(Call *call, int64_t shared, const int32_t *parents,
+                            const int32_t *depths) {
+    const Tree *tree = call->tree;
+    int64_t tail = tree->root_length - shared, group = call->group;
+    for (int64_t r = 0; r < call->num_rows; r += group) {
+        int64_t node = call->rows[r].node - tree->first, soon = r + 3 * group;
+        int64_t size = tail + (node < 0 ? 0 : depths[node] + 1), slots[size + 1];
+        if (soon < call->num_rows && call->rows[soon].node >= tree->first)
+            ask_for(call->type, &call->block, tree->slots[call->rows[soon].node - tree->first],
+                    call->head, call->kv_heads, call->dim);
+        if (tail)  // the root may be null where it is empty, and memcpy is undefined then
+            memcpy(slots, tree->root + shared, tail * sizeof *slots);
+        for (int64_t at = node; at >= 0; at = parents[at])
+            slots[tail + depths[at]] = tree->slots[at];
+        for (int64_t start = 0; start < size; start += BLOCK) {
+            take(slots + start, size - start, call->head, call->kv_heads, call->dim, &call->block);
+            attend_scattered(call->type, group, call->rows + r, &call->block, call->dim);
+        }
+    }
+}
+
 /* Attends from rows from, from + 1, ... of one tree and one KV head: at most MOST_ROWS rows, with
  * every query head of the group. A row sees one list of keys, the root and its own path, in blocks
  * that begin at multiples of BLOCK. So positions of nodes in a tree, and other nodes in it, change
  * no bit. All rows share the whole blocks of the root, and the blocks of a chain, whose nodes are
- * consecutive. */
+ * consecutive. With limits or SiLU the path is a list of its own, so that all rows share all blocks
+ * of the root. */
 INLINE void attend(int type, const char *query, const char *keys, const char *values, char *out,
                    const Tree *tree, int64_t from, int64_t head, int64_t heads, int64_t kv_heads,
-                   int64_t dim, float scale) {
+                   int64_t dim, float scale, float normalizer) {
     int64_t group = heads / kv_heads, count = rows_at_once(group);
     if (from + count > tree->count) count = tree->count - from;
-    int64_t num_rows = count * group;
+    int64_t num_rows = count * group, least = tree->root_length;
     float queries[num_rows * dim], mixed[num_rows * dim], columns[dim * BLOCK], rows[BLOCK * dim];
     Row states[num_rows];
-    Block block = {.keys = keys, .values = values, .columns = columns, .rows = rows};
+    Call call = {type, tree, head, kv_heads, dim, group, num_rows, states,
+                 {.keys = keys, .values = values, .softmax = !normalizer, .columns = columns,
+                  .rows = rows}};
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t n = from + r / group, at = row_at(tree, n, head, group, heads, dim) + r % group * dim;
         int64_t node = tree->queries ? tree->queries[n] : tree->first + n;
-        states[r] = (Row){queries + r * dim, mixed + r * dim, -INFINITY, {}, node};
+        int64_t limit = tree->limits ? tree->limits[node] : INT64_MAX;
+        if (limit > tree->root_length) limit = tree->root_length;
+        if (limit < least) least = limit;
+        states[r] = (Row){queries + r * dim, mixed + r * dim, -INFINITY, {}, node, limit - 1};
         for (int64_t d = 0; d < dim; d += LANES) {
             store(FLOAT32, states[r].query, d, load(type, query, at + d) * scale);
             store(FLOAT32, states[r].mixed, d, (floats){});
@@ -284,51 +371,30 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
     }
     memset(columns, 0, sizeof columns);
     int64_t wanted = states[num_rows - 1].node - tree->first + 1;
-    int32_t parents[wanted], depths[wanted];
+    if (wanted < 0) wanted = 0; /* all rows are nodes that belong to the root */
+    int32_t parents[wanted + 1], depths[wanted + 1];
     find_parents(tree, wanted, parents, depths);
-    int is_chain = depths[wanted - 1] == wanted - 1;
-    int64_t total = tree->root_length + wanted;
-    int64_t shared = is_chain ? total : tree->root_length / BLOCK * BLOCK;
-    for (int64_t start = 0, first = 0; start < shared; start += BLOCK) {
-        find(tree, start, total, head, kv_heads, dim, &block);
-        while (states[first].node < block.index[0]) first++; /* these see none of it */
-        if (num_rows < TILE) {
-            attend_scattered(type, num_rows - first, states + first, &block, dim);
-        } else {
-            gather(type, dim, &block);
-            for (int64_t j = start + BLOCK; j < start + 2 * BLOCK && j < tree->root_length; j++)
-                ask_for(type, &block, tree->root[j], head, kv_heads, dim);
-            attend_gathered(num_rows - first, states + first, &block, dim);
-        }
-    }
-    int64_t tail = tree->root_length - shared;
-    for (int64_t n = 0; n < count && !is_chain; n++) {
-        int64_t node = states[n * group].node - tree->first, size = tail + depths[node] + 1;
-        int64_t slots[size], soon = (n + 3) * group;
-        if (soon < num_rows)
-            ask_for(type, &block, tree->slots[states[soon].node - tree->first], head, kv_heads, dim);
-        if (tail)  // the root may be null where it is empty, and memcpy is undefined then
-            memcpy(slots, tree->root + shared, tail * sizeof *slots);
-        for (int64_t at = node; at >= 0; at = parents[at])
-            slots[tail + depths[at]] = tree->slots[at];
-        for (int64_t start = 0; start < size; start += BLOCK) {
-            take(slots + start, size - start, head, kv_heads, dim, &block);
-            attend_scattered(type, group, states + n * group, &block, dim);
-        }
-    }
+    int is_chain = !wanted || depths[wanted - 1] == wanted - 1, apart = normalizer || tree->limits;
+    int64_t root = tree->root_length, total = root + wanted;
+    int64_t shared = apart ? root : is_chain ? total : root / BLOCK * BLOCK;
+    attend_to_all(&call, 0, shared, least);
+    if (!is_chain)
+        attend_to_paths(&call, shared, parents, depths);
+    else if (apart)
+        attend_to_all(&call, root, total, least);
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t at = row_at(tree, from + r / group, head, group, heads, dim) + r % group * dim;
-        float weight = sum(states[r].weight);
+        float weight = normalizer ? normalizer : sum(states[r].weight);
         for (int64_t d = 0; d < dim; d += LANES)
             store(type, out, at + d, load(FLOAT32, states[r].mixed, d) / weight);
     }
 }
 
-/* query, out: [rows, heads, dim]. keys, values: [slots, kv_heads, dim]. together: whether threads
- * share the call. */
+/* query, out: [rows, heads, dim]. keys, values: [slots, kv_heads, dim]. normalizer: 0 for softmax,
+ * else the divisor of SiLU. together: whether threads share the call. */
 void tree_attention(int type, const char *query, const char *keys, const char *values, char *out,
                     const Tree *trees, int64_t num_trees, int64_t heads, int64_t kv_heads,
-                    int64_t dim, float scale, int together) {
+                    int64_t dim, float scale, float normalizer, int together) {
     int64_t most = 0, step = rows_at_once(heads / kv_heads);
     for (int64_t i = 0; i < num_trees; i++) most = trees[i].count > most ? trees[i].count : most;
     int64_t steps = (most + step - 1) / step, each = steps * kv_heads;
@@ -338,9 +404,10 @@ void tree_attention(int type, const char *query, const char *keys, const char *v
         int64_t from = i % steps * step, head = i % each / steps;
         if (from >= tree->count) continue;
         if (type == FLOAT32)
-            attend(FLOAT32, query, keys, values, out, tree, from, head, heads, kv_heads, dim, scale);
+            attend(FLOAT32, query, keys, values, out, tree, from, head, heads, kv_heads, dim, scale,
+                   normalizer);
         else
             attend(BFLOAT16, query, keys, values, out, tree, from, head, heads, kv_heads, dim,
-                   scale);
+                   scale, normalizer);
     }
 }

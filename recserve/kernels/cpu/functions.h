@@ -10,6 +10,7 @@ typedef struct {
     const int64_t *ends;    /* [nodes] packed index one past the subtree of each node */
     int64_t first, nodes;   /* packed index of its first node, and the number of nodes */
     const int64_t *queries; /* [count] packed nodes of its rows; NULL means all nodes */
+    const int64_t *limits;  /* [packed nodes] root tokens that each node sees; NULL means all */
     int64_t row, count;     /* its first row among all computed nodes, and the number of rows */
 } Tree;
 
@@ -48,4 +49,4 @@ void linear_int8(int type, const char *x, const int8_t *panels, const float *sca
 void apply_product(int type, const Product *weights, const char *x, char *out, int64_t rows);
 void tree_attention(int type, const char *query, const char *keys, const char *values, char *out,
                     const Tree *trees, int64_t num_trees, int64_t heads, int64_t kv_heads,
-                    int64_t dim, float scale, int together);
+                    int64_t dim, float scale, float normalizer, int together);

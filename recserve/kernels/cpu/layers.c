@@ -42,7 +42,7 @@ void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *s
         rope_write(type, qkv, cos, sin, slots, keys, values, query, rows, shape->heads,
                    shape->kv_heads, dim);
         tree_attention(type, query, keys, values, mixed, trees, num_trees, shape->heads,
-                       shape->kv_heads, dim, shape->scale, together);
+                       shape->kv_heads, dim, shape->scale, 0, together);
         apply_product(type, &layer->output, mixed, normed, rows);
         add(type, x, normed, rows * shape->size);
         rms_norm(type, x, layer->mlp_norm, normed, rows, shape->size, eps);

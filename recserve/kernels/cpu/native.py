@@ -34,7 +34,7 @@ SIGNATURES = {
     "linear_halves": (P, P, P, P, N, N, N),
     "linear_int8": (INT, P, P, P, P, P, N, N, N),
     "int8_depth": (INT, N),
-    "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
+    "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, FLOAT, INT),
     "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P, P),
     "trie_search": (P,),
     "trie_layout": (P,),

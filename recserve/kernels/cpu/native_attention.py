@@ -1,20 +1,20 @@
-"""Tree attention on a CPU in C, without plans, gathers or masks.
-
-cpu_attention.py decides which batches use it.
-"""
+"""Tree attention on a CPU in C, without gathers or masks (attention.c)."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu.cpu_plan import Form
 from recserve.kernels.cpu.native import LANES, TYPES, N, P, compiled, library
 from recserve.kernels.paged_kv import PrefixTable, TreeBatch
+from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.tree import TokenTree
 
 AT_ONCE = 128  # rows that attend together; MOST_ROWS of attention.c
+MOST = torch.iinfo(torch.int64).max
 MOST_NUMBERS = 2**16  # numbers of the queries that attend together, which lie on the stack
 PARALLEL = 2**15  # from so many scores of all heads on, threads share a call
 
@@ -30,32 +30,69 @@ class _Tree(ctypes.Structure):
         ("first", N),
         ("nodes", N),
         ("queries", P),
+        ("limits", P),
         ("row", N),
         ("count", N),
     ]
 
 
+@dataclass(frozen=True)
+class HeadLayout:
+    """Heads of a model, as far as attention in C depends on them.
+
+    Attributes:
+        kv_heads: K.
+        group: G, query heads per KV head.
+        dim: D, head dimension.
+        dtype: Type of queries and keys.
+    """
+
+    kv_heads: int
+    group: int
+    dim: int
+    dtype: torch.dtype
+
+    def in_c(self) -> bool:
+        """Returns whether C attends with these heads."""
+        if self.dtype not in TYPES or self.dim % LANES or library() is None:
+            return False
+        return max(self.group, AT_ONCE) * self.dim <= MOST_NUMBERS
+
+
 class NativeTreeAttention:
     """Attention of one batch, called once per layer."""
 
-    def __init__(self, batch: TreeBatch, counts: list[int]) -> None:
+    def __init__(self, batch: TreeBatch, activation: Activation = SOFTMAX) -> None:
         """Collects the addresses of the trees.
 
         Args:
             batch: Trees of one forward pass; root slots as a tuple.
-            counts: Computed nodes of each tree.
+            activation: Softmax, or SiLU with a constant normaliser.
         """
         assert not isinstance(batch.prefix_slots, PrefixTable)
-        slots, ends = _dense(batch.slots), _dense(batch.tree.ends)
-        queries = None if batch.queries is None else _dense(batch.queries)
+        self._normalizer = activation.normalizer or 0.0
+        tree, queries = batch.tree, batch.queries
+        slots, ends = _dense(batch.slots), _dense(tree.ends)
+        offsets = tree.offsets.tolist()
         roots = [_dense(root) for root in batch.prefix_slots]
+        shared = [0] * len(roots)
+        if tree.shared is not None:  # nodes that the whole tree sees are part of its root
+            shared = tree.shared.tolist()
+            roots = [
+                torch.cat([root, slots[first : first + count]]) if count else root
+                for root, first, count in zip(roots, offsets[:-1], shared, strict=True)
+            ]
+            queries = torch.arange(tree.num_nodes) if queries is None else queries
+        counts = _counts(batch) if batch.counts is None else batch.counts
+        queries = None if queries is None else _dense(queries)
+        limits = _limits(tree)
         # C reads these by address, so they must live as long as this object
-        self._read = slots, ends, queries, roots
-        offsets = batch.tree.offsets.tolist()
+        self._read = slots, ends, queries, limits, roots
         self._trees = (_Tree * len(counts))()
         self._scores = row = 0
         for b, (root, count) in enumerate(zip(roots, counts, strict=True)):
-            first, nodes = offsets[b], offsets[b + 1] - offsets[b]
+            first = offsets[b] + shared[b]
+            nodes = offsets[b + 1] - first
             self._trees[b] = _Tree(
                 root.data_ptr(),
                 root.shape[0],
@@ -64,23 +101,12 @@ class NativeTreeAttention:
                 first,
                 nodes,
                 None if queries is None else _place(queries, row),
+                None if limits is None else limits.data_ptr(),
                 row,
                 count,
             )
             row += count
             self._scores += count * (root.shape[0] + nodes)
-
-    @staticmethod
-    def of(batch: TreeBatch, form: Form) -> NativeTreeAttention | None:
-        """Returns the attention of a batch, or None where C does not support it."""
-        tree = batch.tree
-        if not attends(form):
-            return None
-        if tree.root_limits is not None or tree.shared is not None:
-            return None
-        if isinstance(batch.prefix_slots, PrefixTable):
-            return None
-        return NativeTreeAttention(batch, _counts(batch) if batch.counts is None else batch.counts)
 
     @property
     def address(self) -> int:
@@ -115,16 +141,10 @@ class NativeTreeAttention:
             kv_heads,
             dim,
             dim**-0.5,
+            self._normalizer,
             self.together(heads),
         )
         return out
-
-
-def attends(form: Form) -> bool:
-    """Returns whether C attends with heads of this form, in trees that it supports."""
-    if not form.softmax or form.dtype not in TYPES or form.dim % LANES or library() is None:
-        return False
-    return max(form.group, AT_ONCE) * form.dim <= MOST_NUMBERS
 
 
 def _counts(batch: TreeBatch) -> list[int]:
@@ -134,6 +154,29 @@ def _counts(batch: TreeBatch) -> list[int]:
         bounds = torch.searchsorted(batch.queries, bounds)
     counts: list[int] = bounds.diff().tolist()
     return counts
+
+
+def supports(batch: TreeBatch) -> bool:
+    """Returns whether C attends to these trees: not to prefixes in a table.
+
+    Shared nodes become part of the root in C. So nodes of such a tree may not see a part of it.
+    """
+    tree = batch.tree
+    if isinstance(batch.prefix_slots, PrefixTable):
+        return False
+    if tree.root_limits is None or tree.shared is None:
+        return True
+    trees = tree.tree_ids()
+    limited = tree.root_limits < batch.root_lengths()[trees]
+    return not bool((limited & (tree.shared[trees] > 0)).any())
+
+
+def _limits(tree: TokenTree) -> Tensor | None:
+    """Returns the root tokens that each node sees. Nodes of a tree with shared nodes see all."""
+    limits = tree.root_limits
+    if limits is None or tree.shared is None:
+        return None if limits is None else _dense(limits)
+    return _dense(limits).masked_fill(tree.shared[tree.tree_ids()] > 0, MOST)
 
 
 def _dense(column: Tensor) -> Tensor:

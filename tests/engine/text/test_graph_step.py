@@ -2,7 +2,7 @@
 
 The answers must be those of plain decoding, token for token. What may not count holds a number that
 would be seen in any sum: pages nobody has written, the spare slot, rows of no text. It is finite,
-because attention on a CPU reads foreign slots and weighs them by zero (kernels/cpu/cpu_plan.py).
+because attention on a CPU reads foreign slots and weighs them by zero.
 """
 
 import pytest

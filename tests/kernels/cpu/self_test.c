@@ -133,9 +133,12 @@ static void check_products(int type, int64_t rows, int64_t inner, int64_t size, 
     free(out), free(alone);
 }
 
-/* nodes: of one tree in preorder. wide: up to so many children per node; 1 makes a chain. */
+/* nodes: of one tree in preorder. wide: up to so many children per node; 1 makes a chain.
+ * normalizer: 0 for softmax, else the divisor of SiLU. limited: whether nodes see only the beginning
+ * of the root. */
 static void check_attention(int type, int64_t root_length, int64_t nodes, int64_t wide,
-                            int64_t heads, int64_t kv_heads, int64_t dim) {
+                            int64_t heads, int64_t kv_heads, int64_t dim, float normalizer,
+                            int limited) {
     int64_t slots = root_length + nodes + 3, first = 5, *order = calloc(slots, sizeof *order);
     for (int64_t i = 0; i < slots; i++) order[i] = i;
     for (int64_t i = slots - 1; i > 0; i--) {
@@ -151,8 +154,12 @@ static void check_attention(int type, int64_t root_length, int64_t nodes, int64_
     for (; depth > 0; depth--) ends[path[depth - 1]] = first + nodes;
     char *query = numbers(type, nodes * heads * dim), *keys = numbers(type, slots * kv_heads * dim);
     char *values = numbers(type, slots * kv_heads * dim), *out = numbers(type, nodes * heads * dim);
-    Tree tree = {order, root_length, order + root_length, ends, first, nodes, NULL, 0, nodes};
-    tree_attention(type, query, keys, values, out, &tree, 1, heads, kv_heads, dim, 0.3f, 0);
+    int64_t *limits = calloc(first + nodes, sizeof *limits);
+    for (int64_t i = 0; i < nodes; i++) limits[first + i] = below(root_length + 1);
+    Tree tree = {order, root_length, order + root_length, ends, first, nodes, NULL,
+                 limited ? limits : NULL, 0, nodes};
+    tree_attention(type, query, keys, values, out, &tree, 1, heads, kv_heads, dim, 0.3f, normalizer,
+                   0);
     double *scores = calloc(slots, sizeof *scores);
     for (int64_t i = 0; i < nodes; i++)
         for (int64_t h = 0; h < heads; h++) {
@@ -160,15 +167,20 @@ static void check_attention(int type, int64_t root_length, int64_t nodes, int64_
             double top = -INFINITY, total = 0;
             for (int64_t j = 0; j < root_length + nodes; j++) {
                 int64_t node = j - root_length;
-                int sees = node < 0 || (node <= i && first + i < ends[node]);
+                int sees = node < 0 ? !limited || j < limits[first + i]
+                                    : node <= i && first + i < ends[node];
                 scores[j] = sees ? 0 : -INFINITY;
                 for (int64_t d = 0; sees && d < dim; d++)
                     scores[j] += 0.3f * get(type, query, at + d) *
                                  get(type, keys, (order[j] * kv_heads + kv) * dim + d);
                 top = scores[j] > top ? scores[j] : top;
             }
-            for (int64_t j = 0; j < root_length + nodes; j++)
-                total += scores[j] = exp(scores[j] - top);
+            for (int64_t j = 0; j < root_length + nodes; j++) {
+                double silu = isinf(scores[j]) ? 0 : scores[j] / (1 + exp(-scores[j]));
+                scores[j] = normalizer ? silu : exp(scores[j] - top);
+                total += scores[j];
+            }
+            if (normalizer) total = normalizer;
             for (int64_t d = 0; d < dim; d++) {
                 double expected = 0;
                 for (int64_t j = 0; j < root_length + nodes; j++)
@@ -179,7 +191,7 @@ static void check_attention(int type, int64_t root_length, int64_t nodes, int64_
             }
         }
     free(order), free(ends), free(path), free(query), free(keys), free(values), free(out);
-    free(scores);
+    free(scores), free(limits);
 }
 
 static void check_rows(int type, int64_t rows, int64_t size) {
@@ -216,10 +228,13 @@ int main(int count, char **arguments) {
             for (int i = 0; i < 4; i++)
                 check_products(type, shapes[i][0], shapes[i][1], shapes[i][2], how);
         }
-        check_attention(type, 0, 1, 1, 2, 2, 32);     /* one node */
-        check_attention(type, 100, 1, 1, 8, 2, 64);   /* a step of plain decoding */
-        check_attention(type, 37, 150, 1, 4, 4, 32);  /* a prompt */
-        check_attention(type, 201, 56, 2, 8, 4, 128); /* a draft */
+        check_attention(type, 0, 1, 1, 2, 2, 32, 0, 0);     /* one node */
+        check_attention(type, 100, 1, 1, 8, 2, 64, 0, 0);   /* a step of plain decoding */
+        check_attention(type, 37, 150, 1, 4, 4, 32, 0, 0);  /* a prompt */
+        check_attention(type, 201, 56, 2, 8, 4, 128, 0, 0); /* a draft */
+        check_attention(type, 201, 56, 2, 8, 4, 64, 0, 1);  /* a draft that sees part of its root */
+        check_attention(type, 37, 150, 1, 2, 2, 32, 32, 0); /* a ranker's history */
+        check_attention(type, 77, 150, 2, 2, 2, 32, 32, 1); /* nodes that see part of it */
         check_rows(type, 3, 1), check_rows(type, 5, 17), check_rows(type, 4, 1000);
     }
     printf("%lld comparisons, %lld failed, %d lanes\n", (long long)compared, (long long)failed,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ import torch.nn.functional as F
 
 from recserve.kernels import dispatch, reference
 from recserve.kernels.cpu import native
-from recserve.kernels.cpu.cpu_plan import Form
-from recserve.kernels.cpu.native_attention import NativeTreeAttention
+from recserve.kernels.cpu.native_attention import HeadLayout, NativeTreeAttention
 from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
 from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.reference import Activation
 from recserve.kernels.tree import chain
 from tests.support.attention_batches import SHAPES, draw_batch, placed
 
@@ -81,8 +82,7 @@ def test_threads_change_no_bit():
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            attend = NativeTreeAttention.of(batch, Form(4, 2, 32, torch.float32, True))
-            assert attend is not None
+            attend = NativeTreeAttention(batch)
             out = attend(query, query, query, keys, values)
             found.append((packed(x), out, native.silu_mul(x)))
     finally:
@@ -136,9 +136,7 @@ def test_attention_is_the_references(kinds, roots, heads, kv_heads, dim, cached,
         foreign = torch.ones(keys.shape[0], dtype=torch.bool)
         foreign[torch.cat([*batch.prefix_slots, batch.slots])] = False
         keys[foreign] = values[foreign] = float("nan")
-        attend = NativeTreeAttention.of(batch, Form(kv_heads, heads // kv_heads, dim, dtype, True))
-        assert attend is not None
-        got = attend(query, query, query, keys, values)
+        got = NativeTreeAttention(batch)(query, query, query, keys, values)
         assert got.dtype == dtype
         near = 2e-6 if dtype == torch.float32 else 6e-3
         assert (got.float() - expected).norm() <= near * expected.norm()
@@ -156,12 +154,9 @@ def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtyp
         [("tree", 140), ("deep", 30)], [root, 5], 2 * group, 2, 32, seed=2
     )
     query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
-    form = Form(2, group, 32, dtype, True)
 
     def attend(to, rows):
-        attention = NativeTreeAttention.of(to, form)
-        assert attention is not None
-        return attention(rows, rows, rows, keys, values)
+        return NativeTreeAttention(to)(rows, rows, rows, keys, values)
 
     whole = attend(batch, query)
     for node in (0, 7, 39, 139, 155, 169):
@@ -193,9 +188,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_operators(dim, dtype):
     ]
     qkv, output, gate_up, down = weights
     layer = LayerWeights(norms[0], None, None, norms[1], *weights)
-    form = Form(kv_heads, heads // kv_heads, dim, dtype, True)
-    attention = NativeTreeAttention.of(batch, form)
-    assert attention is not None
+    attention = NativeTreeAttention(batch)
     x, angles = rows(count, size, dtype, 7), rows(count, dim // 2, torch.float32, 8)
     turns = angles.cos(), angles.sin()
     run = NativeLayers([layer], norms[0], LayerShape(size, heads, kv_heads, dim, inner, 1e-5))
@@ -213,17 +206,43 @@ def test_a_layer_in_one_call_has_the_bits_of_its_operators(dim, dtype):
         assert torch.equal(one, two)
 
 
-def test_what_it_does_not_attend_to_is_left_to_others():
-    whole = Form(2, 2, 64, torch.float32, True)
-    limited = draw_batch([("tree", 9)], [20], 4, 2, 64, limits=True)[0]
-    assert NativeTreeAttention.of(limited, whole) is None
-    batch = draw_batch([("tree", 9)], [20], 4, 2, 64)[0]
-    for other in (
-        Form(2, 2, 60, torch.float32, True),
-        Form(2, 2, 64, torch.float16, True),
-        Form(2, 2, 64, torch.float32, False),
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
+def test_a_candidate_has_the_same_bits_whoever_is_ranked_with_it(limits, dtype):
+    """Alone, with 300 others, and beside another user's new history, whose first rows all see."""
+    batch, query, keys, values = draw_batch(
+        [("branches", 300), ("chain", 40)], [75, 0], 2, 2, 32, limits=limits
+    )
+    query, keys, values = (x.to(dtype) for x in (query, keys, values))
+    silu, tree = Activation(32.0), batch.tree
+    tree = replace(tree, ends=torch.cat([torch.arange(1, 301), torch.full((40,), 340)]))
+    shared = replace(tree, shared=torch.tensor([0, 30]))
+    if limits:
+        full = tree.root_limits.masked_fill(tree.tree_ids() > 0, torch.iinfo(torch.int64).max)
+        shared = replace(shared, root_limits=full)
+    found = []
+    for whole in (tree, shared):
+        batch = replace(batch, tree=whole)
+        found.append(NativeTreeAttention(batch, silu)(query, query, query, keys, values)[:300])
+    assert torch.equal(*found)
+    for node in (0, 7, 150, 299):
+        one = chain(torch.zeros(1, dtype=torch.int64))
+        if limits:
+            one = replace(one, root_limits=tree.root_limits[[node]])
+        alone = TreeBatch(one, None, batch.slots[[node]], batch.prefix_slots[:1])
+        row = query[[node]]
+        got = NativeTreeAttention(alone, silu)(row, row, row, keys, values)
+        assert torch.equal(got[0], found[0][node]), node
+
+
+def test_heads_that_c_does_not_attend_with():
+    assert HeadLayout(2, 2, 64, torch.float32).in_c()
+    for heads in (
+        HeadLayout(2, 2, 60, torch.float32),
+        HeadLayout(2, 2, 64, torch.float16),
+        HeadLayout(1, 200, 1024, torch.float32),
     ):
-        assert NativeTreeAttention.of(batch, other) is None
+        assert not heads.in_c()
 
 
 WITHOUT = """

@@ -6,13 +6,13 @@ import torch
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native, processor, products
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
-from recserve.kernels.cpu.cpu_plan import Form
+from recserve.kernels.cpu.native_attention import HeadLayout
 from recserve.kernels.cpu.processor import LEVELS, Processor
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.tree import chain
 from recserve.models.packing import PackedLinear, pack_weights, packable
 
-FORM = Form(2, 2, 16, torch.float32, True)
+HEADS = HeadLayout(2, 2, 16, torch.float32)
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 needs_onednn = pytest.mark.skipif(not products.onednn_packs(F32), reason="this torch has no oneDNN")
@@ -50,7 +50,7 @@ def test_c_multiplies_and_attends_wherever_it_can(kernels, monkeypatch):
     for nodes in (1, 700):
         attention = dispatch.tree_attention(prompt(nodes))
         assert isinstance(attention, CpuTreeAttention)
-        assert (attention.natively(FORM) is not None) == in_c
+        assert (attention.natively(HEADS) is not None) == in_c
 
 
 @needs_compiler
