@@ -31,7 +31,7 @@ from benchmarks.support.drawn import drawn_roots, drawn_there
 from recserve.core.request import SlateQuery
 from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.runtime.runner import Runner
-from recserve.kernels import dispatch
+from recserve.kernels import backend, dispatch
 from recserve.models.config import DecoderConfig
 
 # Operators without a launch: views, allocations, metadata and copies to the host.
@@ -92,16 +92,6 @@ class Launches(TorchDispatchMode):
         return counted
 
 
-def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function so that it runs in torch, where its kernel is only counted."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(dispatch, "fuses", lambda x: False):
-            return function(*args, **kwargs)
-
-    return call
-
-
 @contextmanager
 def counting(engine: Any) -> Iterator[Launches]:
     """Counts the launches of an engine inside the context."""
@@ -109,12 +99,10 @@ def counting(engine: Any) -> Iterator[Launches]:
     lay_out = launches.as_kernel(dispatch.tree_attention, LAID_OUT)
     runner = engine.schedulers["recommender"].runner
     patches = [
-        mock.patch.object(dispatch, name, launches.as_kernel(plain(getattr(dispatch, name)), count))
+        mock.patch.object(dispatch, name, launches.as_kernel(getattr(dispatch, name), count))
         for name, count in KERNELS.items()
     ]
     patches += [
-        mock.patch.object(dispatch, "turns", lambda pool: True),
-        mock.patch.object(dispatch, "fuses", lambda x: True),
         mock.patch.object(Runner, "forward", launches.forward(Runner.forward)),
         mock.patch.object(
             runner, "attention", lambda *args: launches.as_kernel(lay_out(*args), ATTENDED)
@@ -130,7 +118,7 @@ def counting(engine: Any) -> Iterator[Launches]:
             patch.stop()
 
 
-@mock.patch.object(dispatch, "KERNELS", "torch")
+@mock.patch.object(backend, "FORCED", "torch")
 def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
     """Returns the counts of `beam` and `nezha`, eager and captured."""
     catalogue = wide_catalogue(items, 1024)

@@ -26,8 +26,8 @@ from benchmarks.support.timing import alternating, machine
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.half_panels import HalfPanels
 from recserve.kernels.cpu.int8_panels import Int8Panels
-from recserve.kernels.cpu.products import OneDnnWeight, onednn_packs
 from recserve.kernels.int8 import Int8Weight
+from recserve.kernels.products import OneDnnWeight, onednn_packs
 
 Product = Callable[[Tensor], Tensor]
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.rule [--threads 1]
 
-A fixed rule lets C compute where it can (recserve/kernels/cpu/products.py). This benchmark shows
+A fixed rule lets C compute where it can (recserve/kernels/products.py). This benchmark shows
 whether the rule is right: for each level one process runs the comparison of `recserve doctor
 --measure`, with C and torch lowered to that level. Prints a table with the times of torch divided
 by those of C, and ends with status 1 if C is slower than torch by more than a tenth somewhere.

@@ -69,7 +69,7 @@ class SlateRecipe:
         import torch
 
         from recserve.batch.together import reset, together
-        from recserve.kernels import dispatch
+        from recserve.kernels import backend
         from recserve.service import Service
 
         torch.set_num_threads(self.threads)
@@ -87,7 +87,7 @@ class SlateRecipe:
                 versions={
                     **service.versions(),
                     "device": service.runtime.device.type,
-                    "kernels": dispatch.KERNELS,
+                    "kernels": backend.FORCED,
                 },
             )
 
@@ -144,7 +144,7 @@ class TextRecipe:
         from recserve.batch.lines import LineTask
         from recserve.batch.prompts import PromptTask
         from recserve.engine.engine_config import EngineConfig
-        from recserve.kernels import dispatch
+        from recserve.kernels import backend
         from recserve.models.loading import read_folder
         from recserve.service import Service
         from recserve.service.model_loader import resolve_device
@@ -163,7 +163,7 @@ class TextRecipe:
         )
         text = load_text(settings, device)
         with Service.of_text(text, EngineConfig(max_queue=MAX_QUEUE)) as service:
-            versions = {"device": device.type, "kernels": dispatch.KERNELS, "weights": dtype}
+            versions = {"device": device.type, "kernels": backend.FORCED, "weights": dtype}
             kind = LineTask if self.lines else PromptTask
             yield kind(service, self.seed, self.in_flight, versions)
 

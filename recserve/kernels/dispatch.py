@@ -1,85 +1,36 @@
-"""Selects the implementation of each kernel: Triton on CUDA, C or torch on a CPU.
-
-On a CPU C computes what it supports, and torch computes the rest. `cpu/products.py` has the rule of
-the products. The environment variable `RECSERVE_KERNELS` overrides the selection:
-
-- `c` runs everything that C supports in C, also bfloat16 products on a processor with AMX.
-- `torch` runs the plain torch references on CUDA and on a CPU, to check a suspected kernel.
-- `triton` runs the Triton kernels everywhere, interpreted, in tests.
-
-Functions import Triton locally, because machines without a GPU do not install it.
-"""
+"""The operators of serving, each with its reference and its kernels."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels import accept_reference, reference
-from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
-from recserve.kernels.cpu import native, products
+from recserve.kernels import accept_reference, backend, reference
+from recserve.kernels.backend import Backend, Operator, backend_of
+from recserve.kernels.cpu import native
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.fp8 import Stored
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import PrefixTable, TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms, HeadTopK
-from recserve.kernels.tree import TokenTree
+from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms
 from recserve.kernels.trie import trie_children
-from recserve.kernels.trie.trie_children import BestChildren, ChildQuery, LeafBits
+from recserve.kernels.trie.leaf_filter import native_leaf_bits
+from recserve.kernels.trie.trie_children import ChildQuery, LeafBits
 from recserve.kernels.trie.trie_view import TrieView
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
-
-PATHS = ("auto", "c", "torch", "triton")
-KERNELS = os.environ.get("RECSERVE_KERNELS", "auto")
-if KERNELS not in PATHS:
-    raise ValueError(f"RECSERVE_KERNELS is {KERNELS!r}; choose one of {PATHS}")
-
-
-def in_triton(x: Stored) -> bool:
-    """Returns whether kernels on this tensor run in Triton."""
-    return x.is_cuda if KERNELS in ("auto", "c") else KERNELS == "triton"
-
-
-def uses_c() -> bool:
-    """Returns whether C implementations may be used."""
-    return KERNELS in ("auto", "c")
-
-
-def in_native(x: Stored) -> bool:
-    """Returns whether kernels on this tensor run in C: on a CPU with a compiler, not training."""
-    return uses_c() and native.takes(x)
-
-
-def lays_out(keys: Tensor) -> bool:
-    """Returns whether sets of trie nodes [n] become token trees in C (trie/native_layout.py)."""
-    return uses_c() and native.reads(keys)
-
-
-def packs(weight: Tensor, stored: products.PackedFormat | None = None) -> bool:
-    """Returns whether the product with a weight [n, m] runs in C (`products.runs_in_c`)."""
-    return uses_c() and products.runs_in_c(weight, stored, forced=KERNELS == "c")
-
-
-def turns(pool: Stored) -> bool:
-    """Returns whether `rope_write` is a single pass for a pool [..., D]."""
-    if in_triton(pool):
-        return True
-    return in_native(pool) and pool.shape[-1] % (2 * native.LANES) == 0
+TRITON = "recserve.kernels.triton"
 
 
 def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
     """Prepares the attention of one batch; the result is called once per layer.
 
-    A CPU uses the planned CPU path and CUDA the Triton kernel. Training uses
-    `reference.tree_attention`, which has gradients. A CPU computes roots given as a table with the
-    reference.
+    A CPU attends in C or in torch, and CUDA in Triton. Training uses `reference.tree_attention`,
+    which has gradients. A CPU computes roots given as a table with the reference.
 
     Args:
         batch: Trees of one forward pass.
@@ -90,7 +41,7 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
         [Tq, K, D] belong to the computed nodes. keys and values [slots, K, D] are one layer of the
         pool, with the computed nodes already written.
     """
-    if in_triton(batch.slots):
+    if backend_of(batch.slots) is Backend.TRITON:
         from recserve.kernels.triton.tree_attention import TritonTreeAttention
 
         return TritonTreeAttention(batch, activation)
@@ -99,7 +50,7 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
             query, keys, values, batch
         )
     if not batch.slots.is_cuda:
-        return CpuTreeAttention(batch, activation, native=uses_c())
+        return CpuTreeAttention(batch, activation, native=backend.c_is_allowed())
 
     def plain(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return reference.tree_attention(query, keys, values, batch, activation)
@@ -107,43 +58,13 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
     return plain
 
 
-def accept(
-    logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor, max_depth: int
-) -> Walk:
-    """Runs `accept_reference.accept` with the selected kernel."""
-    if not in_triton(logits):
-        return accept_reference.accept(logits, tree, keys, temperatures, max_depth)
-    from recserve.kernels.triton import accept as kernel
-
-    return kernel.accept(logits, tree, keys, temperatures, max_depth)
+accept = Operator(accept_reference.accept, triton=f"{TRITON}.accept:accept")
+accept_drawn = Operator(accept_reference.accept_drawn, triton=f"{TRITON}.accept_drawn:accept_drawn")
+move_paths = Operator(reference.move_paths, triton=f"{TRITON}.path_move:move_paths")
+head_topk = Operator(reference.head_topk, triton=f"{TRITON}.head_topk:head_topk")
 
 
-def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
-    """Runs `accept_reference.accept_drawn` with the selected kernel."""
-    if not in_triton(p):
-        return accept_reference.accept_drawn(p, q, tree, keys, max_depth)
-    from recserve.kernels.triton import accept_drawn as kernel
-
-    return kernel.accept_drawn(p, q, tree, keys, max_depth)
-
-
-def move_paths(
-    keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
-) -> None:
-    """Runs `reference.move_paths` with the selected kernel."""
-    if not in_triton(keys):
-        return reference.move_paths(keys, values, sources, targets, lengths)
-    from recserve.kernels.triton import path_move
-
-    return path_move.move_paths(keys, values, sources, targets, lengths)
-
-
-def fuses(x: Tensor) -> bool:
-    """Returns whether the small operations of layers on x run fused: in Triton, not training."""
-    return in_triton(x) and not torch.is_grad_enabled()
-
-
-def rope_write(
+def _rotates_in_c(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -151,19 +72,19 @@ def rope_write(
     keys: Stored,
     values: Stored,
     norms: HeadNorms | None = None,
-) -> Tensor:
-    """Runs `reference.rope_write` with the selected kernel. C takes no norms."""
-    alike = qkv.dtype == keys.dtype and in_native(qkv) and turns(keys)
-    if norms is None and alike and isinstance(keys, Tensor) and isinstance(values, Tensor):
-        return native.rope_write(qkv, cos, sin, slots, keys, values)
-    if not in_triton(qkv):
-        return reference.rope_write(qkv, cos, sin, slots, keys, values, norms)
-    from recserve.kernels.triton import rope_write as kernel
-
-    return kernel.rope_write(qkv, cos, sin, slots, keys, values, norms)
+) -> bool:
+    return qkv.dtype == keys.dtype and qkv.shape[-1] % (2 * native.LANES) == 0
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+rope_write = Operator(
+    reference.rope_write,
+    native.rope_write,
+    _rotates_in_c,
+    triton=f"{TRITON}.rope_write:rope_write",
+)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / rms(x) * weight over the last dimension, in x's dtype.
 
     Args:
@@ -171,12 +92,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: [E].
         eps: Added to the mean square.
     """
-    if in_native(x) and weight.dtype == x.dtype:
-        return native.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+rms_norm = Operator(_rms_norm, native.rms_norm, lambda x, weight, eps: weight.dtype == x.dtype)
+
+
+def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns x + y, and its RMSNorm, both [..., E] in x's dtype.
 
     Args:
@@ -185,42 +107,29 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
         weight: [E].
         eps: Added to the mean square.
     """
-    if fuses(x):
-        from recserve.kernels.triton import layer_norm
-
-        return layer_norm.add_rms_norm(x, y, weight, eps)
     total = x + y
     return total, rms_norm(total, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up [..., n] of a tensor [..., 2 n] that holds the gate first."""
-    if in_native(gate_up):
-        return native.silu_mul(gate_up)
-    if fuses(gate_up):
-        from recserve.kernels.triton import layer_norm
+add_rms_norm = Operator(_add_rms_norm, triton=f"{TRITON}.layer_norm:add_rms_norm", trains=True)
 
-        return layer_norm.silu_mul(gate_up)
+
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    """Returns silu(gate) * up [..., n] of a tensor [..., 2 n] that holds the gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
-    """Runs `reference.head_topk` with the selected kernel."""
-    if not in_triton(hidden):
-        return reference.head_topk(hidden, weight, k)
-    from recserve.kernels.triton import head_topk as kernel
-
-    return kernel.head_topk(hidden, weight, k)
+silu_mul = Operator(_silu_mul, native.silu_mul, triton=f"{TRITON}.layer_norm:silu_mul", trains=True)
 
 
-def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
-    """Runs `trie_children.best_children` with the selected kernel."""
-    if not in_triton(query.nodes):
-        return trie_children.best_children(trie, query)
-    from recserve.kernels.triton import trie_topk
+def _nodes(trie: TrieView, query: ChildQuery) -> Tensor:
+    return query.nodes
 
-    return trie_topk.best_children(trie, query)
+
+best_children = Operator(
+    trie_children.best_children, triton=f"{TRITON}.trie_topk:best_children", reads=_nodes
+)
 
 
 def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
@@ -230,9 +139,7 @@ def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
         rows: [n / 8] uint8, a bit for each item row, little-endian.
         leaf_rows: [I] int32 item row of each leaf.
     """
-    if uses_c() and native.library() is not None and leaf_rows.is_cpu:
-        from recserve.kernels.trie.leaf_filter import native_leaf_bits
-
+    if backend.c_is_allowed() and native.library() is not None and leaf_rows.is_cpu:
         return native_leaf_bits(rows, leaf_rows)
     every = on_device(np.unpackbits(rows, bitorder="little"), leaf_rows.device)
     return trie_children.leaf_bits(every.index_select(0, leaf_rows)[None] > 0)

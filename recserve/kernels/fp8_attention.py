@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels import dispatch
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.fp8 import Fp8, Stored
 from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.reference import Activation
@@ -24,7 +25,7 @@ PoolAttention = Callable[[TreeBatch, Activation], Callable[..., Tensor]]
 
 def attention_to(stored: Stored, attention: dispatch.BatchAttention) -> PoolAttention:
     """Returns the same attention for layers of keys and values that are stored like `stored`."""
-    if isinstance(stored, Tensor) or dispatch.in_triton(stored):
+    if isinstance(stored, Tensor) or backend_of(stored) is Backend.TRITON:
         return attention
 
     def attend(batch: TreeBatch, activation: Activation) -> Callable[..., Tensor]:

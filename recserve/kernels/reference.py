@@ -177,8 +177,6 @@ def rope_write(
 ) -> Tensor:
     """Rotates queries and keys by their positions, and writes keys and values to their slots.
 
-    Computes in float32 and rounds once.
-
     Args:
         qkv: [T, H + 2 K, D], queries first.
         cos: [T, D / 2] float32.
@@ -191,7 +189,22 @@ def rope_write(
     Returns:
         The rotated queries [T, H, D].
     """
-    kv_heads = keys.shape[1]
+    query, key, value = rotate(qkv, cos, sin, keys.shape[1], norms)
+    put(keys, slots, key)
+    put(values, slots, value)
+    return query
+
+
+def rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, norms: HeadNorms | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits projections as for `rope_write`, and rotates queries and keys by their positions.
+
+    Computes in float32 and rounds once.
+
+    Returns:
+        Queries [T, H, D], keys and values [T, K, D], in the type of qkv.
+    """
     turned, value = torch.split(qkv, [qkv.shape[1] - kv_heads, kv_heads], dim=1)
     turned = turned.float()
     if norms is not None:
@@ -201,10 +214,9 @@ def rope_write(
     low, high = turned.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    turned = turned.to(qkv.dtype)
     query, key = torch.split(turned, [turned.shape[1] - kv_heads, kv_heads], dim=1)
-    put(keys, slots, key)
-    put(values, slots, value)
-    return query.to(qkv.dtype)
+    return query, key, value
 
 
 @dataclass(frozen=True)

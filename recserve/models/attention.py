@@ -9,6 +9,7 @@ one pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from recserve.kernels import dispatch
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
+from recserve.kernels.cpu.exact_attention import ExactPool
 from recserve.kernels.cpu.native_attention import HeadLayout
 from recserve.kernels.cpu.native_layers import NativeLayers
 from recserve.kernels.fp8_attention import attention_to
@@ -152,12 +154,7 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 
 
 class PagedAttention:
-    """An `Attend` that writes the keys and values of the computed nodes to their slots.
-
-    Attributes:
-        turns: Whether the network passes unrotated projections to `of_projections`, which rotates
-            and writes them in one pass.
-    """
+    """An `Attend` that writes the keys and values of the computed nodes to their slots."""
 
     def __init__(
         self,
@@ -177,7 +174,6 @@ class PagedAttention:
         attention = attention_to(pool.keys, attention)
         self.pool = pool
         self.slots = batch.query_slots()
-        self.turns = type(pool) is KVPool and dispatch.turns(pool.keys)
         self._attention = attention(batch, activation)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -189,39 +185,44 @@ class PagedAttention:
     def of_projections(
         self, layer: int, qkv: Tensor, rope: Rope, norms: HeadNorms | None = None
     ) -> Tensor:
-        """Attends from projections before RoPE; call it only if `turns` is true.
+        """Attends from projections before RoPE, which are rotated and written in one pass.
 
         Args:
             layer: Number of the layer.
             qkv: [Tq, H + 2 K, D], queries first.
             rope: Rotary positions of the rows.
-            norms: Norms of queries and keys. None means that they have none, or are done.
+            norms: Norms of queries and keys. None means that they have none.
 
         Returns:
             [Tq, H, D].
         """
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        query = dispatch.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values, norms)
+        if isinstance(self.pool, ExactPool):
+            query = self.pool.rope_write(layer, qkv, rope.cos, rope.sin, self.slots, norms)
+        else:
+            query = dispatch.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values, norms)
         # Kernels read keys and values of the computed nodes from the pool, so these are
         # placeholders.
         return self._attention(query, query, query, keys, values)
 
-    def through(
-        self, layers: NativeLayers, x: Tensor, rope: Rope, numbers: range, norm: bool
-    ) -> Tensor | None:
-        """Runs some layers on x [Tq, E] in one call, and then the final norm if `norm`.
+    def in_one_call(
+        self, layers: NativeLayers, x: Tensor, rope: Rope
+    ) -> Callable[[Tensor, range, bool], Tensor] | None:
+        """Returns a function that runs some layers of x [Tq, E] in one call.
 
-        Returns None where the layers must run one by one.
+        Its arguments are x, the numbers of the layers, and whether the final norm follows. The
+        result is None where the layers must run one by one.
         """
-        keys, values = self.pool.keys, self.pool.values
+        keys, values, s = self.pool.keys, self.pool.values, layers.shape
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             return None
-        if not self.turns or not isinstance(self._attention, CpuTreeAttention) or x.ndim != 2:
+        if not isinstance(self._attention, CpuTreeAttention) or x.ndim != 2:
             return None
-        s = layers.shape
         heads = HeadLayout(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype)
         attention = self._attention.natively(heads) if keys.dtype == x.dtype else None
-        if attention is None:
+        if attention is None or torch.is_grad_enabled():
             return None
         turns = rope.cos, rope.sin
-        return layers(x, turns, self.slots, (keys, values), attention, numbers, norm)
+        return lambda x, numbers, norm: layers(
+            x, turns, self.slots, (keys, values), attention, numbers, norm
+        )

@@ -5,6 +5,7 @@ Projections that read the same input are stored as one matrix: one product inste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recserve.kernels import dispatch
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.cpu.native_layers import NativeLayers
 from recserve.kernels.reference import HeadNorms
 from recserve.models.attention import Attend, PagedAttention, Rope, rope_frequencies
@@ -43,7 +45,7 @@ class Silu(nn.Module):
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """Returns silu(gate) * up [..., n] of a tensor [..., 2 n] that holds the gate first."""
-        if not self.placeless or dispatch.in_native(gate_up):  # C does not depend on positions
+        if not self.placeless or backend_of(gate_up) is Backend.C:  # C does not depend on positions
             return dispatch.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         product: Tensor = self(gate) * up
@@ -61,6 +63,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalises x [..., size]."""
         return dispatch.rms_norm(x, self.weight, self.eps)
+
+    def after_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns x + y and its norm, both [..., size]."""
+        return dispatch.add_rms_norm(x, y, self.weight, self.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -95,17 +101,21 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        inputs: Tensor,
+        residual: Tensor,
         rope: Rope,
         layer: int,
         attend: Attend,
         rows: Tensor | None = None,
         gate: MaskRows | None = None,
-    ) -> Tensor:
-        """Runs the layer.
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layer, but for its last sum.
+
+        The caller adds the two results, because the sum and the norm that follows are one kernel.
 
         Args:
-            x: [..., T, E].
+            inputs: [..., T, num_inputs] what the attention reads.
+            residual: [..., T, E].
             rope: Rotary positions.
             layer: Number of the layer.
             attend: Attention.
@@ -113,92 +123,43 @@ class DecoderLayer(nn.Module):
             gate: Rows of mask tokens, whose products differ. None means that there are none.
 
         Returns:
-            [..., T, E], or [..., R, E].
+            The residual stream and the output of SwiGLU, [..., T, E] or [..., R, E] each.
         """
-        mixed = self.mix(self.attention_norm(x), rope, layer, attend, gate)
+        mixed = self._attention(inputs, rope, layer, attend, gate)
         if rows is not None:
-            x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
+            residual, mixed = residual.index_select(-2, rows), mixed.index_select(-2, rows)
             gate = None if gate is None else gate.select(rows)
-        return self.add(x, mixed, layer, gate)
+        added = self._dropout(self._product("output", mixed, layer, gate))
+        x, normed = self.mlp_norm.after_sum(residual, added)
+        gated = self.silu.gate(self._product("gate_up", normed, layer, gate))
+        return x, self._dropout(self._product("down", gated, layer, gate))
 
-    def run(
-        self, inputs: Tensor, residual: Tensor, rope: Rope, layer: int, attend: Attend
-    ) -> Tensor:
-        """Runs the layer on inputs [..., T, num_inputs] and a residual [..., T, E]."""
-        return self.add(residual, self.mix(inputs, rope, layer, attend))
-
-    def mix(
-        self,
-        inputs: Tensor,
-        rope: Rope,
-        layer: int,
-        attend: Attend,
-        gate: MaskRows | None = None,
+    def _attention(
+        self, inputs: Tensor, rope: Rope, layer: int, attend: Attend, gate: MaskRows | None
     ) -> Tensor:
         """Returns the attention's output [..., T, H D] of inputs [..., T, num_inputs]."""
         c = self.config
         product = self._product("qkv", inputs, layer, gate)
         qkv = torch.unflatten(product, -1, (-1, c.head_dim))
-        turned, value = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
-        turns = isinstance(attend, PagedAttention) and attend.turns
-        # The kernel that rotates also normalises, where there is one.
-        inside = c.qk_norm and turns and dispatch.fuses(qkv)
-        if c.qk_norm and not inside:
-            query, key = torch.split(turned, [c.num_heads, c.num_kv_heads], dim=-2)
-            turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
-        if isinstance(attend, PagedAttention) and turns:
-            whole = torch.cat([turned, value], dim=-2) if c.qk_norm and not inside else qkv
+        if isinstance(attend, PagedAttention):
             norms = None
-            if inside:
+            if c.qk_norm:
                 norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-            mixed = attend.of_projections(layer, whole, rope, norms).flatten(-2)
+            mixed = attend.of_projections(layer, qkv, rope, norms)
         else:
-            query, key = torch.split(rope(turned), [c.num_heads, c.num_kv_heads], dim=-2)
-            mixed = attend(layer, query, key, value).flatten(-2)
+            sizes = [c.num_heads, c.num_kv_heads]
+            turned, value = torch.split(qkv, [sum(sizes), c.num_kv_heads], dim=-2)
+            if c.qk_norm:
+                query, key = torch.split(turned, sizes, dim=-2)
+                turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
+            query, key = torch.split(rope(turned), sizes, dim=-2)
+            mixed = attend(layer, query, key, value)
+        mixed = mixed.flatten(-2)
         return mixed if self.gate is None else mixed * self.gate(inputs).sigmoid()
-
-    def add(
-        self, residual: Tensor, mixed: Tensor, layer: int = 0, gate: MaskRows | None = None
-    ) -> Tensor:
-        """Projects and adds the attention's output [..., T, H D], then adds SwiGLU."""
-        x = residual + self._dropout(self._product("output", mixed, layer, gate))
-        gated = self.silu.gate(self._product("gate_up", self.mlp_norm(x), layer, gate))
-        return x + self._dropout(self._product("down", gated, layer, gate))
 
     def _product(self, part: str, x: Tensor, layer: int, gate: MaskRows | None) -> Tensor:
         out: Tensor = getattr(self, part)(x)
         return out if gate is None else gate.add(layer, part, x, out)
-
-    def fused(
-        self,
-        x: Tensor,
-        normed: Tensor,
-        rope: Rope,
-        layer: int,
-        attend: Attend,
-        after: RMSNorm,
-        gate: MaskRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the layer with sums and norms in one launch each, for inference.
-
-        Args:
-            x: [..., T, E].
-            normed: [..., T, E] x after this layer's attention norm.
-            rope: Rotary positions.
-            layer: Number of the layer.
-            attend: Attention.
-            after: The norm that reads the result.
-            gate: Rows of mask tokens, whose products differ. None means that there are none.
-
-        Returns:
-            The result [..., T, E], and the result after that norm.
-        """
-        mixed = self.mix(normed, rope, layer, attend, gate)
-        added, norm = self._product("output", mixed, layer, gate), self.mlp_norm
-        x, normed = dispatch.add_rms_norm(x, added, norm.weight, norm.eps)
-        gated = self.silu.gate(self._product("gate_up", normed, layer, gate))
-        added = self._product("down", gated, layer, gate)
-        return dispatch.add_rms_norm(x, added, after.weight, after.eps)
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
@@ -225,7 +186,7 @@ class Decoder(nn.Module):
     """Layers and the final norm; embeddings and heads belong to the model around it.
 
     Attributes:
-        together: All layers in one call, if their weights are packed for it.
+        whole_decoder: All layers in one call, if their weights are packed for it.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -233,7 +194,7 @@ class Decoder(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.together: NativeLayers | None = None
+        self.whole_decoder: NativeLayers | None = None
         # Not a buffer: positions need these in float32 whatever the weights are cast to.
         self._frequencies = rope_frequencies(config)
 
@@ -263,59 +224,45 @@ class Decoder(nn.Module):
         if self._frequencies.device != x.device:
             self._frequencies = self._frequencies.to(x.device)
         rope = Rope(positions, self._frequencies, x.dtype)
-        last = len(self.layers) - 1
-        # The last layer computes only `rows`, so it runs by itself.
-        whole = last if rows is not None else last + 1
-        taps = AuxHiddenStates(()) if taps is None else taps
-        done = 0
-        for stop in taps.layers:
-            if stop <= whole:
-                x, done = self._layers(x, rope, attend, range(done, stop), gate), stop
+        last, taps = len(self.layers) - 1, AuxHiddenStates(()) if taps is None else taps
+        done, wanted = 0, list(taps.layers)
+        run = self._in_c(x, rope, attend, gate)
+        if run is not None:
+            # The last layer computes only `rows`, so it runs by itself.
+            whole = last + (rows is None)
+            while wanted and wanted[0] <= whole:
+                stop = wanted.pop(0)
+                x, done = run(x, range(done, stop), False), stop
                 taps.states.append(x if rows is None else x.index_select(-2, rows))
-        x = self._layers(x, rope, attend, range(done, whole), gate, norm=rows is None)
-        if rows is None:
-            return x
-        x = self.layers[last](x, rope, last, attend, rows, gate)
-        if last + 1 in taps.layers:
+            x = run(x, range(done, whole), rows is None)
+            if rows is None:
+                return x
+            done = whole
+        normed: Tensor = self._norm_before(done)(x)
+        for number in range(done, last + 1):
+            if number in wanted:
+                taps.states.append(x if rows is None else x.index_select(-2, rows))
+            chosen = rows if number == last else None
+            x, update = self.layers[number](normed, x, rope, number, attend, chosen, gate)
+            x, normed = self._norm_before(number + 1).after_sum(x, update)
+        if last + 1 in wanted:
             taps.states.append(x)
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return normed
 
-    def _layers(
-        self,
-        x: Tensor,
-        rope: Rope,
-        attend: Attend,
-        numbers: range,
-        gate: MaskRows | None,
-        norm: bool = False,
-    ) -> Tensor:
-        """Runs some layers, and the final norm if `norm`. One call if the weights are packed."""
+    def _norm_before(self, number: int) -> RMSNorm:
+        """Returns the norm of a layer's inputs, or the final norm."""
+        norm = self.norm if number == len(self.layers) else self.layers[number].attention_norm
+        assert isinstance(norm, RMSNorm)
+        return norm
+
+    def _in_c(
+        self, x: Tensor, rope: Rope, attend: Attend, gate: MaskRows | None
+    ) -> Callable[[Tensor, range, bool], Tensor] | None:
+        """Returns a function that runs some layers in one call, if the weights are packed for it.
+
+        Its arguments are x, the numbers of the layers, and whether the final norm follows.
+        """
         # C has no gate. Its products give the same bits one by one.
-        if self.together is not None and gate is None and isinstance(attend, PagedAttention):
-            through = attend.through(self.together, x, rope, numbers, norm)
-            if through is not None:
-                return through
-        if numbers and not self.training and dispatch.fuses(x):
-            return self._fused(x, rope, attend, numbers, gate, norm)
-        for number in numbers:
-            x = self.layers[number](x, rope, number, attend, None, gate)
-        return self.norm(x) if norm else x
-
-    def _fused(
-        self,
-        x: Tensor,
-        rope: Rope,
-        attend: Attend,
-        numbers: range,
-        gate: MaskRows | None,
-        norm: bool,
-    ) -> Tensor:
-        """Runs some layers, and the final norm if `norm`, with fused sums and norms."""
-        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        after = [*(layer.attention_norm for layer in layers), self.norm]
-        normed: Tensor = after[numbers[0]](x)
-        for number in numbers:
-            norms = after[number + 1]
-            x, normed = layers[number].fused(x, normed, rope, number, attend, norms, gate)
-        return normed if norm else x
+        if self.whole_decoder is None or gate is not None or not isinstance(attend, PagedAttention):
+            return None
+        return attend.in_one_call(self.whole_decoder, x, rope)

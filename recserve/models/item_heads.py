@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from recserve.kernels import dispatch
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.cpu.native import Panels
 from recserve.kernels.trie.native_search import Cell, LevelCodes, NativeSearch
 from recserve.models.recommender import Recommender
@@ -159,7 +159,7 @@ class SelfDraftHead(nn.Module):
     @torch.no_grad()
     def pack(self) -> None:
         """Packs the weights for this CPU; training drops the packed form."""
-        if not dispatch.in_native(self.head.weight):
+        if backend_of(self.head.weight) is not Backend.C:
             return
         levels = range(len(self.config.codebook_sizes))
         cells = [

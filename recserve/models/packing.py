@@ -1,7 +1,7 @@
 """Packs weights in the layout of the fastest matrix products, for serving on a CPU.
 
 The products are those of `kernels/cpu/native.py`, whose rows do not depend on the number of rows,
-or oneDNN's (`kernels/cpu/products.py` has the rule). oneDNN uses different arithmetic for a single
+or oneDNN's (`kernels/products.py` has the rule). oneDNN uses different arithmetic for a single
 row over long sums. `keep_rows_alike` turns this off.
 
 Weights can also be stored in 8 bits, on any device (kernels/int8.py). C and Triton then multiply
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from recserve.kernels import dispatch
+from recserve.kernels import products
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.cpu.half_panels import HalfPanels
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native import LANES, Panels
 from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
-from recserve.kernels.cpu.products import OneDnnWeight, PackedFormat, onednn_packs
 from recserve.kernels.int8 import Int8Weight, TorchInt8Product
+from recserve.kernels.products import OneDnnWeight, PackedFormat, onednn_packs
 from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
 
@@ -80,16 +81,16 @@ class PackedLinear(nn.Module):
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Panels | OneDnnWeight:
-    if dispatch.packs(weight):
+    if products.runs_in_c(weight):
         return Panels.of(weight, bias)
     return OneDnnWeight(weight, bias)
 
 
 def _int8(weight: Tensor, bias: Tensor | None) -> Int8Product:
     rounded = Int8Weight.of(weight)
-    if dispatch.packs(weight, "int8"):
+    if products.runs_in_c(weight, "int8"):
         return Int8Panels.of(rounded, bias, weight.dtype)
-    if dispatch.in_triton(weight):
+    if backend_of(weight) is Backend.TRITON:
         from recserve.kernels.triton.int8_linear import TritonInt8Product
 
         return TritonInt8Product(rounded, bias)
@@ -98,7 +99,7 @@ def _int8(weight: Tensor, bias: Tensor | None) -> Int8Product:
 
 def packable(weight: Tensor) -> bool:
     """Returns whether this machine can pack a weight [n, m]."""
-    return weight.is_cpu and (onednn_packs(weight.dtype) or dispatch.packs(weight))
+    return weight.is_cpu and (onednn_packs(weight.dtype) or products.runs_in_c(weight))
 
 
 @torch.no_grad()
@@ -118,7 +119,7 @@ def pack_weights(model: nn.Module, stored: PackedFormat | None = None) -> None:
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     tied = model.tokens if isinstance(model, LanguageModel) and model.head is None else None
     weights = [linear.weight for linear in linears] + ([] if tied is None else [tied.weight])
-    if stored == "float16" and not all(dispatch.packs(weight, stored) for weight in weights):
+    if stored == "float16" and not all(products.runs_in_c(weight, stored) for weight in weights):
         stored = None
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -128,10 +129,10 @@ def pack_weights(model: nn.Module, stored: PackedFormat | None = None) -> None:
         model.head = PackedLinear(tied.weight, None, stored)
     for module in model.modules():
         if isinstance(module, Decoder):
-            module.together = _together(module)
+            module.whole_decoder = _whole_decoder(module)
 
 
-def _together(decoder: Decoder) -> NativeLayers | None:
+def _whole_decoder(decoder: Decoder) -> NativeLayers | None:
     """Returns the layers in one call, if every weight is in panels and of one type."""
     c = decoder.config
     if c.head_dim % (2 * LANES):

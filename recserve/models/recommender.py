@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from recserve.kernels import dispatch
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.trie.native_search import LevelCodes, NativeSearch
 from recserve.models.attention import Attend
 from recserve.models.config import RecommenderConfig as RecommenderConfig
@@ -212,7 +212,7 @@ class Recommender(nn.Module):
     @torch.no_grad()
     def pack_search(self) -> None:
         """Packs the current codes for searches on this CPU (native_search.py)."""
-        if self.config.normalization == "children" and dispatch.in_native(self.head.weight):
+        if self.config.normalization == "children" and backend_of(self.head.weight) is Backend.C:
             self.search = NativeSearch([self._laid_out(n) for n in range(self.config.num_levels)])
 
     def _laid_out(self, level: int) -> LevelCodes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from recserve.kernels import dispatch
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.trie.native_search import (
     DenseCandidateScores,
     Levels,
@@ -69,7 +69,7 @@ class NativeDescent:
 
 def native_search_of(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:
     """Returns the search that `descend` can run on these beams, None if they are not on a CPU."""
-    return search if dispatch.in_native(beams.last_hidden) else None
+    return search if backend_of(beams.last_hidden) is Backend.C else None
 
 
 def descend(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.strategy import Draft
-from recserve.kernels import dispatch
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.native_layout import ALIVE, FORKED, OPEN, lay_out, wanted_prefixes
 from recserve.kernels.trie.native_trie import Prefixes
@@ -69,7 +69,7 @@ def draft_of_keys(
         level_offsets: [L] first token of each level.
         before: Nodes that were scored before. None: no node was.
     """
-    if dispatch.lays_out(keys):
+    if backend_of(keys) is Backend.C:
         return _laid_out(trie, keys, num_trees, level_offsets, before)
     built = tree_of_nodes(trie, keys, num_trees)
     tokens = level_offsets[built.tree.depths] + trie.codes_of(built.tree.tokens)
@@ -116,7 +116,7 @@ def propose_beams(
         extra: [n] keys of further nodes to score, each with all nodes above it.
     """
     closing = skip_single and beams.level >= beams.trie.closing_level
-    natively = dispatch.lays_out(beams.nodes)
+    natively = backend_of(beams.nodes) is Backend.C
     unscored = _unscored_natively if natively else _unscored
     keys = unscored(beams, skip_single, closing)
     if extra is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels import dispatch
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.cpu.native import compiled
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.kernels.trie.trie_view import TrieView, padding_of
@@ -41,7 +41,7 @@ class Scored:
 
     def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> Scored:
         """Returns the table with m more prefixes, which must not be in the table, in any order."""
-        if dispatch.in_native(hidden):
+        if backend_of(hidden) is Backend.C:
             return _added(self, keys, slots, hidden.contiguous())
         keys, order = torch.sort(torch.cat([self.keys, keys]))
         slots = torch.cat([self.slots, slots])[order]

@@ -1,6 +1,6 @@
 """Times of C and of torch for the same work on this machine, for `recserve doctor --measure`.
 
-The server itself measures nothing: a fixed rule says who computes (kernels/cpu/products.py).
+The server itself measures nothing: a fixed rule says who computes (kernels/products.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from recserve.kernels.cpu import native
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native import Panels
-from recserve.kernels.cpu.products import OneDnnWeight, onednn_packs
 from recserve.kernels.int8 import Int8Weight, TorchInt8Product
 from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.products import OneDnnWeight, onednn_packs
 from recserve.kernels.tree import chain, root_branch
 
 SHAPES = ((768, 256), (256, 256), (1408, 256), (256, 704))  # a decoder of 256 with 4 heads

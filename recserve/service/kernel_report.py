@@ -9,8 +9,8 @@ from torch import nn
 
 from recserve.engine.engine import Engine
 from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
-from recserve.kernels import dispatch
-from recserve.kernels.cpu import native, processor, products
+from recserve.kernels import backend, dispatch, products
+from recserve.kernels.cpu import native, processor
 from recserve.kernels.cpu.native_attention import HeadLayout
 from recserve.models.packing import PackedLinear
 from recserve.service.kernel_comparison import compare_kernels
@@ -18,8 +18,8 @@ from recserve.service.kernel_comparison import compare_kernels
 
 def rule() -> str:
     """Says who computes products and attention on this CPU, by type."""
-    if dispatch.KERNELS != "auto":
-        return f"{dispatch.KERNELS}: RECSERVE_KERNELS is {dispatch.KERNELS}"
+    if backend.FORCED != "auto":
+        return f"{backend.FORCED}: RECSERVE_KERNELS is {backend.FORCED}"
     why = _without_c(torch.float32)
     if why is not None:
         return f"torch: {why}"
@@ -56,7 +56,7 @@ def _kernels(runner: Runner) -> dict[str, str]:
     trunk = runner.trunk
     assert isinstance(trunk, DecoderAdapter | RankerAdapter)
     if trunk.device.type != "cpu":
-        triton = dispatch.KERNELS in ("auto", "c", "triton")
+        triton = backend.FORCED in ("auto", "c", "triton")
         kernel = "triton" if triton else "torch"
         modules = trunk.model.modules()
         if any(isinstance(m, PackedLinear) and m.stored == "int8" for m in modules):
@@ -97,8 +97,8 @@ def _attention(runner: Runner, trunk: DecoderAdapter | RankerAdapter) -> str:
 
 def _without_c(dtype: torch.dtype) -> str | None:
     """Returns why nothing of this type runs in C, or None where it does."""
-    if not dispatch.uses_c():
-        return f"RECSERVE_KERNELS is {dispatch.KERNELS}"
+    if not backend.c_is_allowed():
+        return f"RECSERVE_KERNELS is {backend.FORCED}"
     if native.library() is None:
         return "no compiled C kernels and no C compiler"
     return None if dtype in native.TYPES else f"C has no products of {products.type_name(dtype)}"

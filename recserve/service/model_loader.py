@@ -13,8 +13,8 @@ from recserve.bundle.bundle import ITEM_GRAPH, Bundle
 from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.item_graph import ItemLinks
 from recserve.features.vectors.vector_index import FaissIndex
-from recserve.kernels.cpu.products import fastest_dtype
 from recserve.kernels.int8 import WeightFormat
+from recserve.kernels.products import fastest_dtype
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.item_heads import SelfDraftHead, load_self_draft

@@ -3,7 +3,7 @@
 import pytest
 
 from recserve.cli import doctor
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native, processor
 from recserve.kernels.cpu.processor import Processor
 from recserve.service import kernel_comparison
@@ -26,7 +26,7 @@ def test_this_machine_passes():
 
 
 def test_who_computes_is_shown(monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "auto")
+    monkeypatch.setattr(backend, "FORCED", "auto")
     monkeypatch.setattr(native, "library", lambda: object())
     monkeypatch.setattr(processor, "instruction_set", lambda: "x86-64-v4-bf16")
     flags = set()
@@ -36,7 +36,7 @@ def test_who_computes_is_shown(monkeypatch):
     assert doctor.check_kernels().detail.endswith("bfloat16 products in torch, which uses AMX")
     monkeypatch.setattr(native, "library", lambda: None)
     assert doctor.check_kernels().detail.startswith("torch: no compiled C kernels")
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
     assert doctor.check_kernels().detail == "torch: RECSERVE_KERNELS is torch"
 
 
@@ -52,7 +52,7 @@ def test_c_and_torch_are_compared_on_demand(monkeypatch):
 
 
 def test_kernels_of_served_models_are_listed_for_the_weights_that_serve(tmp_path, monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
     folder = tiny_llm(tmp_path / "llm")
     for weights, shown in ((None, False), ("int8", True)):
         (finding,) = (f for f in doctor.examine(llm=folder, weights=weights) if "served" in f.name)

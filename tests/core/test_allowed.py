@@ -8,7 +8,7 @@ import torch
 
 from recserve.core.allowed import AllowedItems, packed_rows
 from recserve.core.request import LikelihoodQuery, SlateQuery
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import ChildFilter
@@ -68,7 +68,7 @@ def draw_filters(changed, draw):
 @pytest.mark.parametrize("kernels", PATHS)
 def test_what_is_left_at_every_node_is_counted(changed, kernels, monkeypatch):
     """By a request's own lists, and in the bits that requests of all kinds share a table of."""
-    monkeypatch.setattr(dispatch, "KERNELS", kernels)
+    monkeypatch.setattr(backend, "FORCED", kernels)
     draw = np.random.default_rng(1)
     filters, usable = draw_filters(changed, draw)
     together = RequestFilters(changed.overlay, tuple(filters)).in_bits()
@@ -165,7 +165,7 @@ def test_slates_are_the_best_of_all_scored_items(shape, kernels, dense_weight, m
     """In one batch: a filter, exclusions, both, another filter with few items, nothing at all;
     beams wide enough for all, and narrow ones that the filter must not starve.
     """
-    monkeypatch.setattr(dispatch, "KERNELS", kernels)
+    monkeypatch.setattr(backend, "FORCED", kernels)
     changed = Changed(*SHAPES[shape])
     model, engine = engine_of(changed)
     model.pack()

@@ -6,7 +6,7 @@ nothing around them waits.
 
 import pytest
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from tests.support import triton_interpreter
 from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
 from tests.support.host_waits import RANK, WAITS, assert_waits
@@ -18,7 +18,7 @@ FORWARD = {"rope_kernel", "_attend", "add_norm_kernel", "gate_kernel"}
 @pytest.fixture
 def launches(monkeypatch):
     """Kernels launched, by name."""
-    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    monkeypatch.setattr(backend, "FORCED", "triton")
     return triton_interpreter.interpret_pretended(monkeypatch)
 
 
@@ -37,7 +37,7 @@ CASES = [
 def test_recommendations(strategy, variant, form, kernels, launches):
     here = recommending("cpu", form)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "KERNELS", "torch")
+        patch.setattr(backend, "FORCED", "torch")
         expected = here.engine.run_many(here.ask(strategy, variant))
     with PretendCuda() as device:
         there = recommending("cuda", form)
@@ -51,7 +51,7 @@ def test_recommendations(strategy, variant, form, kernels, launches):
 def test_rankings(launches):
     here = ranking("cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "KERNELS", "torch")
+        patch.setattr(backend, "FORCED", "torch")
         expected = here.engine.run_many(here.ask())
     with PretendCuda() as device:
         there = ranking("cuda")
@@ -69,7 +69,7 @@ def test_texts(drafter, parameters, kernels, launches):
     names = () if drafter == "none" else (drafter,)
     requests = texts(drafter, "sample", parameters, count=1, most=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "KERNELS", "torch")
+        patch.setattr(backend, "FORCED", "torch")
         expected = text_engine("cpu", names).run_many(requests)
     with PretendCuda():
         assert_same(text_engine("cuda", names).run_many(requests), expected)

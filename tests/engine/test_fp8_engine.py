@@ -13,7 +13,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.fp8 import FP8, Fp8, parts
 from recserve.models.attention import DenseAttention
 from recserve.models.packing import packable
@@ -215,7 +215,7 @@ def rounding_worlds(monkeypatch):
     """Tiny engines of both devices over FP8, kernels interpreted; what was launched."""
     monkeypatch.setattr(device_worlds, "SMALL", replace(device_worlds.SMALL, kv_dtype="fp8"))
     monkeypatch.setattr(device_worlds, "EngineConfig", partial(EngineConfig, kv_dtype="fp8"))
-    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    monkeypatch.setattr(backend, "FORCED", "triton")
     return triton_interpreter.interpret_pretended(monkeypatch)
 
 
@@ -230,7 +230,7 @@ def test_kernels_answer_as_a_cpu_does(work, rounding_worlds):
         return world.engine.run_many(world.ask() if work == "rank" else world.ask("beam"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "KERNELS", "torch")
+        patch.setattr(backend, "FORCED", "torch")
         wanted = answers("cpu")
     with PretendCuda():
         assert_same(answers("cuda"), wanted)

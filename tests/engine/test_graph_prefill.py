@@ -5,7 +5,7 @@ import torch
 
 from recserve.engine.runtime.graph_prefill import GraphPrefill, PrefillBucket, PrefillGraphs
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
@@ -71,7 +71,7 @@ def test_what_is_no_chain_is_launched():
 
 
 def test_a_replay_waits_for_nothing(monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
     with PretendCuda() as device, torch.inference_mode():
         model = drawn_model(1).to("cuda")
         graph = GraphPrefill(runner_of(model), model, 17)

@@ -18,7 +18,7 @@ from recserve.engine.items.search_scorers import TargetScorer
 from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.fp8 import parts
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
@@ -221,7 +221,7 @@ def test_scores_that_are_not_finite_are_no_ranking(monkeypatch):
 def test_a_request_that_fails_alone_leaves_nothing_in_its_pages(kernels, monkeypatch):
     """Who gets the pages next may weigh what lies there by zero, which is NaN for NaN."""
     if kernels == "torch":
-        monkeypatch.setattr(dispatch, "KERNELS", "torch")
+        monkeypatch.setattr(backend, "FORCED", "torch")
     world = recommending("cpu")
     scheduler = world.engine.schedulers["recommender"]
     everything = queries_of(world, "beam")
@@ -233,7 +233,7 @@ def test_a_request_that_fails_alone_leaves_nothing_in_its_pages(kernels, monkeyp
 def test_a_fault_inside_the_network_stays_with_its_request(kernels, monkeypatch):
     """One row of a root goes wrong before the first layer: attention must not carry it over."""
     if kernels == "torch":
-        monkeypatch.setattr(dispatch, "KERNELS", "torch")
+        monkeypatch.setattr(backend, "FORCED", "torch")
     world = recommending("cpu")
     engine, requests = world.engine, queries_of(world, "beam")
     wanted = outcomes(engine, requests)
@@ -265,7 +265,7 @@ ON_DEVICE = {"written": False}
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
 
 
 @pytest.mark.parametrize(

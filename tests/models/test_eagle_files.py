@@ -231,7 +231,7 @@ def test_the_norms_of_hass(layout, tmp_path, target):
     tokens, features = network.embedding_norm(embedded), network.feature_norm(states)
     joined = network.fc(torch.cat([tokens, features], dim=-1))
     rope = Rope(positions, network._frequencies, joined.dtype)
-    expected = network.layers[0].run(network.input_norms[0](joined), joined, rope, 0, attend)
+    expected = sum(network.layers[0](network.input_norms[0](joined), joined, rope, 0, attend))
     torch.testing.assert_close(given, expected)
     logits = target.logits(network.norm(expected))
     torch.testing.assert_close(network.logits(given, target), logits)

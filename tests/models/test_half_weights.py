@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -35,22 +35,22 @@ def kinds(model: LanguageModel) -> set[str]:
 
 @pytest.mark.parametrize("tied,invariant", [(False, False), (True, True)])
 def test_texts_and_scores_are_those_of_float32_weights(tied, invariant, monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "c")
+    monkeypatch.setattr(backend, "FORCED", "c")
     wide = halves_of(tied).float()
     model = copy.deepcopy(wide)
     pack_weights(wide)
     pack_weights(model, "float16")
     assert (kinds(wide), kinds(model)) == ({"Panels"}, {"HalfPanels"})
-    assert model.decoder.together is not None
+    assert model.decoder.whole_decoder is not None
     size = replace(SIZES, invariant=invariant)
     expected = report(build_engine(EngineModels(text=wide), size), text_queries())
     assert report(build_engine(EngineModels(text=model), size), text_queries()) == expected
-    model.decoder.together = None
+    model.decoder.whole_decoder = None
     assert report(build_engine(EngineModels(text=model), size), text_queries()) == expected
 
 
 def test_only_a_float16_folder_in_float32_is_packed_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "c")
+    monkeypatch.setattr(backend, "FORCED", "c")
     for stored in (torch.float16, torch.bfloat16, torch.float32):
         folder = tmp_path / str(stored)
         save_language_model(halves_of().to(stored), folder)

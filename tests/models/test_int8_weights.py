@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.int8 import Int8Weight
@@ -24,7 +24,7 @@ from tests.support.text_plain import TableDrafter
 @pytest.fixture(params=["c", "torch"])
 def kernels(request, monkeypatch):
     """Products in C where there is a compiler, and in torch."""
-    monkeypatch.setattr(dispatch, "KERNELS", request.param)
+    monkeypatch.setattr(backend, "FORCED", request.param)
     return request.param
 
 
@@ -51,7 +51,7 @@ def test_logits_are_those_of_the_rounded_weights(tied, kernels):
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert len(packed) == 3 * 4 + 1
     assert all(isinstance(layer.panels, Int8Panels) == in_c for layer in packed)
-    assert (model.decoder.together is not None) == in_c
+    assert (model.decoder.whole_decoder is not None) == in_c
     tokens, positions = torch.randint(0, 200, (1, 50)), torch.arange(50)[None]
     with torch.inference_mode():
         hidden = expected(tokens, positions, DenseAttention())
@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_rounded_weights(tied, kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_text_has_the_same_bits_alone_together_and_drafted(dtype, monkeypatch):
     """In the invariant mode, whose test at the start covers these weights too."""
-    monkeypatch.setattr(dispatch, "KERNELS", "c")
+    monkeypatch.setattr(backend, "FORCED", "c")
     model = long_sums(dtype)
     pack_weights(model, "int8")
     alone = [
@@ -103,15 +103,15 @@ def test_a_recommender_keeps_its_codes_and_packs_its_decoder(kernels):
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_layers_in_one_call_give_the_bits_of_one_by_one(dtype, monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "c")
+    monkeypatch.setattr(backend, "FORCED", "c")
     torch.manual_seed(0)
     decoder = DecoderConfig(64, 2, 4, 2, 32, 96, max_positions=64)
     model = LanguageModel(LanguageModelConfig(decoder, 40)).requires_grad_(False).eval().to(dtype)
     model.tokens.weight.mul_(30)
     pack_weights(model, "int8")
-    together = model.decoder.together
+    together = model.decoder.whole_decoder
     assert together is not None
     size = replace(SIZES, invariant=False)
     found = report(build_engine(EngineModels(text=model), size), text_queries())
-    model.decoder.together = None
+    model.decoder.whole_decoder = None
     assert report(build_engine(EngineModels(text=model), size), text_queries()) == found

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -26,7 +26,7 @@ TYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(params=["auto", "torch"], autouse=True)
 def kernels(request, monkeypatch):
     """Products in C where there is a compiler, and oneDNN's."""
-    monkeypatch.setattr(dispatch, "KERNELS", request.param)
+    monkeypatch.setattr(backend, "FORCED", request.param)
 
 
 def skip_unless_packable(dtype: torch.dtype) -> None:

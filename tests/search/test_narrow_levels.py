@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.search.scores import root_scores
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recommenders import make
@@ -16,7 +16,7 @@ CODES = torch.tensor([[i, i % 3, 0] for i in range(FIRST)] + [[0, 1, 0], [0, 1, 
 @torch.inference_mode()
 def test_first_codes_are_scored_on_every_device(normalization, monkeypatch):
     """A GPU pads to the widest node of the level; a CPU to the widest of the given nodes."""
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
     model, trie = make(CODES, "codes", normalization)
     assert trie.widths[0] > max(trie.widths[1:])
     state = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))

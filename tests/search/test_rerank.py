@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recserve.core.allowed import AllowedItems
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native
 from tests.support.device_worlds import recommending
 
@@ -20,7 +20,7 @@ def test_dense_candidates_are_scored_alike_in_c_and_in_torch(strategy, trie, mon
     """A search that only they may pass, and path by path; hidden and new items, none and few."""
     slates = {}
     for kernels in ("auto", "torch"):
-        monkeypatch.setattr(dispatch, "KERNELS", kernels)
+        monkeypatch.setattr(backend, "FORCED", kernels)
         world = recommending("cpu")
         asked = world.ask(strategy, "live" if trie == "live" else "plain", events=(3, 9, 1, 5))
         few = AllowedItems.of(np.arange(getattr(world, trie).num_rows) % 9 == 2)

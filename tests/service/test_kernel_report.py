@@ -5,7 +5,7 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -33,7 +33,7 @@ def report(model: LanguageModel, config: EngineConfig | None = None) -> dict[str
 @pytest.mark.parametrize("stored", [None, "int8"])
 @pytest.mark.parametrize("kernels", ["c", "torch"])
 def test_a_forced_choice_is_named_for_every_shape(kernels, stored, monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", kernels)
+    monkeypatch.setattr(backend, "FORCED", kernels)
     model = small()
     pack_weights(model, stored)
     found = report(model)
@@ -53,7 +53,7 @@ def test_a_forced_choice_is_named_for_every_shape(kernels, stored, monkeypatch):
 
 
 def test_what_c_does_not_compute_is_said(monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "c")
+    monkeypatch.setattr(backend, "FORCED", "c")
     plain = report(small())
     assert {kernel for work, kernel in plain.items() if work != "attention"} == {
         "torch: not packed"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.engine.text.graph_step import StepShape
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import CANDIDATE, chain, from_parents
@@ -252,7 +252,7 @@ def test_updates_change_no_bit_of_other_nodes(packed, model):
 
 
 @pytest.mark.skipif(
-    native.library() is None or not dispatch.uses_c(), reason="needs the products in C"
+    native.library() is None or not backend.c_is_allowed(), reason="needs the products in C"
 )
 @torch.inference_mode()
 def test_a_step_with_masks_has_the_bits_of_a_step_without():
@@ -260,7 +260,7 @@ def test_a_step_with_masks_has_the_bits_of_a_step_without():
     model = wide_model()
     network = mask_network(model)
     pack_weights(model)
-    assert model.decoder.together is not None
+    assert model.decoder.whole_decoder is not None
     root, tokens = torch.tensor([3, 1, 4, 1, 5, 9]), torch.tensor([2, 6, 5, 3])
     plain = scored(model, tokens, torch.arange(-1, 3), None, None, root)
     columns = masked_tree(tokens)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.half_panels import HalfPanels
 from recserve.kernels.cpu.int8_panels import Int8Panels
@@ -240,7 +240,7 @@ def main() -> None:
         native.declare(chosen)
         native.library = lambda: chosen  # type: ignore[assignment]
     library = native.library()
-    assert dispatch.uses_c()
+    assert backend.c_is_allowed()
     print("none" if library is None else Path(library._name).name)
     if library is not None:
         print(digest(c_results()))

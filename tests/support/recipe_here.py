@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 from recserve.batch.recipe import KERNELS, Recipe, environment
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from tests.support.in_process import InProcess
 
 
@@ -26,5 +26,5 @@ class RecipeHere(InProcess):
 def here(recipe: Recipe) -> Iterator[RecipeHere]:
     """Opens the models of a recipe in this process, with the kernels that workers take."""
     kernels = environment(recipe)[KERNELS]
-    with mock.patch.object(dispatch, "KERNELS", kernels), recipe.open() as task:
+    with mock.patch.object(backend, "FORCED", kernels), recipe.open() as task:
         yield RecipeHere(task, recipe)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 
 ASKS = (
     "_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "is_nonzero", "equal",
@@ -82,7 +82,7 @@ def record(step):
     step()
     patches = [mock.patch.object(torch.Tensor, name, refuse(name)) for name in HOST]
     # C kernels are no torch operations, so a replay would miss them.
-    patches.append(mock.patch.object(dispatch, "KERNELS", "torch"))
+    patches.append(mock.patch.object(backend, "FORCED", "torch"))
     recording = Recording()
     for patch in patches:
         patch.start()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend, dispatch
 from tests.support.pretend_cuda import PretendCuda, PretendTensor
 
 
@@ -131,7 +131,7 @@ def test_the_line_is_named(device):
 
 def test_a_twin_s_own_waiting_is_not_recorded(device, monkeypatch):
     """On a GPU the Triton kernel runs instead of the torch reference."""
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
     pool = torch.zeros(2, 1, 5, 1, 2, device="cuda")
     path = numbers()[None, :2]
     length = path.sum(1)

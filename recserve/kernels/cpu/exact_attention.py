@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.paged_kv import KVPool, PrefixTable, TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms, rotate
 
 BITS = 22
 HALF = 2.0**11
@@ -63,6 +63,20 @@ class ExactPool(KVPool):
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores keys and values as KVPool.write does, rounded to the grid."""
         super().write(layer, slots, on_grid(key), on_grid(value))
+
+    def rope_write(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Runs `reference.rope_write` with keys and values rounded to the grid."""
+        query, key, value = rotate(qkv, cos, sin, self.shape.num_kv_heads, norms)
+        self.write(layer, slots, key, value)
+        return query
 
 
 @dataclass(frozen=True)

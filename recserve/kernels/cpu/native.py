@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recserve.kernels.cpu.native_library import find_compiler, load_library
 from recserve.kernels.fp8 import Stored
+from recserve.kernels.reference import HeadNorms
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def declare(loaded: ctypes.CDLL) -> None:
 
 
 def compiled() -> ctypes.CDLL:
-    """Returns the library. Call it only after `takes`, `reads` or `multiplies` returned true."""
+    """Returns the library. Call it only where there is one."""
     found = library()
     assert found is not None
     threads = torch.get_num_threads()  # sets the number of OpenMP threads of the calling thread
@@ -87,18 +88,6 @@ def compiled() -> ctypes.CDLL:
 def has_own_threads() -> bool:
     """Returns whether the library has another OpenMP runtime than torch: that of clang."""
     return hasattr(library(), "use_threads")
-
-
-def takes(x: Stored) -> bool:
-    """Returns whether the C functions compute on this tensor: on a CPU, without gradients."""
-    if not x.is_cpu or x.dtype not in TYPES or torch.is_grad_enabled():
-        return False
-    return library() is not None
-
-
-def reads(x: Tensor) -> bool:
-    """Returns whether the C functions can read these integers of tries and trees."""
-    return x.is_cpu and x.dtype == torch.int64 and library() is not None
 
 
 def multiplies(weight: Tensor) -> bool:
@@ -232,12 +221,23 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Stored,
+    values: Stored,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Runs `reference.rope_write` in C. D is a multiple of 2 * LANES; all tensors have one type."""
+    assert isinstance(keys, Tensor) and isinstance(values, Tensor)
     rows, all_heads, dim = qkv.shape
     kv_heads = keys.shape[1]
     heads = all_heads - 2 * kv_heads
+    if norms is not None:
+        query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        query = rms_norm(query, norms.query, norms.eps)
+        qkv = torch.cat([query, rms_norm(key, norms.key, norms.eps), value], dim=1)
     query = qkv.new_empty(rows, heads, dim)
     qkv, cos, sin, slots = (x.contiguous() for x in (qkv, cos, sin, slots))
     compiled().rope_write(

@@ -220,7 +220,8 @@ class Eagle(nn.Module):
             assert isinstance(layer, DecoderLayer)
             if number:
                 inputs = self.input_norms[number](x)
-            x = layer.run(inputs, x, rope, number, attend)
+            x, update = layer(inputs, x, rope, number, attend)
+            x = x + update
         return self.norm(x) if config.norm_output else x
 
     def logits(self, outputs: Tensor, target: LanguageModel, level: int = 0) -> Tensor:

@@ -103,8 +103,10 @@ class MtpModule(nn.Module):
     ) -> Tensor:
         """Returns [..., T, E] of features and embedded tokens [..., T, E]; `number` is k."""
         both = torch.cat([self.token_norm(embedded), self.state_norm(features)], dim=-1)
-        output: Tensor = self.layer(self.fc(both), rope, number, attend)
-        return self.norm(output) if self.feeds_norm else output
+        x = self.fc(both)
+        x, update = self.layer(self.layer.attention_norm(x), x, rope, number, attend)
+        output, normed = self.norm.after_sum(x, update)
+        return normed if self.feeds_norm else output
 
 
 class Mtp(nn.Module):

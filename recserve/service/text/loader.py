@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from recserve.kernels.cpu.products import PackedFormat, fastest_dtype
 from recserve.kernels.int8 import WeightFormat
+from recserve.kernels.products import PackedFormat, fastest_dtype
 from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import DTYPES, UnsupportedModel, load_language_model, read_folder

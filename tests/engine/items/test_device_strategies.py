@@ -2,7 +2,7 @@
 
 import pytest
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from tests.support.device_worlds import assert_same, ranking, recommending
 from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
@@ -16,7 +16,7 @@ HOW = {
 
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
 
 
 @pytest.mark.parametrize("strategy,form", covering((*RECOMMEND, "warm"), tuple(HOW)))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.models.item_heads import DraftPlan
@@ -25,7 +25,7 @@ from tests.support.recorded_steps import Counted
 @pytest.fixture(autouse=True, scope="module")
 def plain_kernels():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "KERNELS", "torch")
+        patch.setattr(backend, "FORCED", "torch")
         yield
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recserve.engine.items.graph_search import SearchShape
-from recserve.kernels import dispatch
+from recserve.kernels import backend, dispatch
 from recserve.kernels.paged_kv import PrefixTable
 from recserve.kernels.trie.trie_overlay import TrieOverlay
 from tests.support import triton_interpreter  # noqa: F401
@@ -43,10 +43,9 @@ def test_kernels_find_what_the_twins_find(variant, monkeypatch):
         launching, world = recommending("cpu"), recommending("cpu")
         world.trie = launching.trie
         wanted = launching.engine.run_many(launching.ask("beam", variant))
-        monkeypatch.setattr(dispatch, "KERNELS", "torch")
+        monkeypatch.setattr(backend, "FORCED", "torch")
         world.engine.schedulers["recommender"].runner.attention = kernel_attention
         graphs = with_searches(world, world.trie, lambda step: step, SHAPES)
-    monkeypatch.setattr(dispatch, "turns", lambda pool: True)
     monkeypatch.setattr(dispatch, "rope_write", rope_write.rope_write)
     monkeypatch.setattr(dispatch, "best_children", kernel_children)
     assert_same(wanted, world.engine.run_many(launching.ask("beam", variant)))

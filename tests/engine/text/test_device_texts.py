@@ -2,7 +2,7 @@
 
 import pytest
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from tests.support.device_worlds import (
     TEXT_PARAMETERS,
     assert_same,
@@ -21,7 +21,7 @@ DRAFTERS = (
 
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
 
 
 def both(names, requests, pages=200):

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from recserve.cli import doctor
 from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.text.graph_step import StepShape
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.metrics import Metrics
 from recserve.service.runtime import gauges_of
 from recserve.speculation.completion import TextQuery
@@ -84,7 +84,7 @@ def test_metrics_name_the_buckets(engine):
 
 def test_metrics_name_the_searches(monkeypatch):
     """Of a recommender: one that is replayed, one that is too wide."""
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
     world = recommending("cpu")
     with_searches(
         world, world.trie, lambda step: step, (SearchShape(2, 8), SearchShape(1, 8, None))
@@ -126,7 +126,7 @@ def test_the_doctor_names_them_too(engine):
 
 def test_the_doctor_names_searches_and_what_is_launched(monkeypatch):
     """The third record fails: two are there, two are launched, each by its name."""
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
     world, made = recommending("cpu"), []
 
     def record(step):

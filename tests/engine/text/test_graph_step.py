@@ -10,7 +10,7 @@ import torch
 
 from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -162,7 +162,7 @@ def test_preemption_keeps_rows_and_counts(model):
 
 
 def test_packed_weights_are_replayed(expected, monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    monkeypatch.setattr(backend, "FORCED", "torch")
     model = drawn_model(1)
     pack_weights(model)
     counted = Counted()

@@ -10,7 +10,7 @@ import torch
 from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -165,7 +165,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
     """On a pretended device: one look, no upload that is waited for, whatever is drafted."""
     from tests.support import triton_interpreter
 
-    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    monkeypatch.setattr(backend, "FORCED", "triton")
     launches = triton_interpreter.interpret_pretended(monkeypatch)
     with PretendCuda() as device:
         engine = text_engine("cuda", ["medusa"])

@@ -12,7 +12,7 @@ from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import SHAPES as ALL
 from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter
@@ -225,7 +225,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
     """On a pretended device: one look, no upload that is waited for."""
     from tests.support import triton_interpreter
 
-    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    monkeypatch.setattr(backend, "FORCED", "triton")
     launches = triton_interpreter.interpret_pretended(monkeypatch)
     with PretendCuda() as device:
         engine = text_engine("cuda", [])

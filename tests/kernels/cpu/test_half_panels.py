@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.half_panels import HalfPanels, multiplies_halves
 from recserve.kernels.cpu.native import Panels
@@ -52,7 +52,7 @@ def test_weights_that_float16_rounds_are_not_stored_in_it(wrong, monkeypatch):
     assert multiplies_halves(weight)
     weight[3, 5] = wrong
     assert not multiplies_halves(weight) and not multiplies_halves(weight.half())
-    monkeypatch.setattr(dispatch, "KERNELS", "c")
+    monkeypatch.setattr(backend, "FORCED", "c")
     layers[1].weight[0, 0] = wrong
     pack_weights(layers, "float16")
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]

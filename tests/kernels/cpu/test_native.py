@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.kernels import dispatch, reference
+from recserve.kernels import backend, reference
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.native_attention import HeadLayout, NativeTreeAttention
 from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
@@ -247,11 +248,12 @@ def test_heads_that_c_does_not_attend_with():
 
 WITHOUT = """
 import torch
-from recserve.kernels import dispatch
+from recserve.kernels import backend, dispatch
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.cpu import native
 x = torch.arange(32.0)[None]
 with torch.inference_mode():
-    print(native.library() is None, dispatch.packs(torch.zeros(4, 4)))
+    print(native.library() is None, products.runs_in_c(torch.zeros(4, 4)))
     print(dispatch.silu_mul(x).sum().item())
 """
 
@@ -273,8 +275,8 @@ def test_without_a_compiler_torch_does_the_same(compiler, tmp_path):
 
 
 def test_gradients_take_torchs_way(monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "c")
+    monkeypatch.setattr(backend, "FORCED", "c")
     x = torch.ones(1, 32)
-    assert dispatch.in_native(x)
+    assert backend_of(x) is Backend.C
     with torch.inference_mode(False), torch.enable_grad():
-        assert not dispatch.in_native(x)
+        assert backend_of(x) is not Backend.C

@@ -5,7 +5,7 @@ import torch
 
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native
 from recserve.kernels.trie.trie import build_trie
 from recserve.search.beams import Beams
@@ -45,7 +45,7 @@ def scored_of(trie, keys, share, seed):
 def both(call, monkeypatch):
     answers = []
     for path in ("auto", "torch"):
-        monkeypatch.setattr(dispatch, "KERNELS", path)
+        monkeypatch.setattr(backend, "FORCED", path)
         answers.append(call())
     return answers
 

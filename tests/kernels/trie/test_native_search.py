@@ -10,7 +10,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.cpu import native
 from recserve.kernels.trie.native_search import (
     KNOWN,
@@ -61,7 +61,7 @@ def same_as_in_torch(model, head, requests, monkeypatch):
     """The slates in C, after they were compared with torch's."""
     answers = []
     for path in ("auto", "torch"):
-        monkeypatch.setattr(dispatch, "KERNELS", path)
+        monkeypatch.setattr(backend, "FORCED", path)
         answers.append(
             build_engine(EngineModels(model, heads=Heads(head, head)), CONFIG).run_many(requests)
         )
@@ -110,7 +110,7 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, monkeypatch
 
 def test_a_score_does_not_know_its_company(monkeypatch):
     """Bit for bit: alone, among other requests, drafted and not."""
-    monkeypatch.setattr(dispatch, "KERNELS", "c")
+    monkeypatch.setattr(backend, "FORCED", "c")
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     head = make_head(model, "from-target")
     model.pack()

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 
 from recserve.kernels import accept_reference as twin  # noqa: E402
-from recserve.kernels import dispatch, noise  # noqa: E402
+from recserve.kernels import backend, noise  # noqa: E402
 from recserve.kernels.accept_reference import DraftProbs, Keys  # noqa: E402
 from recserve.kernels.tree import from_parents, merge  # noqa: E402
 from recserve.kernels.triton import (  # noqa: E402
@@ -160,7 +160,7 @@ def test_rules_on_a_device_call_the_kernel_and_keep_what_the_host_keeps(
     rule, drawings, monkeypatch
 ):
     """Chains, and trees of several children, over 1,100 tokens; 4 seeds of the noise."""
-    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    monkeypatch.setattr(backend, "FORCED", "triton")
     called = []
     kernel = accept_drawn.accept_drawn
     monkeypatch.setattr(

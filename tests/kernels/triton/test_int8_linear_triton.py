@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.kernels import dispatch
+from recserve.kernels import backend
 from recserve.kernels.int8 import Int8Weight, TorchInt8Product
 from recserve.kernels.triton.int8_linear import MAX_ROWS, TritonInt8Product
 from recserve.models.attention import DenseAttention
@@ -53,7 +53,7 @@ def test_a_model_on_a_gpu_reads_eight_bits(monkeypatch):
     tokens, positions = torch.randint(0, 40, (1, 9)), torch.arange(9)[None]
     found = {}
     for kernels in ("torch", "triton"):
-        monkeypatch.setattr(dispatch, "KERNELS", kernels)
+        monkeypatch.setattr(backend, "FORCED", kernels)
         torch.manual_seed(0)
         model = LanguageModel(LanguageModelConfig(decoder, 40)).eval().requires_grad_(False)
         pack_weights(model, "int8")

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.kernels import dispatch, fp8
+from recserve.kernels import backend, fp8
 from recserve.kernels.accept_reference import DraftProbs, Keys
 from recserve.kernels.paged_kv import KVPool, KVShape, PrefixTable, TreeBatch
 from recserve.kernels.tree import merge
@@ -128,7 +128,7 @@ def test_attention_over_a_day_of_texts(dtype, keys, monkeypatch):
 
 def test_attention_of_an_engine(keys, monkeypatch):
     """Prefills and steps of drafted texts on a pretended device: nothing beside the same forms."""
-    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    monkeypatch.setattr(backend, "FORCED", "triton")
     triton_interpreter.interpret_pretended(monkeypatch)
     launch = GridExecutor.__call__
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from recserve.kernels import backend
 from recserve.kernels.cpu import native, processor
 from recserve.kernels.cpu.half_panels import multiplies_halves
 from recserve.kernels.cpu.int8_panels import multiplies_int8
@@ -47,20 +48,23 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
 
 
-def runs_in_c(weight: Tensor, stored: PackedFormat | None = None, forced: bool = False) -> bool:
+def runs_in_c(weight: Tensor, stored: PackedFormat | None = None) -> bool:
     """Returns whether the product with a weight runs in C, by the rule of this module.
+
+    `RECSERVE_KERNELS` set to `c` leaves out the exception.
 
     Args:
         weight: [n, m] of the activations' type, before it is stored in another format.
         stored: Format in which it is stored. None means its own type.
-        forced: Whether C multiplies wherever it can.
     """
+    if not backend.c_is_allowed():
+        return False
     if stored == "int8":
         return multiplies_int8(weight)
     if stored == "float16":
         return multiplies_halves(weight)
     in_amx = weight.dtype == torch.bfloat16 and processor.has_amx() and onednn_packs(weight.dtype)
-    return native.multiplies(weight) and (forced or not in_amx)
+    return native.multiplies(weight) and (backend.FORCED == "c" or not in_amx)
 
 
 def fastest_dtype(candidates: Sequence[torch.dtype]) -> torch.dtype:

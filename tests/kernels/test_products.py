@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from recserve.kernels import dispatch
-from recserve.kernels.cpu import native, processor, products
+from recserve.kernels import backend, dispatch, products
+from recserve.kernels.cpu import native, processor
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.cpu.native_attention import HeadLayout
 from recserve.kernels.cpu.processor import LEVELS, Processor
@@ -38,7 +38,7 @@ def machine(monkeypatch):
 @needs_onednn
 @pytest.mark.parametrize("kernels", ["auto", "c", "torch"])
 def test_c_multiplies_and_attends_wherever_it_can(kernels, monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", kernels)
+    monkeypatch.setattr(backend, "FORCED", kernels)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 6)).eval()
     x = torch.randn(3, 8)
     with torch.inference_mode():
@@ -65,16 +65,16 @@ def test_bfloat16_stays_with_torch_on_amx_unless_c_is_forced(machine, monkeypatc
         ("x86-64-v3", ("amx_bf16",), "auto", True),  # as an older processor, by RECSERVE_ISA
     ):
         machine(level, *flags)
-        monkeypatch.setattr(dispatch, "KERNELS", kernels)
-        assert dispatch.packs(weights[BF16]) == in_c
-        assert dispatch.packs(weights[F32])
-        assert dispatch.packs(weights[BF16], "int8")
+        monkeypatch.setattr(backend, "FORCED", kernels)
+        assert products.runs_in_c(weights[BF16]) == in_c
+        assert products.runs_in_c(weights[F32])
+        assert products.runs_in_c(weights[BF16], "int8")
 
 
 @needs_compiler
 @needs_onednn
 def test_a_weight_that_c_cannot_hold_does_not_decide_for_the_others(monkeypatch):
-    monkeypatch.setattr(dispatch, "KERNELS", "auto")
+    monkeypatch.setattr(backend, "FORCED", "auto")
     layers = torch.nn.Sequential(torch.nn.Linear(7, 8), torch.nn.Linear(8, 4)).eval()
     pack_weights(layers)
     assert [layer.panels is not None for layer in layers] == [False, True]
@@ -83,8 +83,8 @@ def test_a_weight_that_c_cannot_hold_does_not_decide_for_the_others(monkeypatch)
 @needs_compiler
 def test_the_codes_and_their_parts_are_packed_alike_without_onednn(monkeypatch):
     """A bfloat16 model once failed here on processors without AVX-512."""
-    monkeypatch.setattr(dispatch, "KERNELS", "auto")
-    for module in ("recserve.models.packing", "recserve.kernels.cpu.products"):
+    monkeypatch.setattr(backend, "FORCED", "auto")
+    for module in ("recserve.models.packing", "recserve.kernels.products"):
         monkeypatch.setattr(f"{module}.onednn_packs", lambda dtype: False)
     for size in (1, 4, 2048):
         weight = torch.zeros(size, 8, dtype=BF16)
