@@ -36,8 +36,8 @@ from benchmarks.support.runs import machine
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
-from recserve.models.config import DecoderConfig
-from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.models.config import DecoderConfig, RecommenderConfig
+from recserve.models.recommender import Recommender, save_recommender
 
 NUM_ITEMS, NUM_USERS, MEAN_EVENTS, HISTORY_ITEMS = 5000, 4000, 40, 50
 LAYERS, WIDTH, PAGE = 2, 192, 16

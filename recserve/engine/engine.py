@@ -17,7 +17,8 @@ from typing import TypeVar, overload
 
 import torch
 
-from recserve.core.request import EngineStopped, PrefixKeys, PrewarmQuery, Request, Result
+from recserve.core.errors import EngineStopped
+from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.engine_parts import EngineParts

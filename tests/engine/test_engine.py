@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import (
-    DeadlineExceeded,
-    LikelihoodQuery,
-    Prefix,
-    PrefixKeys,
-    QueueFull,
-    RankQuery,
-    SlateQuery,
-)
+from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.request import LikelihoodQuery, Prefix, PrefixKeys, RankQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.scheduler import RequestTooLarge

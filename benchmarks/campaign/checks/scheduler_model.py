@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
 from benchmarks.campaign.site import Site
-from recserve.core.request import DeadlineExceeded, SlateQuery
+from recserve.core.errors import DeadlineExceeded
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.speculation.completion import TextQuery

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.request import (
     Continuation,
-    DeadlineExceeded,
     LikelihoodQuery,
     PrefixKeys,
     Request,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from recserve.features.tables.encoding import root_tokens
 from recserve.features.tables.events import EventLog
-from recserve.models.recommender import RecommenderConfig
+from recserve.models.config import RecommenderConfig
 from recserve.training.recommender.history_trees import bucketed, windows
 
 Ints = NDArray[np.int64]

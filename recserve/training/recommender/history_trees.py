@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie
-from recserve.models.recommender import BOS, RecommenderConfig
+from recserve.models.config import RecommenderConfig
+from recserve.models.recommender import BOS
 
 Ints = NDArray[np.int64]
 

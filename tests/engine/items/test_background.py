@@ -5,14 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from recserve.core.request import (
-    DeadlineExceeded,
-    PrefixKeys,
-    Prewarmed,
-    PrewarmQuery,
-    QueueFull,
-    SlateQuery,
-)
+from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.request import PrefixKeys, Prewarmed, PrewarmQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.search.recommend_strategy import Heads

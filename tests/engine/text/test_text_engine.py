@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import DeadlineExceeded
+from recserve.core.errors import DeadlineExceeded
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.limits import PromptTooLong
 from recserve.models.loading import load_language_model

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from recserve.core.request import DeadlineExceeded, PrewarmQuery
+from recserve.core.errors import DeadlineExceeded
+from recserve.core.request import PrewarmQuery
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import RecommendRequest, UserRef
 from recserve.service import Service, ServiceOptions

@@ -13,9 +13,9 @@ from rich.console import Console
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.tables.events import EventLog
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
-from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.models.recommender import Recommender, save_recommender
 from recserve.schemas.items import RecommendRequest
 from recserve.service import Service
 from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
