@@ -159,7 +159,7 @@ def measured(
         if graphs.counts["replayed"] > replayed:
             taken.append(spent * 1e6)
     for future in futures:
-        engine.cancel(future)
+        future.cancel()
     while engine.step():
         pass
     host_us = statistics.median(taken[10:]) if len(taken) > 10 else None

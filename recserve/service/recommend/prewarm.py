@@ -111,4 +111,4 @@ class Prewarm:
         with self._lock:
             futures = self._under_way.pop(user_id, [])
         for future in futures:
-            self.runtime.engine.cancel(future)
+            future.cancel()

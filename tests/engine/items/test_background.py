@@ -92,7 +92,7 @@ def test_a_cancelled_prefill_leaves_no_page_behind():
     scheduler = engine.schedulers["recommender"]
     request = warm(model, 0)
     future = engine.submit(request)
-    engine.cancel(future)
+    future.cancel()
     engine.forget(PrefixKeys(request.root.keys))
     while engine.step():
         pass

@@ -374,7 +374,7 @@ def test_soak_with_cancels(count, model):
         while len(engine.queue) > 20:
             engine.step()
             if random.random() < 0.5:
-                engine.cancel(futures[int(random.integers(len(futures)))][2])
+                futures[int(random.integers(len(futures)))][2].cancel()
     while engine.step():
         pass
     finished = 0
