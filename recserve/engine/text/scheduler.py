@@ -279,7 +279,6 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
                     context=sequence.context,
                     draft=draft,
                     accepted=accepted,
-                    tokens=tuple(added),
                     all_hidden=hidden,
                     all_logits=logits,
                     first=first,
