@@ -94,7 +94,8 @@ def make_world(folder: Path, cached_users: int) -> World:
     events = bundle.events()
     ids = catalog.items.ids
     histories = [
-        [ids[row] for row in events.rows_of(user).tolist()] for user in range(events.num_users)
+        [ids[row] for row in rows.tolist()]
+        for rows in np.split(events.item_rows, events.offsets[1:-1])
     ]
     pages = np.mean([-(-(1 + min(len(one), HISTORY_ITEMS)) // PAGE) for one in histories])
     page_bytes = PAGE * LAYERS * 2 * WIDTH * 4

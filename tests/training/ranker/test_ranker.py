@@ -22,7 +22,7 @@ from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
-from recserve.features.vectors.vectors import collaborative_vectors, text_vectors
+from recserve.features.vectors.vectors import collaborative_vectors, fit_text_encoder
 from recserve.models.ranker import load_ranker, node_inputs
 from recserve.training.evaluation.accuracy import auc
 from recserve.training.options import TrainOptions
@@ -132,7 +132,9 @@ def score(model, batch: RankingBatch) -> torch.Tensor:
 def test_training_batch_leaks_nothing() -> None:
     log = topic_log()
     data = make_data(log)
-    owned = [set(data.train.rows_of(u).tolist()) for u in range(log.num_users)]
+    owned = [
+        set(rows.tolist()) for rows in np.split(data.train.item_rows, data.train.offsets[1:-1])
+    ]
     seen = 0
     for plan in data.plan(0)[:6]:
         batch = data.batch(plan)
@@ -389,7 +391,7 @@ def test_movielens_beats_popularity_and_vectors(tmp_path) -> None:
     pq.write_table(table.rename_columns(names), tmp_path / "events.parquet")
     items, _ = read_items(folder / "items.parquet")
     log, _ = read_events(tmp_path / "events.parquet", items, "skip")
-    vectors = text_vectors(items, 32, 0)
+    vectors = fit_text_encoder(items, 32, 0).encode(items)
     recipe = replace(
         RankerRecipe(hidden_size=32, num_layers=1, long_items=32, recent_items=32, block=16),
         schedule=Schedule(epochs=1, learning_rate=4e-3, averaging=0.9),
