@@ -71,7 +71,7 @@ def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
     """Returns the outputs with `accepted` tokens and a bonus token for every text."""
     columns, at = outputs.found.clone(), outputs.columns
     accepted = min(accepted, at.depth)
-    columns[:, at.nodes] = -1
+    columns[:, : at.length] = -1
     columns[:, : accepted + 1] = torch.arange(accepted + 1)
     columns[:, at.length], columns[:, at.bonus] = accepted, 1
     columns[:, at.tokens][:, : accepted + 1] = 2

@@ -14,7 +14,7 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,9 @@ def measure(
     users = np.sort(np.random.default_rng(1).permutation(users)[:max_users])
     began = time.monotonic()
     found = {
-        kind: ranking_quality(
-            model, tables, log, users, HeldOut(1, seed=1, popular_share=share)
-        ).to_dict()
+        kind: asdict(
+            ranking_quality(model, tables, log, users, HeldOut(1, seed=1, popular_share=share))
+        )
         for kind, share in (("uniform", 0.0), ("popular", 1.0))
     }
     return found | {

@@ -100,11 +100,6 @@ class Futures:
         self.next_shares = _shares(offsets[ahead.steps == 0], len(self.bounds))
         self.window_shares = _shares(offsets, len(self.bounds))
 
-    @property
-    def num_states(self) -> int:
-        """Number of states in one epoch."""
-        return int((self.ends - self.starts - 1).sum())
-
     def epoch(self, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
         """Returns the history numbers of each batch, with at most `max_nodes` padded tokens."""
         return bucketed(self.ends - self.starts, seed, epoch, max_nodes)

@@ -144,11 +144,6 @@ class HistoryTrees:
     def __len__(self) -> int:
         return len(self.tree_starts) - 1
 
-    @property
-    def num_events(self) -> int:
-        """Number of predicted items in one epoch."""
-        return len(self.rows)
-
     def batch(self, trees: Ints) -> HistoryBatch:
         """Returns the trees with these numbers, padded to the largest of them."""
         sizes = np.diff(self.tree_starts)[trees]

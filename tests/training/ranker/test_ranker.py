@@ -29,7 +29,6 @@ from recserve.training.options import TrainOptions
 from recserve.training.ranker.ranker import (
     RankerRecipe,
     RankerSource,
-    evaluate_ranker,
     fit_dense_columns,
     fit_ranker,
     make_ranker,
@@ -346,13 +345,14 @@ def test_bundle_gets_a_ranker_that_can_be_evaluated(tmp_path) -> None:
     opened = Bundle.open(tmp_path / "bundle")
     opened.verify()
     assert opened.has("ranker")
-    section = opened.manifest.ranker
+    section = opened.manifest.sections["ranker"]
     assert section["validation"] == report.metrics
     assert section["conversion"] == "events with a value of 5 or more"
-    quality = evaluate_ranker(opened, "test", max_users=50)
+    catalog, folder = opened.catalog(), opened.directory("ranker")
+    tables = RankingTables.load(folder, catalog.items, catalog.vectors)
+    model, users = load_ranker(folder, catalog.vectors), np.arange(50)
+    quality = ranking_quality(model, tables, opened.events(), users, HeldOut(1))
     assert quality.users == 50 and 0 < quality.metrics["click_gauc"] < 1
-    with pytest.raises(ValueError, match="split is 'train'; choose one of valid, test"):
-        evaluate_ranker(opened, "train")
 
 
 def test_events_without_types_or_values_convert_with_every_click() -> None:
