@@ -23,7 +23,6 @@ ENV_PREFIX = "RECSERVE_"
 # recserve/kernels reads RECSERVE_KERNELS and RECSERVE_ISA itself, also without a server.
 KERNEL_KEYS = ("kernels", "isa")
 MIN_KEY_LENGTH = 16
-LISTS = ("api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases")
 MIN_CACHE_BYTES = 2**20
 
 
@@ -97,7 +96,6 @@ class ServerConfig(BaseSettings):
         invariant: True makes every response bitwise independent of other requests, drafts and
             caches. CPU only.
         experiments: A/B experiments inside the server, see the guide to experiments.
-        warm_drafts: Deprecated and without effect. A warm event computes only the user's prefix.
         access_log: True logs one line for each request, without paths and user ids.
         log_format: Format of the log: `text`, or `json` with one object per line.
         slate_log: Folder for a Parquet log of slates and of the events that they led to.
@@ -154,7 +152,6 @@ class ServerConfig(BaseSettings):
     graphs: bool | None = None
     invariant: bool = False
     experiments: tuple[dict[str, Any], ...] = ()
-    warm_drafts: bool = True
     access_log: bool = False
     log_format: Literal["text", "json"] = "text"
     slate_log: Path | None = None

@@ -42,9 +42,10 @@ from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext
 from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.drafters.rank_tree import RankTree, best_tree, mean_accept_length
+from recserve.speculation.drafters.rank_tree import RankTree, best_tree
 from recserve.speculation.drafters.specformer import SpecformerDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.token_paths import mean_accept_length
 from tests.support.walking_model import draw_walk, walk
 
 LARGE = DecoderConfig(4096, 32, 32, 8, 128, 14_336, max_positions=8192, rope_theta=500_000.0)

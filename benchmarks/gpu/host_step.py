@@ -71,7 +71,7 @@ def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
     """Returns the outputs with `accepted` tokens and a bonus token for every text."""
     columns, at = outputs.found.clone(), outputs.columns
     accepted = min(accepted, at.depth)
-    columns[:, at.nodes] = -1
+    columns[:, : at.length] = -1
     columns[:, : accepted + 1] = torch.arange(accepted + 1)
     columns[:, at.length], columns[:, at.bonus] = accepted, 1
     columns[:, at.tokens][:, : accepted + 1] = 2
@@ -159,7 +159,7 @@ def measured(
         if graphs.counts["replayed"] > replayed:
             taken.append(spent * 1e6)
     for future in futures:
-        engine.cancel(future)
+        future.cancel()
     while engine.step():
         pass
     host_us = statistics.median(taken[10:]) if len(taken) > 10 else None

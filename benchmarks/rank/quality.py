@@ -14,7 +14,7 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
 from recserve.features.vectors.text_encoder import unit
-from recserve.features.vectors.vectors import collaborative_vectors, join_vectors, text_vectors
+from recserve.features.vectors.vectors import collaborative_vectors, fit_text_encoder, join_vectors
 from recserve.kernels.cpu.processor import processor
 from recserve.models.ranker import load_ranker
 from recserve.training.options import TrainOptions
@@ -66,7 +66,7 @@ def measure(
     name: str, items: ItemTable, log: EventLog, options: TrainOptions, max_users: int
 ) -> dict[str, Any]:
     """Trains one variant and ranks the test events."""
-    vectors = text_vectors(items, 128, options.seed)
+    vectors = fit_text_encoder(items, 128, options.seed).encode(items)
     fold_vectors: list[np.ndarray] = []
     if name != "text vectors":
         train = log.leave_one_out().train
@@ -84,9 +84,9 @@ def measure(
     users = np.sort(np.random.default_rng(1).permutation(users)[:max_users])
     began = time.monotonic()
     found = {
-        kind: ranking_quality(
-            model, tables, log, users, HeldOut(1, seed=1, popular_share=share)
-        ).to_dict()
+        kind: asdict(
+            ranking_quality(model, tables, log, users, HeldOut(1, seed=1, popular_share=share))
+        )
         for kind, share in (("uniform", 0.0), ("popular", 1.0))
     }
     return found | {

@@ -37,9 +37,9 @@ from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.quantizer import ResidualQuantizer
 from recserve.features.vectors.semantic_ids import build_index
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
-from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.models.recommender import Recommender, save_recommender
 from recserve.schemas.items import ItemsRequest, RecommendRequest
 from recserve.service import Service, ServiceOptions
 

@@ -36,8 +36,8 @@ from benchmarks.support.runs import machine
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
-from recserve.models.config import DecoderConfig
-from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.models.config import DecoderConfig, RecommenderConfig
+from recserve.models.recommender import Recommender, save_recommender
 
 NUM_ITEMS, NUM_USERS, MEAN_EVENTS, HISTORY_ITEMS = 5000, 4000, 40, 50
 LAYERS, WIDTH, PAGE = 2, 192, 16
@@ -94,7 +94,8 @@ def make_world(folder: Path, cached_users: int) -> World:
     events = bundle.events()
     ids = catalog.items.ids
     histories = [
-        [ids[row] for row in events.rows_of(user).tolist()] for user in range(events.num_users)
+        [ids[row] for row in rows.tolist()]
+        for rows in np.split(events.item_rows, events.offsets[1:-1])
     ]
     pages = np.mean([-(-(1 + min(len(one), HISTORY_ITEMS)) // PAGE) for one in histories])
     page_bytes = PAGE * LAYERS * 2 * WIDTH * 4

@@ -31,9 +31,9 @@ from recserve.core.request import Result
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.kernels.cpu.processor import processor
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.ranker import save_ranker
-from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.models.recommender import Recommender, save_recommender
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.server.app import create_app
 from recserve.server.transport.connection import connection_class

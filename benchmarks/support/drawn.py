@@ -11,10 +11,10 @@ import torch
 
 from recserve.core.request import Prefix
 from recserve.kernels.trie.trie import Trie, build_trie
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.recommender import Recommender
 
 Normalization = Literal["children", "vocabulary"]
 CODES = 256

@@ -88,16 +88,6 @@ class Manifest:
         """Training record of the recommender; empty if untrained."""
         return self.sections.get("recommender", {})
 
-    @property
-    def ranker(self) -> dict[str, Any]:
-        """Training record of the ranker; empty if untrained."""
-        return self.sections.get("ranker", {})
-
-    @property
-    def sasrec(self) -> dict[str, Any]:
-        """Training record of the SASRec baseline; empty if untrained."""
-        return self.sections.get("sasrec", {})
-
     def to_json(self) -> str:
         """Returns sorted, indented JSON; equal manifests give equal bytes."""
         files = {name: vars(entry) for name, entry in self.files.items()}

@@ -10,9 +10,6 @@ import numpy as np
 from recserve.core.allowed import AllowedItems
 from recserve.core.cache_salt import current_salt
 from recserve.core.diversity import Cap
-from recserve.core.errors import DeadlineExceeded as DeadlineExceeded
-from recserve.core.errors import EngineStopped as EngineStopped
-from recserve.core.errors import QueueFull as QueueFull
 from recserve.core.slate_tree import SlateTree
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie_view import TrieView

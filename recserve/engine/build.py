@@ -9,7 +9,6 @@ import torch
 
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.engine_parts import EngineParts
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import cuda_searches
 from recserve.engine.runtime.cache_size import cache_bytes, warn_if_slow
@@ -70,7 +69,19 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
         ValueError: If `graphs` is set and the language model is not on a CUDA device.
     """
     config = _sized(config or EngineConfig(), models)
-    return Engine(_assemble(models, config), config)
+    engine = Engine(config)
+    engine.offer("warm", PrewarmStrategy())
+    if models.recommender is not None:
+        _add_recommender(engine, models.recommender, models.heads or Heads())
+    if models.ranker is not None:
+        scheduler = ItemScheduler(_runner(RankerAdapter(models.ranker.eval()), config))
+        engine.schedulers["ranker"] = scheduler
+        engine.background["ranker"] = ItemScheduler(scheduler.runner, sharing=scheduler)
+        engine.offer("ranker", RankStrategy(models.ranker))
+    engine.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
+    if models.text is not None:
+        _add_text(engine, models.text)
+    return engine
 
 
 def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:
@@ -96,56 +107,41 @@ def _warn(name: str, runner: Runner, model: Recommender | LanguageModel) -> None
         warn_if_slow(name, model.tokens.weight.dtype, slots, model.config.decoder.max_positions)
 
 
-def _assemble(models: EngineModels, config: EngineConfig) -> EngineParts:
-    parts = EngineParts(strategies={"warm": PrewarmStrategy()})
-    if models.recommender is not None:
-        _add_recommender(parts, models.recommender, models.heads or Heads(), config)
-    if models.ranker is not None:
-        scheduler = ItemScheduler(_runner(RankerAdapter(models.ranker.eval()), config))
-        parts.schedulers["ranker"] = scheduler
-        parts.background["ranker"] = ItemScheduler(scheduler.runner, sharing=scheduler)
-        parts.strategies["ranker"] = RankStrategy(models.ranker)
-    parts.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
-    if models.text is not None:
-        _add_text(parts, models.text, config)
-    return parts
-
-
-def _add_recommender(
-    parts: EngineParts, model: Recommender, heads: Heads, config: EngineConfig
-) -> None:
+def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
+    config = engine.config
     runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)
     scheduler = ItemScheduler(runner)
-    parts.schedulers["recommender"] = scheduler
-    parts.background["recommender"] = ItemScheduler(runner, sharing=scheduler)
+    engine.schedulers["recommender"] = scheduler
+    engine.background["recommender"] = ItemScheduler(runner, sharing=scheduler)
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}
-    else:
+    engine.strategies = tuple(sorted(strategies))
+    for name, strategy in {**strategies, "likelihood": likelihood_strategy(model)}.items():
+        engine.offer(name, strategy)
+    if not config.invariant:
         limits = config.search_limits
-        parts.searches = cuda_searches(runner, model, heads.nezha, config.graphs, limits)
+        engine.replay(cuda_searches(runner, model, heads.nezha, config.graphs, limits))
         prefills = cuda_prefills(runner, model, config.graphs)
         if prefills is not None:
             runner.prefills = prefills
-    parts.strategy_names = tuple(sorted(strategies))
-    parts.strategies.update(strategies)
-    parts.strategies["likelihood"] = likelihood_strategy(model)
 
 
-def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) -> None:
-    masks_of(parts.drafters.values())  # drafters that cannot share an engine fail here
-    runner = _runner(DecoderAdapter(model.eval()), config, parts.drafters.values())
+def _add_text(engine: Engine, model: LanguageModel) -> None:
+    config, drafters = engine.config, engine.drafters
+    masks_of(drafters.values())  # drafters that cannot share an engine fail here
+    runner = _runner(DecoderAdapter(model.eval()), config, drafters.values())
     _warn("language model", runner, model)
     graphs = cuda_graphs(
-        runner, model, config.max_running, config.graphs, config.graph_limits, parts.drafters
+        runner, model, config.max_running, config.graphs, config.graph_limits, drafters
     )
     scheduler = TextScheduler(runner, model, TextLimits(load_aware=config.load_aware), graphs)
-    parts.schedulers["text"] = scheduler
+    engine.schedulers["text"] = scheduler
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
-    parts.schedulers["text_scores"] = ItemScheduler(runner, scheduler, step_tokens)
-    parts.strategies["text_scores"] = TextScoreStrategy(model)
-    parts.strategies["prompt_scores"] = PromptStrategy(model)
+    engine.schedulers["text_scores"] = ItemScheduler(runner, scheduler, step_tokens)
+    engine.offer("text_scores", TextScoreStrategy(model))
+    engine.offer("prompt_scores", PromptStrategy(model))
 
 
 def _runner(

@@ -12,15 +12,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TypeVar, overload
+from typing import overload
 
 import torch
 
-from recserve.core.request import EngineStopped, PrefixKeys, PrewarmQuery, Request, Result
+from recserve.core.errors import EngineStopped
+from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.engine_parts import EngineParts
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import BeamSearchGraphs
 from recserve.engine.runtime.request_queue import (
@@ -33,20 +32,23 @@ from recserve.engine.runtime.request_queue import (
 )
 from recserve.engine.runtime.scheduler import StepLock
 from recserve.engine.runtime.step_watch import StepWatch
-from recserve.engine.stats import EngineStats, Load, stats_of, watched
+from recserve.engine.stats import EngineStats, watched
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.speculation.completion import Completion, TextQuery
+from recserve.speculation.drafter import Drafter
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Engine:
     """Runs requests of a recommender, a ranker and a language model, or of a subset of them.
 
     Attributes:
-        schedulers, background, drafters: As in EngineParts.
+        schedulers: One scheduler for each kind of request, by model name.
+        background: Schedulers of background requests, by model name. They share the pages of the
+            scheduler of the same name.
+        drafters: Drafters of text requests, by name.
         strategies: Names that a SlateQuery may use.
         searches: Searches that are replayed as CUDA graphs. None replays none.
         queue: Requests that wait for admission.
@@ -54,14 +56,14 @@ class Engine:
         stopped_by: The error that ended the engine's thread; None while it runs.
     """
 
-    def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.schedulers, self.background = parts.schedulers, parts.background
-        self.drafters = parts.drafters
-        self.strategies = parts.strategy_names
-        self._strategies = parts.strategies
+        self.schedulers: dict[str, ItemScheduler | TextScheduler] = {}
+        self.background: dict[str, ItemScheduler] = {}
+        self.drafters: dict[str, Drafter] = {}
+        self.strategies: tuple[str, ...] = ()
+        self._strategies: dict[str, Strategy] = {}
         self.searches: BeamSearchGraphs | None = None
-        self.replay(parts.searches)
         self.queue = RequestQueue(config.max_queue)
         self.background_queue = RequestQueue(config.max_queue)
         self._changed = threading.Condition()
@@ -81,7 +83,8 @@ class Engine:
     def submit(self, request: Request | TextQuery) -> Future[Result] | Future[Completion]:
         """Queues a request and returns the future of its result.
 
-        Background requests have a separate queue. They run while no item request runs.
+        Cancelling the future ends the request after the forward pass that includes it. Background
+        requests have a separate queue. They run while no item request runs.
 
         Raises:
             QueueFull: If the queue is full.
@@ -149,10 +152,6 @@ class Engine:
                 future.exception()
         return [future.result() for future in futures]
 
-    def cancel(self, future: Future[T]) -> None:
-        """Cancels a request. A forward pass that includes it runs to its end."""
-        future.cancel()
-
     def forget(self, *roots: PrefixKeys) -> None:
         """Removes roots from every prefix cache, all of them between the same two steps."""
         if not roots:
@@ -218,14 +217,31 @@ class Engine:
         """
         text = self.schedulers.get("text")
         graphs = text.graphs if isinstance(text, TextScheduler) else None
+        searches = self.searches
+        captured = [*(graphs.captured if graphs else ()), *(searches.captured if searches else ())]
         schedulers = list(self.schedulers.values())
-        running = sum(scheduler.num_running for scheduler in schedulers)
-        background = len(self.background_queue) + self._num_background()
-        load = Load(queued=len(self.queue), running=running, background=background)
+        # Schedulers that share a pool count once.
+        pools = list({id(scheduler.cache): scheduler for scheduler in schedulers}.values())
         drafts = text.draft_health() if isinstance(text, TextScheduler) else {}
-        drafts |= watched(self._strategies)
-        found = stats_of(load, schedulers, graphs, self.searches)
-        return replace(found, drafts=drafts, device=schedulers[0].runner.pool.keys.device.type)
+        return EngineStats(
+            queue_depth=len(self.queue),
+            running=sum(scheduler.num_running for scheduler in schedulers),
+            pages_free=sum(pool.allocator.num_free for pool in pools),
+            pages_cached=sum(pool.cache.num_pages for pool in pools),
+            pages_total=sum(pool.allocator.num_pages for pool in pools),
+            prefix_hit_tokens=sum(pool.cache.num_hit_tokens for pool in pools),
+            prefix_missed_tokens=sum(pool.cache.num_missed_tokens for pool in pools),
+            background=len(self.background_queue) + self._num_background(),
+            graph_steps={str(name): n for name, n in graphs.counts.items()} if graphs else {},
+            graph_searches={str(name): n for name, n in searches.counts.items()}
+            if searches
+            else {},
+            graph_seconds={made.bucket.name: made.seconds for made in captured},
+            graph_bytes={made.bucket.name: made.bytes for made in captured},
+            unrecorded=[name for some in (graphs, searches) if some for name in some.missing],
+            drafts=drafts | watched(self._strategies),
+            device=schedulers[0].runner.pool.keys.device.type,
+        )
 
     def step(self) -> bool:
         """Admits requests, runs one forward pass per model, and delivers the results.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from recserve.core.acceptance_watch import DraftHealth
 from recserve.core.strategy import Strategy
-from recserve.engine.items.search_graphs import BeamSearchGraphs, CapturedSearch
-from recserve.engine.runtime.scheduler import PageOwner
-from recserve.engine.text.step_graphs import CapturedStep, TextStepGraphs
 
 
 @dataclass(frozen=True)
@@ -50,56 +47,6 @@ class EngineStats:
     unrecorded: Seq[str] = ()
     drafts: Mapping[str, DraftHealth] = field(default_factory=dict)
     device: str = "cpu"
-
-
-@dataclass(frozen=True)
-class Load:
-    """Numbers of requests.
-
-    Attributes:
-        queued: Requests that wait for admission.
-        running: Requests that are admitted and have no result.
-        background: Background requests, waiting or running.
-    """
-
-    queued: int
-    running: int
-    background: int
-
-
-def stats_of(
-    load: Load,
-    owners: Iterable[PageOwner],
-    graphs: TextStepGraphs | None = None,
-    searches: BeamSearchGraphs | None = None,
-) -> EngineStats:
-    """Returns the statistics of an engine.
-
-    Args:
-        load: Numbers of requests.
-        owners: The page owners of all schedulers. Owners that share a pool count once.
-        graphs: Captured text steps.
-        searches: Captured searches.
-    """
-    captured = list[CapturedStep | CapturedSearch](graphs.captured if graphs else [])
-    captured += searches.captured if searches else []
-    missing = [name for some in (graphs, searches) if some for name in some.missing]
-    pools = list({id(owner.cache): owner for owner in owners}.values())
-    return EngineStats(
-        queue_depth=load.queued,
-        running=load.running,
-        pages_free=sum(pool.allocator.num_free for pool in pools),
-        pages_cached=sum(pool.cache.num_pages for pool in pools),
-        pages_total=sum(pool.allocator.num_pages for pool in pools),
-        prefix_hit_tokens=sum(pool.cache.num_hit_tokens for pool in pools),
-        prefix_missed_tokens=sum(pool.cache.num_missed_tokens for pool in pools),
-        background=load.background,
-        graph_steps={str(name): n for name, n in graphs.counts.items()} if graphs else {},
-        graph_searches={str(name): n for name, n in searches.counts.items()} if searches else {},
-        graph_seconds={made.bucket.name: made.seconds for made in captured},
-        graph_bytes={made.bucket.name: made.bytes for made in captured},
-        unrecorded=missing,
-    )
 
 
 def watched(strategies: Mapping[str, Strategy]) -> dict[str, DraftHealth]:

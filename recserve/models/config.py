@@ -61,10 +61,6 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; RoPE turns pairs, so it must be even")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-ready form; `DecoderConfig(**d)` reads it back."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class RecommenderConfig:

@@ -83,15 +83,10 @@ class Calibration:
     def from_dict(values: dict[str, Any]) -> Calibration:
         """Reads what `to_dict` wrote.
 
-        An older form named the width alone, and its plans had another meaning. Such a head drafts
-        nothing until it is trained again.
-
         Raises:
             TypeError: If a plan has other fields.
             ValueError: If the values have another form.
         """
-        if values and all("/" not in name for name in values):
-            return Calibration({(50, 10): (DraftPlan(0.0, 0.0, 0.0, 1.0),)})
         plans = {}
         for name, listed in values.items():
             width, k = map(int, name.split("/"))

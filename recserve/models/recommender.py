@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.trie.native_search import LevelCodes, NativeSearch
 from recserve.models.attention import Attend
-from recserve.models.config import RecommenderConfig as RecommenderConfig
+from recserve.models.config import RecommenderConfig
 from recserve.models.decoder import AuxHiddenStates, Decoder
 from recserve.models.growable_table import with_rows
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from recserve.schemas.chat_messages import ChatMessage
 from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct, UnsupportedField
 from recserve.schemas.scoring import ModelName
-from recserve.schemas.text import ChatMessage, TextTimeoutMs, TokenId, TokenIds, Usage
+from recserve.schemas.text import TextTimeoutMs, TokenId, TokenIds, Usage
 
 MAX_INPUTS = 256
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.chat_messages import ChatMessage as ChatMessage
-from recserve.schemas.chat_messages import TextPart as TextPart
+from recserve.schemas.chat_messages import ChatMessage
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import (
     Id,
@@ -21,13 +20,8 @@ from recserve.schemas.items import (
     StrictStruct,
     UnsupportedField,
 )
-from recserve.schemas.logprobs import ChatLogprobs as ChatLogprobs
-from recserve.schemas.logprobs import CompletionLogprobs as CompletionLogprobs
-from recserve.schemas.logprobs import PromptLogprobs
-from recserve.schemas.logprobs import TokenLogprob as TokenLogprob
-from recserve.schemas.logprobs import TopLogprob as TopLogprob
-from recserve.schemas.speculation import SpeculationMetrics as SpeculationMetrics
-from recserve.schemas.speculation import TokenSource
+from recserve.schemas.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from recserve.schemas.speculation import SpeculationMetrics, TokenSource
 
 MAX_N = 16
 MAX_CHOICES = 128

@@ -153,8 +153,3 @@ async def _to_gate(request: Request, error: Exception) -> Response:
         allow = allowed_methods(request.app.routes, request.scope)
         raise HTTPException(405, headers={"Allow": allow}) from None
     raise error
-
-
-def load(config: ServerConfig) -> Service:
-    """Opens the service that the settings name, with a running engine."""
-    return ServiceLoader(config).first()

@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.core.request import DeadlineExceeded
+from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.serving.registry import Experiments
 from recserve.metrics import Metrics
 from recserve.schemas.items import (

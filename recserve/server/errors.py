@@ -11,7 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from recserve.core.request import DeadlineExceeded, EngineStopped, QueueFull
+from recserve.core.errors import DeadlineExceeded, EngineStopped, QueueFull
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.experiments.serving.registry import UnknownExperiment
 from recserve.features.catalog.item_journal import JournalError

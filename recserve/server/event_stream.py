@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from recserve.core.request import DeadlineExceeded
+from recserve.core.errors import DeadlineExceeded
 from recserve.server.app_state import GRACE_S, disconnected
 from recserve.server.errors import ClientGone, error_answer, row_of
 from recserve.server.transport.trace import trace_of

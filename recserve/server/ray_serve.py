@@ -29,8 +29,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recserve.config import ServerConfig, is_loopback
 from recserve.features.catalog.item_journal import JournalError
-from recserve.server.app import create_app, load
+from recserve.server.app import create_app
 from recserve.server.lifecycle import Lifecycle
+from recserve.server.loader import ServiceLoader
 
 NAME = "recserve"
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -131,7 +132,7 @@ class Replica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Loads the models; Ray sends requests when this has returned."""
         config = self._options.config_behind_proxy()
-        app = create_app(config, load(config))
+        app = create_app(config, ServiceLoader(config).first())
         app.user_middleware.append(Middleware(SharedChangesOnly))
         self._lifecycle: Lifecycle = app.state.lifecycle
         return app

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from recserve.core.request import DeadlineExceeded
+from recserve.core.errors import DeadlineExceeded
 from recserve.engine.engine import Engine
 from recserve.schemas.items import RankBatchRequest, RankRequest, RecommendRequest
 

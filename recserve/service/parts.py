@@ -58,7 +58,6 @@ class ItemParts:
         runtime: Engine, catalogue snapshot, histories, versions.
         items: The live catalogue.
         users: Stored events.
-        prewarm: Computes prefixes before a request needs them.
         recommendations: Answers recommend requests; None if the bundle has no recommender.
         rankings: Answers rank requests; None if no model of the bundle can rank.
     """
@@ -68,7 +67,6 @@ class ItemParts:
     runtime: Runtime
     items: LiveItems
     users: UserHistories
-    prewarm: Prewarm
     recommendations: Recommendations | None
     rankings: Rankings | None
 
@@ -227,7 +225,6 @@ def _assemble(
         outcomes = () if retriever is None else retriever.config.outcomes
         recommendations = Recommendations(runtime, recommender_roots, weight, outcomes)
         scorers["likelihood"] = LikelihoodScorer(recommender_roots)
-    prewarm = Prewarm(runtime, recommender_roots, ranker_roots)
     # The predecessor may still write to this file. Then it hands over content and file later.
     used = None if predecessor is None else predecessor.items.journal
     shared = used is not None and used.path.resolve() == journal.path.resolve()
@@ -237,8 +234,7 @@ def _assemble(
         models=models,
         runtime=runtime,
         items=items,
-        users=UserHistories(runtime, items, prewarm),
-        prewarm=prewarm,
+        users=UserHistories(runtime, items, Prewarm(runtime, recommender_roots, ranker_roots)),
         recommendations=recommendations,
         rankings=Rankings(runtime, scorers) if scorers else None,
     )

@@ -6,13 +6,11 @@ HTTP, the command line and batch jobs all call a `Service`, so that their answer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from recserve.bundle.bundle import Bundle
-from recserve.core.request import Result
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -235,7 +233,7 @@ class Service:
             except Exception:
                 for work in works:
                     if work.future is not None:
-                        self.cancel(work.future)
+                        work.future.cancel()
                 raise
         return works
 
@@ -246,10 +244,6 @@ class Service:
     def rank(self, body: RankRequest | Fields) -> RankResponse:
         """Returns a ranking. The body is an object or its fields. Raises as `begin_rank`."""
         return self.begin_rank(checked(body, RankRequest)).wait()
-
-    def cancel(self, future: Future[Result]) -> None:
-        """Cancels a request."""
-        self.engine.cancel(future)
 
     def add_events(self, body: EventsRequest | Fields) -> EventsResponse:
         """Stores events and corrections. Raises StoreUnavailable or InvalidRequest."""

@@ -24,12 +24,6 @@ class Budget:
     depth: int
 
 
-@lru_cache(maxsize=4096)
-def budget_of(num_nodes: int, depth: int) -> Budget:
-    """Returns a shared Budget, because every sequence needs one at every step."""
-    return Budget(num_nodes, depth)
-
-
 @dataclass(frozen=True)
 class TextDraft:
     """Proposed tokens of one sequence, below its last committed token. n may be 0.
@@ -46,8 +40,6 @@ class TextDraft:
             parent and its earlier siblings. Drawing without replacement gives those siblings
             probability 0. None for a chosen draft.
         kinds: [n] kinds of kernels.tree; None means all CANDIDATE.
-        proposers: [n] int64. Bit i is set if the drafter's i-th source proposed the node; None
-            means that the drafter has one source.
         candidate_depth: Most candidates on a path; None means `depth`.
         num_nodes: n.
 
@@ -60,19 +52,18 @@ class TextDraft:
     depth: int
     probs: Tensor | None = None
     kinds: Tensor | None = None
-    proposers: Tensor | None = None
     candidate_depth: int | None = None
     num_nodes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n = self.tokens.shape[0]
         object.__setattr__(self, "num_nodes", n)  # read often; a tensor's shape is slow to read
-        bare = self.probs is self.kinds is self.proposers is None
+        bare = self.probs is self.kinds is None
         if not bare or self.parents.shape[0] != n:
             self._check_columns(n)
 
     def _check_columns(self, n: int) -> None:
-        for name in ("parents", "probs", "kinds", "proposers"):
+        for name in ("parents", "probs", "kinds"):
             column = getattr(self, name)
             if column is not None and column.shape[0] != n:
                 raise ValueError(f"draft has {n} tokens but {column.shape[0]} {name}")

@@ -77,7 +77,6 @@ class TextOutcome:
         context: The sequence after the commit.
         draft: The scored draft: the proposal, or an empty draft if the step had no room for it.
         accepted: Indices of the accepted draft nodes, in order.
-        tokens: Committed tokens of the step, the bonus token last.
         all_hidden: [T, E] hidden states of the whole step. The next step may overwrite this memory.
         all_logits: [T, V] raw logits of the whole step. The next step may overwrite this memory.
         first: Row of node 0 in `all_hidden` and `all_logits`.
@@ -86,7 +85,6 @@ class TextOutcome:
     context: TextContext
     draft: TextDraft
     accepted: tuple[int, ...]
-    tokens: tuple[int, ...]
     all_hidden: Tensor
     all_logits: Tensor
     first: int = 0

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from recserve.tokenizer.template_sandbox import TemplateError as TemplateError
+from recserve.tokenizer.template_sandbox import TemplateError
 
 MAX_PROMPT_CHARACTERS = 8 << 20
 MAX_SECONDS = 1.0  # of processor time

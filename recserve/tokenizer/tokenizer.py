@@ -11,8 +11,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from recserve.tokenizer.chat_template import ChatTemplate, TemplateError
+from recserve.tokenizer.chat_template import ChatTemplate
 from recserve.tokenizer.length_bound import max_bytes_per_token
+from recserve.tokenizer.template_sandbox import TemplateError
 from recserve.tokenizer.token_bytes import UnsupportedTokenizer, token_bytes
 
 # Files that a Hugging Face folder has for its tokenizer and its generation.

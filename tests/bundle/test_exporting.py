@@ -17,14 +17,9 @@ from recserve.core.request import Prefix, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import build_trie
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.inputs import NodeInputs
-from recserve.models.recommender import (
-    Recommender,
-    RecommenderConfig,
-    load_recommender,
-    save_recommender,
-)
+from recserve.models.recommender import Recommender, load_recommender, save_recommender
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle
 
 WIDTH = 8

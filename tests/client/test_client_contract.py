@@ -14,6 +14,7 @@ import pytest
 from recserve.client import AsyncClient, Client
 from recserve.config import ServerConfig
 from recserve.schemas import admin, browse, encoding, events, inference, items, scoring, text
+from recserve.schemas.chat_messages import ChatMessage
 from recserve.server.app import create_app
 from tests.support.described_requests import misfits, operations
 
@@ -39,7 +40,7 @@ RANK = items.RankRequest(
 )
 TENSOR = inference.InferTensor(name="user_id", shape=[1], datatype="BYTES", data=["u"])
 COMPLETION = text.CompletionRequest(prompt="Once", max_tokens=3, stop=["."], seed=1)
-CHAT = text.ChatRequest(messages=[text.ChatMessage(role="user", content="Hi")], n=2)
+CHAT = text.ChatRequest(messages=[ChatMessage(role="user", content="Hi")], n=2)
 EVENT = events.EventInput(user_id="u", item_id="x", type="click", value=1.0)
 SCORING = scoring.GenerativeScoringRequest(query="q", items=["a"], label_token_ids=[1, 2])
 RERANK = scoring.RerankRequest(query="q", documents=["a", scoring.Document(text="b")])

@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import (
-    DeadlineExceeded,
-    LikelihoodQuery,
-    Prefix,
-    PrefixKeys,
-    QueueFull,
-    RankQuery,
-    SlateQuery,
-)
+from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.request import LikelihoodQuery, Prefix, PrefixKeys, RankQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.scheduler import RequestTooLarge
@@ -230,7 +223,7 @@ def test_too_large_full_late_and_cancelled():
     with pytest.raises(QueueFull) as refused:
         engine.submit(SlateQuery(root, trie, 3, 3))
     assert refused.value.retry_after_s > 0
-    engine.cancel(gone)
+    gone.cancel()
     while engine.step():
         pass
     with pytest.raises(DeadlineExceeded):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recserve.core.request import EngineStopped, SlateQuery
+from recserve.core.errors import EngineStopped
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.request_queue import Departures

@@ -20,7 +20,7 @@ from recserve.models.packing import packable
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import Candidate, RankRequest, RecommendRequest, UserRef
 from recserve.search.recommend_strategy import Heads
-from recserve.server.app import load
+from recserve.server.loader import ServiceLoader
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support import device_worlds, invariant_texts, recorder, text_plain, triton_interpreter
@@ -186,7 +186,7 @@ def test_it_is_a_setting_of_the_server(tmp_path):
             bundle=shared_bundle(), store=f"lmdb:{tmp_path}/{kv_dtype}", journal=tmp_path,
             device="cpu", kv_dtype=kv_dtype, kv_bytes=2**24,
         )  # fmt: skip
-        service = load(config)
+        service = ServiceLoader(config).first()
         try:
             user, ids = UserRef(id="me"), service.runtime.snapshot.catalog.items.ids
             events = [EventInput(user_id="me", item_id=item) for item in ids[50:61]]

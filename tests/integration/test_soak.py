@@ -92,7 +92,7 @@ def test_mixed_requests(count, load_aware):
         place = number % len(requests)  # requests of one kind come far apart
         sent.append((place, engine.submit(requests[place])))
         if random.random() < CANCELLED:
-            engine.cancel(sent[int(random.integers(max(len(sent) - 30, 0), len(sent)))][1])
+            sent[int(random.integers(max(len(sent) - 30, 0), len(sent)))][1].cancel()
         while engine.stats().queue_depth > 20:
             engine.step()
             most_preempted = max(most_preempted, len(engine.schedulers["text"].preempted))

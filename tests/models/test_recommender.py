@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from recserve.models.attention import DenseAttention
-from recserve.models.config import DecoderConfig
-from recserve.models.recommender import (
-    Recommender,
-    RecommenderConfig,
-    load_recommender,
-    save_recommender,
-)
+from recserve.models.config import DecoderConfig, RecommenderConfig
+from recserve.models.recommender import Recommender, load_recommender, save_recommender
 
 SIZES = (4, 5, 3)
 CODES = torch.tensor([[0, 0, 0], [0, 1, 2], [3, 4, 1], [2, 2, 0], [3, 4, 2]])

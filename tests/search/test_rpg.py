@@ -17,8 +17,8 @@ from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.kernels.trie.item_graph import ItemGraph, search
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.attention import DenseAttention
-from recserve.models.config import DecoderConfig
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
+from recserve.models.recommender import Recommender
 from recserve.schemas.items import Candidate, InvalidRequest, RankRequest, RecommendRequest, UserRef
 from recserve.search import item_graph as draft_graph
 from recserve.service import Service

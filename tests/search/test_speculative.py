@@ -84,8 +84,6 @@ def test_a_plan_is_chosen_by_its_nodes_and_rounds():
     assert draft_plan(Calibration({(50, 10): (beam, close)}), 50, 10) == NO_DRAFT
     assert draft_plan(Calibration({(50, 10): (beam,)}), 50, 10) == NO_DRAFT
     assert draft_plan(None, 50, 10).margin > 0  # a head without a calibration always drafts
-    old = Calibration.from_dict({"50": []})  # a calibration that named the beam width alone
-    assert draft_plan(old, 50, 10) == NO_DRAFT
 
 
 def test_a_cached_draft_is_used_where_the_plan_is_beam_search(drafts):

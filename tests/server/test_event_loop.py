@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from recserve.core.request import QueueFull
+from recserve.core.errors import QueueFull
 from recserve.features.history.circuit_breaker import CircuitBreaker
 from recserve.features.history.history import HistoryStore, StoreUnavailable
 from recserve.service import Service

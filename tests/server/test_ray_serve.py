@@ -105,7 +105,9 @@ def test_a_proxy_that_others_reach_needs_keys(tmp_path, monkeypatch, host, setti
     client = SimpleNamespace(http_config=SimpleNamespace(host=host))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_serve, "_get_global_client", lambda **_: client)
-    monkeypatch.setattr(ray_serve, "load", Mock(side_effect=OSError("the models are loaded")))
+    monkeypatch.setattr(
+        ray_serve, "ServiceLoader", Mock(side_effect=OSError("the models are loaded"))
+    )
     args = options.model_dump(mode="json")
     replica = SimpleNamespace(_options=options)
     begin = ray_serve.Replica.__serve_build_asgi_app__

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recserve.config import ServerConfig
-from recserve.server.app import load
+from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
 from recserve.service.text.loader import TextSettings, load_text, open_drafters
 from tests.support.live_server import live
@@ -196,7 +196,7 @@ def test_what_serve_is_told_is_what_is_served(folder):
     config = ServerConfig(
         llm=folder, llm_name="tiny", drafters="ngram,suffix", device="cpu", kv_bytes=2**24
     )
-    service = load(config)
+    service = ServiceLoader(config).first()
     try:
         (model,) = service.models()
         assert model["id"] == "tiny" and model["recserve"]["drafters"][:2] == ["ngram", "suffix"]

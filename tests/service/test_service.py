@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec import UNSET, structs
 
-from recserve.core.request import DeadlineExceeded, QueueFull
+from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
     Candidate,

@@ -104,7 +104,7 @@ def test_every_step_is_the_plain_algorithm_s(window, ngram, guesses):
         assert sum(kind == AUXILIARY for kind in kinds) == width * len(rows) - 1
         outcome = step(model, context, draft, "greedy")
         drafter.commit([outcome])
-        assert list(outcome.tokens) == plain.step()
+        assert context.tokens[-len(outcome.accepted) - 1 :] == plain.step()
         accepted += len(outcome.accepted)
     assert accepted > 0 or (window, ngram) in {(1, 3), (3, 3)}
 

@@ -11,9 +11,9 @@ from recserve.speculation.draft import Budget
 from recserve.speculation.drafters.rank_tree import (
     best_tree,
     expansion_tree,
-    mean_accept_length,
     rank_tree,
 )
+from tests.support.token_paths import mean_accept_length
 
 CHOICES = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [0, 0, 0], [0, 0, 1]]
 

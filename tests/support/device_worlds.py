@@ -27,13 +27,13 @@ from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_overlay import TrieOverlay
 from recserve.kernels.trie.trie_view import TrieView
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker, RankerConfig
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.recommender import Recommender
 from recserve.search.recommend_strategy import Heads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter

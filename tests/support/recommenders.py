@@ -6,9 +6,9 @@ import torch
 
 from recserve.core.request import Prefix
 from recserve.kernels.trie.trie import Trie, build_trie
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.inputs import NodeInputs
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.recommender import Recommender
 
 CATALOGUES = {
     "one-item": torch.tensor([[3, 0, 1]]),

@@ -5,8 +5,8 @@ import torch
 
 from recserve.core.request import Prefix
 from recserve.kernels.trie.trie import build_trie
-from recserve.models.config import DecoderConfig
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
+from recserve.models.recommender import Recommender
 from tests.support.recommenders import root_of
 
 

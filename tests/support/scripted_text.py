@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from recserve.core.request import DeadlineExceeded, QueueFull, Timing
+from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.request import Timing
 from recserve.engine.stats import EngineStats
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.service import Service

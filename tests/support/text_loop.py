@@ -144,4 +144,4 @@ def step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str
     context.tokens += tokens
     context.hidden = hidden[path[-1]]
     kept = tuple((path[1:] - 1).tolist())
-    return TextOutcome(context, draft, kept, tuple(tokens), hidden, logits)
+    return TextOutcome(context, draft, kept, hidden, logits)

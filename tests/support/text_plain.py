@@ -167,9 +167,8 @@ class TableDrafter(Drafter):
             self.commits += 1
             n = len(outcome.draft)
             assert outcome.hidden.shape[0] == outcome.logits.shape[0] == n + 1
-            assert tuple(outcome.context.tokens[-len(outcome.tokens) :]) == outcome.tokens
             kept = [int(outcome.draft.tokens[i]) for i in outcome.accepted]
-            assert tuple(kept) == outcome.tokens[:-1]
+            assert outcome.context.tokens[-len(kept) - 1 : -1] == kept
 
     def forget(self, context_id):
         self.forgotten.append(context_id)

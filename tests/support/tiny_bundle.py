@@ -14,11 +14,11 @@ from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead, save_self_draft
 from recserve.models.ranker import save_ranker
-from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.models.recommender import Recommender, save_recommender
 from recserve.training.ranker.ranker import RankerRecipe, make_ranker
 
 NUM_ITEMS, NUM_USERS = 500, 40

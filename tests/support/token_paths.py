@@ -1,6 +1,10 @@
 """Random texts with repeats, and the paths of a draft."""
 
 import random
+from collections.abc import Sequence
+from math import prod
+
+from recserve.speculation.drafters.rank_tree import RankTree
 
 
 def drawn_text(seed: int, length: int, vocabulary: int) -> list[int]:
@@ -22,3 +26,9 @@ def paths(draft) -> list[tuple[int, ...]]:
     for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
     return found
+
+
+def mean_accept_length(tree: RankTree, accuracies: Sequence[Sequence[float]]) -> float:
+    """Returns the mean accept length if levels are right independently of each other."""
+    ranks = (enumerate(path) for path in tree.paths)
+    return sum(prod(accuracies[depth][rank] for depth, rank in path) for path in ranks)

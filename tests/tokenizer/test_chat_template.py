@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from recserve.tokenizer import chat_template
-from recserve.tokenizer.chat_template import ChatTemplate, TemplateError
+from recserve.tokenizer.chat_template import ChatTemplate
+from recserve.tokenizer.template_sandbox import TemplateError
 
 CHATML = """
 {%- for message in messages %}

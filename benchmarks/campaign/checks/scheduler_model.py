@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
 from benchmarks.campaign.site import Site
-from recserve.core.request import DeadlineExceeded, SlateQuery
+from recserve.core.errors import DeadlineExceeded
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.speculation.completion import TextQuery
@@ -107,7 +108,7 @@ def machine() -> type[RuleBasedStateMachine]:
         @precondition(lambda self: self.sent)
         @rule(data=st.data())
         def cancel(self, data: st.DataObject) -> None:
-            self.engine.cancel(data.draw(st.sampled_from(self.sent)).future)
+            data.draw(st.sampled_from(self.sent)).future.cancel()
 
         @rule(count=st.integers(1, 4))
         def step(self, count: int) -> None:

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.request import (
     Continuation,
-    DeadlineExceeded,
     LikelihoodQuery,
     PrefixKeys,
     Request,
@@ -104,19 +104,19 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         )
         if placed is None:
             return False
-        rows, found = root.keys.shape[0], placed.found
-        slots = slots_of_pages(placed.pages, self.page_size, self.runner.pool.keys.device)
-        tree_slots = slots[placed.num_prefix_pages * self.page_size :]
+        rows, (pages, found) = root.keys.shape[0], placed
+        slots = slots_of_pages(pages, self.page_size, self.runner.pool.keys.device)
+        tree_slots = slots[self._pages.pages_of(rows) * self.page_size :]
         if self.step_tokens is not None and self.num_admitted:
             tokens = rows - found.length + tree_slots.shape[0]
             if self._num_open_tokens() + tokens > ADMITTED_STEPS * self.step_tokens:
-                self.allocator.release(placed.pages)
+                self.allocator.release(pages)
                 return False
         sequence = Sequence(
             request=request,
             future=future,
             submitted_s=submitted_s,
-            pages=placed.pages,
+            pages=pages,
             prefix_slots=slots[:rows],
             num_computed=found.length,
             last_hidden=found.last_hidden,

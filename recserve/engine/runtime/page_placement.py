@@ -4,8 +4,6 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from recserve.core.request import PrefixKeys
@@ -13,21 +11,6 @@ from recserve.engine.runtime.pages import PageAllocator
 from recserve.engine.runtime.prefix_cache import Match, PrefixCache
 from recserve.engine.runtime.scheduler import PageOwner
 from recserve.kernels.paged_kv import KVPool
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The pages of one request. The caller holds one reference to each page.
-
-    Attributes:
-        pages: The pages of the prefix in order, then those of the tokens after it.
-        num_prefix_pages: Number of pages that hold a token of the prefix.
-        found: The prefix cache's entry for the prefix.
-    """
-
-    pages: list[int]
-    num_prefix_pages: int
-    found: Match
 
 
 class PagePlacement:
@@ -45,7 +28,9 @@ class PagePlacement:
         self.allocator = sharing.allocator if sharing else PageAllocator(pool.num_pages)
         self.cache = sharing.cache if sharing else PrefixCache(self.allocator, self.page_size)
 
-    def place(self, prefix: PrefixKeys, num_after: int, separate: bool) -> Placement | None:
+    def place(
+        self, prefix: PrefixKeys, num_after: int, separate: bool
+    ) -> tuple[list[int], Match] | None:
         """Returns pages for a prefix and the tokens after it, or None if too few pages are free.
 
         Args:
@@ -54,6 +39,10 @@ class PagePlacement:
             separate: Whether the tokens after the prefix begin a page of their own. If so, a partly
                 filled last page of a fully cached prefix is shared. Otherwise it is copied, and the
                 copy is continued.
+
+        Returns:
+            The pages of the prefix in order, then those of the tokens after it, and the prefix
+            cache's entry for the prefix. The caller holds one reference to each page.
         """
         found = self.cache.match(prefix.keys, prefix.shared, prefix.drafter, prefix.salt or b"")
         rows = prefix.keys.shape[0]
@@ -71,7 +60,7 @@ class PagePlacement:
             copied = found.length % self.page_size + bool(prefix.drafter)
             self._copy(found.partial, own[0], min(copied, self.page_size))
             self.allocator.release([found.partial])
-        return Placement(cached + own, num_prefix, found)
+        return cached + own, found
 
     def pages_of(self, tokens: int) -> int:
         """Returns the number of pages that hold this many tokens."""

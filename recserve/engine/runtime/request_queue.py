@@ -9,12 +9,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic
 
+from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.request import (
-    DeadlineExceeded,
     LikelihoodQuery,
     PrewarmQuery,
     PromptQuery,
-    QueueFull,
     RankQuery,
     Request,
     Result,

@@ -13,7 +13,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from recserve.core.request import DeadlineExceeded, Timing
+from recserve.core.errors import DeadlineExceeded
+from recserve.core.request import Timing
 from recserve.engine.runtime.pages import PageAllocator
 from recserve.engine.runtime.prefix_cache import PrefixCache
 from recserve.engine.runtime.runner import Runner

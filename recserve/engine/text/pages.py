@@ -57,9 +57,10 @@ class TextPages:
         placed = self._placement.place(root, 1, separate=False)
         if placed is None:
             return False
+        pages, found = placed
         sequence.pages, sequence.slots = [], on_device(NO_SLOTS, self.pool.keys.device)
-        self._take(sequence, placed.pages)
-        self._restore(sequence, placed.found.length, placed.found.last_hidden)
+        self._take(sequence, pages)
+        self._restore(sequence, found.length, found.last_hidden)
         return True
 
     def _restore(self, sequence: TextSequence, length: int, state: Tensor | None) -> None:

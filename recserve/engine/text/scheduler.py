@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from recserve.core.acceptance_watch import DraftHealth
+from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite
-from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import Dropped, Scheduler
 from recserve.engine.text.draft_proposer import DraftProposer, Refused
@@ -279,7 +279,6 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
                     context=sequence.context,
                     draft=draft,
                     accepted=accepted,
-                    tokens=tuple(added),
                     all_hidden=hidden,
                     all_logits=logits,
                     first=first,

@@ -21,7 +21,7 @@ from recserve.speculation.completion import (
     TextQuery,
     TokenLogprobs,
 )
-from recserve.speculation.draft import Budget, budget_of
+from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.logits_processor import TokenCounts
 
@@ -135,7 +135,7 @@ class TextSequence:
         nodes = most if wanted is None else min(wanted, most)
         left = self.end - len(self.context.tokens) - 1
         # A draft of n nodes has at most n levels.
-        return budget_of(nodes, min(left, nodes)) if left > 0 else NO_BUDGET
+        return Budget(nodes, min(left, nodes)) if left > 0 else NO_BUDGET
 
     def commit(
         self, tokens: list[int], logprobs: Seq[TokenLogprobs] = (), counted: bool = False

@@ -45,16 +45,13 @@ class VerifiedPaths:
 class FoundColumns:
     """The positions of a step's results in the columns of `StepOutputs.found`.
 
+    Columns 0 to D are the accepted packed nodes: node 0 first, -1 after the last.
+
     Attributes:
         depth: D, most levels below a node 0.
     """
 
     depth: int
-
-    @property
-    def nodes(self) -> slice:
-        """Accepted packed nodes [D + 1]: node 0 first, -1 after the last."""
-        return slice(0, self.depth + 1)
 
     @property
     def length(self) -> int:

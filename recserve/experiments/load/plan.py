@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ from recserve.experiments.load.exchanges import Call, Shot
 from recserve.experiments.load.targets import Json, Target
 
 Mode = Literal["blocks", "split", "paired"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 # Requests of each arm in one randomised block.
 PER_BLOCK = 2
 URL_FIELD = "url"

@@ -49,11 +49,6 @@ class CountMinSketch:
         self._factors += np.uint64(1)
         self._terms = draw.integers(0, 2**64, (depth, 1), dtype=np.uint64)
 
-    @property
-    def error(self) -> float:
-        """Error bound of an estimate, which a share of at most exp(-depth) of the keys exceeds."""
-        return math.e / self.width * self.total
-
     def add(self, keys: np.ndarray, counts: np.ndarray | float = 1.0) -> None:
         """Adds counts.
 

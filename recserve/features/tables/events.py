@@ -50,10 +50,6 @@ class EventLog:
         """Returns [n] int64 user of each event."""
         return np.repeat(np.arange(self.num_users), self.lengths())
 
-    def rows_of(self, user: int) -> np.ndarray:
-        """Returns the item rows of one user, oldest first."""
-        return self.item_rows[self.offsets[user] : self.offsets[user + 1]]
-
     def select(self, kept: np.ndarray) -> EventLog:
         """Returns the events where `kept` [n] bool is True. Users without events remain."""
         # counts[i]: selected events before event i, so it maps old offsets to new ones.

@@ -67,11 +67,6 @@ class ItemLinks:
         """I, the number of items."""
         return len(self.neighbours)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both arrays."""
-        return self.neighbours.nbytes + self.entries.nbytes
-
     def save(self, path: Path) -> None:
         """Writes a safetensors file."""
         save_file({"neighbours": self.neighbours, "entries": self.entries}, path)

@@ -14,11 +14,10 @@ FLAT_BELOW = 50_000
 LISTS_SHARE = 16  # a search reads one in 16 inverted lists
 TRAINED_PER_LIST = 64
 ALL_LISTS_SHARE = 8  # a search for more than an eighth of the items reads all lists
-MAX_GPU_K = 2048  # largest k of faiss on a GPU
 
 
 class FaissIndex:
-    """A faiss index of unit vectors of item rows, on a GPU if faiss has one.
+    """A faiss index of unit vectors of item rows.
 
     The index is flat, and so exact, below 50,000 items. Above that it is an inverted file of about
     4 sqrt(I) lists. A search reads one list in 16. A search for more than an eighth of the
@@ -63,7 +62,6 @@ class FaissIndex:
             self._index = faiss.IndexIDMap(flat)
         self._index.add_with_ids(vectors, np.arange(self.num_items) if rows is None else rows)
         self._num_trained, self._num_added = self.num_items, 0
-        self._gpu = _on_gpu(self._index)
 
     def is_outgrown(self, num_gone: int, num_new: int) -> bool:
         """Whether to rebuild the index instead of editing so many gone and new rows.
@@ -90,27 +88,16 @@ class FaissIndex:
             new._index.remove_ids(faiss.IDSelectorBatch(np.ascontiguousarray(gone, np.int64)))
             new._index.add_with_ids(np.ascontiguousarray(vectors, np.float32), rows)
         new.num_items, new._num_added = new._index.ntotal, self._num_added + len(rows)
-        new._gpu = _on_gpu(new._index)
         return new
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Implements `VectorIndex.search` of core/request.py; row -1 pads if k exceeds I."""
         everywhere = k * ALL_LISTS_SHARE > self.num_items
-        index = self._index
-        if self._gpu is not None and k <= MAX_GPU_K and not everywhere:
-            index = self._gpu
         parameters = None
         if self.num_lists:
             read = self.num_lists if everywhere else math.ceil(self.num_lists / LISTS_SHARE)
             parameters = faiss.SearchParametersIVF(nprobe=read)  # type: ignore[call-arg]
         queries = np.ascontiguousarray(queries, np.float32)
         with one_thread():
-            scores, rows = index.search(queries, k, params=parameters)
+            scores, rows = self._index.search(queries, k, params=parameters)
         return rows, scores
-
-
-def _on_gpu(index: faiss.Index) -> faiss.Index | None:
-    """Returns a copy on the GPU, or None if faiss has no GPU."""
-    if not faiss.get_num_gpus():
-        return None
-    return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, index)

@@ -54,11 +54,6 @@ def fit_text_encoder(items: ItemTable, dim: int, seed: int) -> TextEncoder:
     return TextEncoder(terms, model.idf_.astype(np.float32), components)
 
 
-def text_vectors(items: ItemTable, dim: int, seed: int) -> np.ndarray:
-    """Returns [I, dim] float32 text vectors of unit length, zero for an item without text."""
-    return fit_text_encoder(items, dim, seed).encode(items)
-
-
 def collaborative_vectors(train: EventLog, num_items: int, dim: int, seed: int) -> np.ndarray:
     """Returns [I, dim] float32 vectors of unit length, zero for an item without events.
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from recserve.config import MIN_KEY_LENGTH, ConfigError
-from recserve.core.request import DeadlineExceeded
+from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.serving.experiment import Forwarding, ServingArm
 
 log = logging.getLogger(__name__)

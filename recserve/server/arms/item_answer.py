@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 
-from recserve.core.request import DeadlineExceeded
+from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.registry import Draw
 from recserve.server.app_state import AppState, finished

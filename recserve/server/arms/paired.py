@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from recserve.core.request import DeadlineExceeded
+from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.serving.experiment import Experiment
 from recserve.server.arms.arm_server import ArmRefusal
 from recserve.server.arms.item_request import (

@@ -110,7 +110,7 @@ async def _slates(
         except Exception:
             for work in works:
                 if work.future is not None:
-                    service.cancel(work.future)
+                    work.future.cancel()
             raise
         return works
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
-from recserve.core.request import PrefixKeys, PrewarmQuery, QueueFull, Request, Result
+from recserve.core.errors import QueueFull
+from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
 from recserve.service.history.histories import EMPTY_HISTORY, Rewritten
@@ -110,4 +111,4 @@ class Prewarm:
         with self._lock:
             futures = self._under_way.pop(user_id, [])
         for future in futures:
-            self.runtime.engine.cancel(future)
+            future.cancel()

@@ -23,9 +23,9 @@ from recserve.features.ranking.ranking import (
 )
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.encoding import root_tokens, window_start
+from recserve.models.config import RecommenderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
-from recserve.models.recommender import RecommenderConfig
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from msgspec import UNSET, structs
 
+from recserve.schemas.logprobs import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from recserve.schemas.speculation import TokenSource
 from recserve.schemas.text import (
     AssistantMessage,
@@ -14,14 +15,10 @@ from recserve.schemas.text import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
-    ChatLogprobs,
     ChatResponse,
     CompletionChoice,
-    CompletionLogprobs,
     CompletionResponse,
     TextResponse,
-    TokenLogprob,
-    TopLogprob,
 )
 from recserve.service.text.stream import Piece, TextStream, WrittenToken
 from recserve.speculation.completion import FinishReason

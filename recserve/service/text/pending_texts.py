@@ -10,13 +10,8 @@ from msgspec import UNSET, UnsetType
 
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import TimingMs
-from recserve.schemas.text import (
-    PromptDetails,
-    SpeculationMetrics,
-    TextMetrics,
-    TextResponse,
-    Usage,
-)
+from recserve.schemas.speculation import SpeculationMetrics
+from recserve.schemas.text import PromptDetails, TextMetrics, TextResponse, Usage
 from recserve.service.pending import Stopwatch
 from recserve.service.text.answers import Shape
 from recserve.service.text.prompt_scores import ScoredPrompts

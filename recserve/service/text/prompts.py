@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from recserve.schemas.chat_messages import ToolCall
+from recserve.schemas.chat_messages import ChatMessage, ToolCall
 from recserve.schemas.items import InvalidRequest, UnsupportedField
 from recserve.schemas.text import (
     MAX_CHOICES,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     SpeculationOptions,

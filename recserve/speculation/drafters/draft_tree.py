@@ -24,7 +24,6 @@ class DraftTree:
         self.parents: list[int] = []
         self.depths: list[int] = []
         self.kinds: list[int] = []
-        self.proposers: list[int] = []
         self._children: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
@@ -34,13 +33,12 @@ class DraftTree:
         """Returns the candidate child of `parent` that carries the token; None if there is none."""
         return self._children.get((parent, token))
 
-    def add(self, parent: int, token: int, source: int = 0) -> int:
+    def add(self, parent: int, token: int) -> int:
         """Adds a candidate child, or finds the existing one.
 
         Args:
             parent: Node number or ROOT.
             token: Token of the child.
-            source: Number of the source that proposes it.
 
         Returns:
             Number of the child.
@@ -49,14 +47,11 @@ class DraftTree:
         if node is None:
             node = self._append(parent, token, CANDIDATE)
             self._children[parent, token] = node
-        self.proposers[node] |= 1 << source
         return node
 
-    def add_auxiliary(self, parent: int, token: int, source: int = 0, kind: int = AUXILIARY) -> int:
+    def add_auxiliary(self, parent: int, token: int, kind: int = AUXILIARY) -> int:
         """Adds a node that is scored but never accepted, and returns its number."""
-        node = self._append(parent, token, kind)
-        self.proposers[node] |= 1 << source
-        return node
+        return self._append(parent, token, kind)
 
     def add_path(self, tokens: Iterable[int], num_nodes: int) -> None:
         """Adds candidates below one another from the root, until the tree has `num_nodes` nodes."""
@@ -71,7 +66,6 @@ class DraftTree:
         self.parents.append(parent)
         self.depths.append(1 if parent == ROOT else self.depths[parent] + 1)
         self.kinds.append(kind)
-        self.proposers.append(0)
         return len(self.tokens) - 1
 
     def preorder(self) -> list[int]:
@@ -88,12 +82,11 @@ class DraftTree:
             waiting += children[node]
         return order
 
-    def finish(self, order: list[int], name_proposers: bool = False) -> TextDraft:
+    def finish(self, order: list[int]) -> TextDraft:
         """Returns the draft on the host.
 
         Args:
             order: Node numbers as `preorder` returns them.
-            name_proposers: True to record which sources proposed each node.
         """
         if not order:
             return empty_draft()
@@ -106,8 +99,5 @@ class DraftTree:
             torch.tensor([place[self.parents[node]] for node in order]),
             max(self.depths),
             kinds=torch.tensor(kinds) if auxiliary else None,
-            proposers=torch.tensor([self.proposers[node] for node in order])
-            if name_proposers
-            else None,
             candidate_depth=max(candidates, default=0),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recserve.speculation.draft import Budget, budget_of
+from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
 from recserve.speculation.verifiers.registry import verifiers
 
@@ -19,7 +19,7 @@ def allowed(context: TextContext, budget: Budget, own: int) -> Budget:
     most = own if requested is None else requested
     if 0 <= budget.num_nodes <= most and budget.depth >= 0:
         return budget
-    return budget_of(max(min(budget.num_nodes, most), 0), max(budget.depth, 0))
+    return Budget(max(min(budget.num_nodes, most), 0), max(budget.depth, 0))
 
 
 def only_chains(context: TextContext) -> bool:

@@ -1,4 +1,4 @@
-"""Several drafters in one tree. Equal prefixes share their nodes, which record all their proposers.
+"""Several drafters in one tree. Equal prefixes share their nodes.
 
 Chosen drafts are merged token by token. Drawn drafts stay separate subtrees: if two of them drew
 the same token, a rule that compares p with q tries it twice.
@@ -158,26 +158,21 @@ def _without_merging(drafts: Seq[TextDraft]) -> TextDraft | None:
     Returns:
         The only non-empty draft, or the concatenation of drawn drafts; None for all others.
     """
-    some = [(i, draft) for i, draft in enumerate(drafts) if len(draft)]
-    if not some:
-        return drafts[0]
-    if len(some) > 1 and any(draft.probs is None for _, draft in some):
-        return None
-    columns = [torch.full_like(draft.tokens, 1 << i) for i, draft in some]
-    if len(some) == 1:
-        return replace(some[0][1], proposers=columns[0])
+    some = [draft for draft in drafts if len(draft)]
+    if len(some) < 2:
+        return some[0] if some else drafts[0]
     parents, probs, start = [], [], 0
-    for _, draft in some:
+    for draft in some:
+        if draft.probs is None:
+            return None
         parents.append(torch.where(draft.parents >= 0, draft.parents + start, ROOT))
         start += len(draft)
-        assert draft.probs is not None
         probs.append(draft.probs)
     return TextDraft(
-        torch.cat([draft.tokens for _, draft in some]),
+        torch.cat([draft.tokens for draft in some]),
         torch.cat(parents),
-        max(draft.depth for _, draft in some),
+        max(draft.depth for draft in some),
         torch.cat(probs),
-        proposers=torch.cat(columns),
     )
 
 
@@ -192,13 +187,11 @@ def _merge(groups: Seq[Seq[TextDraft]]) -> list[tuple[TextDraft, list[list[int]]
     trees, nodes = [], []
     for drafts in groups:
         tree = DraftTree()
-        own = [_add(tree, next(rows), source) for source in range(len(drafts))]
+        own = [_add(tree, next(rows)) for _ in drafts]
         trees.append(tree)
         nodes.append(own)
     orders = [tree.preorder() for tree in trees]
-    made = [
-        tree.finish(order, name_proposers=True) for tree, order in zip(trees, orders, strict=True)
-    ]
+    made = [tree.finish(order) for tree, order in zip(trees, orders, strict=True)]
     merged = []
     for draft, order, own in zip(made, orders, nodes, strict=True):
         place = {node: i for i, node in enumerate(order)}
@@ -225,13 +218,12 @@ def _kinds(draft: TextDraft) -> torch.Tensor:
     return torch.full_like(draft.tokens, CANDIDATE) if draft.kinds is None else draft.kinds
 
 
-def _add(tree: DraftTree, rows: Iterable[Seq[int]], source: int) -> list[int]:
+def _add(tree: DraftTree, rows: Iterable[Seq[int]]) -> list[int]:
     """Adds one source's nodes to the tree.
 
     Args:
         tree: The merged tree.
         rows: (token, parent, kind) of each node, in preorder.
-        source: Number of the source.
 
     Returns:
         Number of each node in the tree.
@@ -240,9 +232,9 @@ def _add(tree: DraftTree, rows: Iterable[Seq[int]], source: int) -> list[int]:
     for token, parent, kind in rows:
         above = ROOT if parent < 0 else nodes[parent]
         if kind == CANDIDATE:
-            nodes.append(tree.add(above, token, source))
+            nodes.append(tree.add(above, token))
         else:
-            nodes.append(tree.add_auxiliary(above, token, source, kind))
+            nodes.append(tree.add_auxiliary(above, token, kind))
     return nodes
 
 

@@ -172,17 +172,6 @@ def best_tree(accuracies: Seq[Seq[float]], num_nodes: int) -> RankTree:
     return rank_tree(paths)
 
 
-def mean_accept_length(tree: RankTree, accuracies: Seq[Seq[float]]) -> float:
-    """Returns the mean accept length if levels are right independently of each other."""
-    total = 0.0
-    for path in tree.paths:
-        worth = 1.0
-        for depth, rank in enumerate(path):
-            worth *= accuracies[depth][rank]
-        total += worth
-    return total
-
-
 @lru_cache(maxsize=256)
 def _within(tree: RankTree, budget: Budget) -> RankTree:
     fitting = [path for path in tree.paths if len(path) <= budget.depth]

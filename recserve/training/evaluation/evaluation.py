@@ -22,8 +22,7 @@ from recserve.models.sasrec import load_sasrec
 from recserve.search.strategies.registry import strategy_classes
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
-from recserve.training.evaluation.cases import Cases as Cases
-from recserve.training.evaluation.cases import leave_one_out_cases as leave_one_out_cases
+from recserve.training.evaluation.cases import Cases, leave_one_out_cases
 from recserve.training.evaluation.slates import dense_slates, sasrec_slates
 
 Ints = NDArray[np.int64]

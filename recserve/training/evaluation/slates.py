@@ -15,8 +15,9 @@ from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
+from recserve.models.config import RecommenderConfig
 from recserve.models.inputs import NodeInputs
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.recommender import Recommender
 from recserve.models.sasrec import SasRec
 from recserve.search.recommend_strategy import Heads
 from recserve.training.evaluation.cases import Cases

@@ -19,7 +19,7 @@ from recserve.features.ranking.ranking import LONG, RECENT, dense_names, max_roo
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
-from recserve.models.ranker import Ranker, RankerConfig, load_ranker, save_ranker
+from recserve.models.ranker import Ranker, RankerConfig, save_ranker
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.ranker.ranking_data import (
@@ -29,7 +29,6 @@ from recserve.training.ranker.ranking_data import (
     cross_fitted_vectors,
 )
 from recserve.training.ranker.ranking_quality import (
-    RankingQuality,
     attend_within,
     conversion_words,
     ranking_quality,
@@ -38,7 +37,6 @@ from recserve.training.schedule import Schedule
 
 SECTION = "ranker"
 STATISTICS_BATCHES = 8
-HELD_BACK = {"valid": 2, "test": 1}
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class RankerTrainee:
             self.data.tables,
             self.log,
             self.users,
-            HeldOut(HELD_BACK["valid"], popular_share=self.popular_share),
+            HeldOut(2, popular_share=self.popular_share),
         )
         return quality.metrics
 
@@ -315,35 +313,3 @@ def fit_dense_columns(model: Ranker, data: RankingData, ignored: Sequence[str] =
         mean[columns], deviation[columns] = own.mean(0), own.std(0, correction=0)
     deviation[[name in ignored for name in names]] = math.inf  # x / inf is 0
     model.fit_dense(mean, deviation)
-
-
-def evaluate_ranker(
-    bundle: Bundle,
-    split: str = "test",
-    popular_share: float = 0.0,
-    max_users: int | None = None,
-    seed: int = 0,
-) -> RankingQuality:
-    """Returns AUC and GAUC of the bundle's ranker on the held-out events of a split.
-
-    Args:
-        bundle: A bundle with a ranker.
-        split: `valid` or `test`.
-        popular_share: Share of the negatives that is drawn by popularity.
-        max_users: Size of a sample of the users; None takes all.
-        seed: Seed of the sample and of the negatives.
-
-    Raises:
-        ValueError: If the split is unknown or the bundle has no ranker.
-    """
-    if split not in HELD_BACK:
-        raise ValueError(f"split is {split!r}; choose one of {', '.join(HELD_BACK)}")
-    catalog, log = bundle.catalog(), bundle.events()
-    directory = bundle.directory(SECTION)
-    tables = RankingTables.load(directory, catalog.items, catalog.vectors)
-    model = load_ranker(directory, catalog.vectors)
-    users = np.flatnonzero(log.leave_one_out().valid_rows >= 0)
-    if max_users is not None:
-        users = np.sort(np.random.default_rng(seed).permutation(users)[:max_users])
-    held = HeldOut(HELD_BACK[split], seed=seed, popular_share=popular_share)
-    return ranking_quality(model, tables, log, users, held)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,10 +42,6 @@ class RankingQuality:
     popular_share: float
     metrics: dict[str, float]
     baselines: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the figures as a JSON-ready dictionary."""
-        return asdict(self)
 
 
 def attend_within(model: Ranker, batch: RankingBatch) -> DenseSiluAttention:

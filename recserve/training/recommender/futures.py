@@ -19,7 +19,7 @@ from torch import Tensor
 
 from recserve.features.tables.encoding import root_tokens
 from recserve.features.tables.events import EventLog
-from recserve.models.recommender import RecommenderConfig
+from recserve.models.config import RecommenderConfig
 from recserve.training.recommender.history_trees import bucketed, windows
 
 Ints = NDArray[np.int64]
@@ -99,11 +99,6 @@ class Futures:
         offsets = self._offsets(gaps)
         self.next_shares = _shares(offsets[ahead.steps == 0], len(self.bounds))
         self.window_shares = _shares(offsets, len(self.bounds))
-
-    @property
-    def num_states(self) -> int:
-        """Number of states in one epoch."""
-        return int((self.ends - self.starts - 1).sum())
 
     def epoch(self, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
         """Returns the history numbers of each batch, with at most `max_nodes` padded tokens."""

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie
-from recserve.models.recommender import BOS, RecommenderConfig
+from recserve.models.config import RecommenderConfig
+from recserve.models.recommender import BOS
 
 Ints = NDArray[np.int64]
 
@@ -142,11 +143,6 @@ class HistoryTrees:
 
     def __len__(self) -> int:
         return len(self.tree_starts) - 1
-
-    @property
-    def num_events(self) -> int:
-        """Number of predicted items in one epoch."""
-        return len(self.rows)
 
     def batch(self, trees: Ints) -> HistoryBatch:
         """Returns the trees with these numbers, padded to the largest of them."""

@@ -15,8 +15,8 @@ from recserve.bundle.bundle import Bundle
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.events import EventLog
 from recserve.kernels.trie.trie import Trie, build_trie
-from recserve.models.config import DecoderConfig
-from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.models.config import DecoderConfig, RecommenderConfig
+from recserve.models.recommender import Recommender, save_recommender
 from recserve.training.evaluation.cases import leave_one_out_cases
 from recserve.training.evaluation.evaluation import slate_columns
 from recserve.training.evaluation.slates import SlateOptions, Slates

@@ -8,8 +8,9 @@ import pytest
 from benchmarks.gpu import drafts
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.drafters.rank_tree import best_tree, mean_accept_length
+from recserve.speculation.drafters.rank_tree import best_tree
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.token_paths import mean_accept_length
 from tests.support.walking_model import walk
 
 pytestmark = pytest.mark.slow

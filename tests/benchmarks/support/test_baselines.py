@@ -16,9 +16,9 @@ from recserve.core.request import Prefix, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.recommender import Recommender
 from recserve.models.saving import named_tensors
 from tests.support.reference_models import drawn, history, recommender
 

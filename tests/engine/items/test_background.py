@@ -5,14 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from recserve.core.request import (
-    DeadlineExceeded,
-    PrefixKeys,
-    Prewarmed,
-    PrewarmQuery,
-    QueueFull,
-    SlateQuery,
-)
+from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.request import PrefixKeys, Prewarmed, PrewarmQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.search.recommend_strategy import Heads
@@ -98,7 +92,7 @@ def test_a_cancelled_prefill_leaves_no_page_behind():
     scheduler = engine.schedulers["recommender"]
     request = warm(model, 0)
     future = engine.submit(request)
-    engine.cancel(future)
+    future.cancel()
     engine.forget(PrefixKeys(request.root.keys))
     while engine.step():
         pass

@@ -7,9 +7,9 @@ from recserve.core.request import Prefix, PrewarmQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.inputs import NodeInputs
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.recommender import Recommender
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(2, 2), (4, 2)])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import DeadlineExceeded
+from recserve.core.errors import DeadlineExceeded
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.limits import PromptTooLong
 from recserve.models.loading import load_language_model
@@ -374,7 +374,7 @@ def test_soak_with_cancels(count, model):
         while len(engine.queue) > 20:
             engine.step()
             if random.random() < 0.5:
-                engine.cancel(futures[int(random.integers(len(futures)))][2])
+                futures[int(random.integers(len(futures)))][2].cancel()
     while engine.step():
         pass
     finished = 0

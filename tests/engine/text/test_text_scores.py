@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import DeadlineExceeded, Prefix, PromptQuery, Scores, TextScoreQuery
+from recserve.core.errors import DeadlineExceeded
+from recserve.core.request import Prefix, PromptQuery, Scores, TextScoreQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig

@@ -193,7 +193,7 @@ def test_keys_do_not_collide_on_a_large_log() -> None:
 def by_hand(tables: RankingTables, log: EventLog, history: list[int], row: int) -> dict[str, float]:
     """Cross features of one candidate, one line of arithmetic each, from the log itself."""
     seen = history[::-1][:50]
-    owned = [log.rows_of(u).tolist() for u in range(log.num_users)]
+    owned = [rows.tolist() for rows in np.split(log.item_rows, log.offsets[1:-1])]
 
     def together(one: int, two: int) -> int:
         if one == two:
@@ -287,7 +287,7 @@ def test_own_event_taken_back_equals_tables_that_never_saw_it() -> None:
         without = RankingTables.fit(log.select(kept), items, vectors(), 6, 8, 4)
         mean = tables.settings.mean_value
         without = replace(without, settings=replace(without.settings, mean_value=mean))
-        history = log.rows_of(user)[:-1]
+        history = log.item_rows[log.offsets[user] : log.offsets[user + 1] - 1]
         contexts = Contexts.of(history, np.ones(history.size), np.array([history.size]))
         owner, row = np.zeros(1, np.int64), log.item_rows[last : last + 1].astype(np.int64)
         own = log.values[last : last + 1]

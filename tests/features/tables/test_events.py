@@ -197,7 +197,11 @@ def test_leave_one_out_holds_the_last_two(tmp_path: Path) -> None:
     assert split.test_rows.tolist() == [2, -1, 2]
     assert split.valid_rows.tolist() == [1, -1, 0]
     train = split.train
-    assert [train.rows_of(u).tolist() for u in range(3)] == [[0], [0, 1], [2, 1]]
+    assert [rows.tolist() for rows in np.split(train.item_rows, train.offsets[1:-1])] == [
+        [0],
+        [0, 1],
+        [2, 1],
+    ]
     assert train.user_ids == log.user_ids
     assert train.popularity(3).tolist() == [2, 2, 1]
 

@@ -17,7 +17,6 @@ from recserve.features.vectors.vectors import (
     fit_text_encoder,
     join_vectors,
     read_vectors,
-    text_vectors,
 )
 
 TITLES = ["red pan", "blue pan", "garden hose", "green hose", ""]
@@ -35,29 +34,29 @@ def log(histories: list[list[int]]) -> EventLog:
 
 
 def test_text_vectors_are_near_where_words_are_shared() -> None:
-    vectors = text_vectors(ITEMS, 4, seed=0)
+    vectors = fit_text_encoder(ITEMS, 4, seed=0).encode(ITEMS)
     assert vectors.shape == (5, 4) and vectors.dtype == np.float32
     near = vectors @ vectors.T
     assert near[0, 1] > near[0, 2] + 0.3 and near[2, 3] > near[1, 3] + 0.3
     assert np.allclose(np.linalg.norm(vectors[:4], axis=1), 1, atol=1e-5)
     assert not vectors[4].any()
-    assert np.array_equal(vectors, text_vectors(ITEMS, 4, seed=0))
+    assert np.array_equal(vectors, fit_text_encoder(ITEMS, 4, seed=0).encode(ITEMS))
 
 
 def test_categories_and_keywords_count() -> None:
     titles = ["", "", "", ""]
     table = pa.table({"keywords": pa.array([["oak"], ["oak"], [], []], pa.list_(pa.string()))})
     items = ItemTable(list("abcd"), titles, [[], [], ["X > Y"], ["X > Y"]], table)
-    near = text_vectors(items, 3, seed=0)
+    near = fit_text_encoder(items, 3, seed=0).encode(items)
     near = near @ near.T
     assert near[0, 1] > 0.99 and near[2, 3] > 0.99 and abs(near[0, 2]) < 0.01
 
 
 def test_more_dimensions_than_terms_are_zero() -> None:
-    vectors = text_vectors(ITEMS, 64, seed=0)
+    vectors = fit_text_encoder(ITEMS, 64, seed=0).encode(ITEMS)
     assert vectors.shape == (5, 64) and not vectors[:, 10:].any()
     nothing = ItemTable(["a"], [""], [[]], pa.table({}))
-    assert not text_vectors(nothing, 8, seed=0).any()
+    assert not fit_text_encoder(nothing, 8, seed=0).encode(nothing).any()
 
 
 def test_saved_encoder_gives_new_items_the_same_space(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_dense_slates_follow_the_dense_scores(built: Path) -> None:
 def test_cases_hold_out_the_last_two_events(built: Path) -> None:
     events = Bundle.open(built).events()
     valid, test = (leave_one_out_cases(events, split) for split in ("valid", "test"))
-    rows = events.rows_of(4).tolist()
+    rows = events.item_rows[events.offsets[4] : events.offsets[5]].tolist()
     assert valid.history(4).tolist() == rows[:-2] and valid.held[4] == rows[-2]
     assert test.history(4).tolist() == rows[:-1] and test.held[4] == rows[-1]
     assert len(valid.sample(7)) == 7

@@ -9,8 +9,8 @@ import torch
 
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
-from recserve.models.config import DecoderConfig
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
+from recserve.models.recommender import Recommender
 from recserve.training.recommender.full_softmax import full_softmax_loss
 from recserve.training.recommender.history_trees import HistoryTrees
 from recserve.training.recommender.objectives import (

@@ -13,9 +13,9 @@ from rich.console import Console
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.tables.events import EventLog
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
-from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.models.recommender import Recommender, save_recommender
 from recserve.schemas.items import RecommendRequest
 from recserve.service import Service
 from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
@@ -86,7 +86,7 @@ def test_futures_equal_plain_loops(form, timestamps):
     assert (futures.ends - futures.starts).max() == 7  # the window and its last target
     pieces = np.random.default_rng(1).permutation(len(futures.starts))
     batch = futures.batch(pieces)
-    assert batch.state_nodes.shape[0] == futures.num_states
+    assert batch.state_nodes.shape[0] == (futures.ends - futures.starts - 1).sum()
     width = CODES.shape[1] if form == "codes" else 1
     owner, node = np.divmod(batch.state_nodes.numpy(), batch.tokens.shape[1])
     found = {}
