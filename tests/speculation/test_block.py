@@ -18,8 +18,9 @@ from recserve.speculation.drafters.registry import build_drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.speculation.test_eagle import paths_of, rms, target_states, turned
 from tests.support.block_drafter import VARIANTS, block
+from tests.support.grids import covering
 from tests.support.text_engines import (
-    PARAMETERS,
+    SPREAD,
     among_others,
     assert_forgotten,
     assert_no_leak,
@@ -227,8 +228,7 @@ def model():
     return drawn_model(1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant,temperature", covering(tuple(VARIANTS), (0.0, 0.8)))
 @torch.inference_mode()
 def test_drafts_equal_the_transcription(variant, temperature, model):
     """Four texts at once, prompts in chunks."""
@@ -310,7 +310,7 @@ def test_a_chain_is_the_published_walk(variant, model):
 @pytest.mark.parametrize(
     "variant,names",
     [
-        ("dflash2", tuple(PARAMETERS)),
+        ("dflash2", SPREAD),
         ("dflash", ("greedy", "everything")),
         ("dspark-rnn", ("hot", "everything")),
     ],

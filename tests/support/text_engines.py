@@ -61,6 +61,10 @@ PARAMETERS = {
 }
 
 
+# Names of parameters whose requests `among_others` have every set of parameters between them.
+SPREAD = tuple(PARAMETERS)[::4]
+
+
 def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:
     """Returns an engine for a model with `pages` pages of 4 slots."""
     decoder = model.config.decoder
