@@ -61,8 +61,8 @@ PARAMETERS = {
 }
 
 
-# Names of parameters whose requests `among_others` have every set of parameters between them.
-SPREAD = tuple(PARAMETERS)[::4]
+# `among_others` of these has every set of parameters, and a text that each parameter changes.
+SPREAD = ("top-k", "min-p", "frequency", "min-tokens", "everything")
 
 
 def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:

@@ -36,16 +36,18 @@ def model():
 @pytest.fixture(scope="module")
 def plain(model):
     """By parameters: what is written without drafts."""
-    return cache(lambda name: engine_for(model).run_many(requests("none", name)))
+    return cache(lambda name: engine_for(model).run_many(requests("none", name, length=12)))
 
 
-def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextQuery]:
+def requests(
+    name: str, parameters: str, verifier: str = "sample", length: int = 24
+) -> list[TextQuery]:
     """Eight texts, every other one with parameters of another kind."""
     fields = [PARAMETERS[parameters], PARAMETERS["warm"]]
     return [
         TextQuery(
             prompt,
-            SamplingParams(**{"max_tokens": 24, "seed": 100 + i} | fields[i % 2]),
+            SamplingParams(**{"max_tokens": length, "seed": 100 + i} | fields[i % 2]),
             Speculation(name, verifier),
         )
         for i, prompt in enumerate(prompts(8))
@@ -58,7 +60,7 @@ def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextQ
 def test_the_text_is_the_plain_text(name, parameters, model, plain):
     """Alone; eight together; eight together with so few pages that some are preempted."""
     drafter = MAKERS[name](model)
-    drafted = requests(name, parameters)
+    drafted = requests(name, parameters, length=12)
     expected_texts = plain(parameters)
     for pages in (200, 14):
         engine = engine_for(model, pages, {name: drafter})
