@@ -413,9 +413,8 @@ def test_a_large_request_is_not_starved_by_small_ones():
     assert sorted(order) == list(range(len(widths)))
 
 
-@pytest.mark.parametrize("strategy", ["beam", "speculative"])
 @pytest.mark.parametrize("width", [1, 4, 12])
-def test_dense_head_items_compete_with_the_beams(width, strategy):
+def test_dense_head_items_compete_with_the_beams(width):
     """Best k of the plain beam's items and the head's own best W, all scored alike."""
     codes = CATALOGUES["ordinary"]
     model, trie = make(codes, "items", "children")
@@ -425,7 +424,7 @@ def test_dense_head_items_compete_with_the_beams(width, strategy):
     for seed in range(3):
         root = draw_root(model, 6 + seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), 20)
-        common = dict(root=root, trie=trie, k=width, beam_width=width, strategy=strategy)
+        common = dict(root=root, trie=trie, k=width, beam_width=width)
         weight = 1.5 * (seed != 1)
         requests.append(SlateQuery(**common, excluded=excluded, dense_weight=weight))
         with torch.inference_mode():
@@ -438,9 +437,11 @@ def test_dense_head_items_compete_with_the_beams(width, strategy):
         dense_candidates = np.argsort(-dense, kind="stable")[:width].tolist() if weight else []
         pool = sorted({*beams, *dense_candidates}, key=lambda row: -scores[row])[:width]
         expected.append((pool, scores[pool]))
-    for answer, (rows, scores) in zip(engine.run_many(requests), expected, strict=True):
-        assert answer.rows.tolist() == rows
-        np.testing.assert_allclose(answer.scores, scores, rtol=1e-4, atol=1e-4)
+    for strategy in ("beam", "speculative"):
+        answers = engine.run_many([replace(request, strategy=strategy) for request in requests])
+        for answer, (rows, scores) in zip(answers, expected, strict=True):
+            assert answer.rows.tolist() == rows
+            np.testing.assert_allclose(answer.scores, scores, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form,normalization", FORMS)

@@ -178,11 +178,11 @@ def model():
 @pytest.mark.parametrize("fused", [False, True], ids=["eagle-1", "eagle-3"])
 @torch.inference_mode()
 def test_drafts_equal_the_transcription(fused, model):
-    """Eight texts at once, prompts in chunks."""
+    """Four texts at once, prompts in chunks."""
     drafter = eagle(model, fused, seed=3)
     notes = recording(drafter)
     engine = engine_for(model, 300, {"eagle": drafter})
-    engine.run_many(queries(p.tolist() for p in prompts(8)))
+    engine.run_many(queries(p.tolist() for p in prompts(4)))
     assert_as_transcribed(notes, drafter, model, least=20)
 
 

@@ -31,7 +31,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.mask_tokens_drafter import mask_network, mask_tokens
 from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import (
-    PARAMETERS,
+    SPREAD,
     among_others,
     assert_forgotten,
     assert_no_leak,
@@ -173,7 +173,7 @@ def test_drafts_after_preemption_and_from_a_cached_prefix(kind, model):
     assert_no_leak(engine)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", SPREAD)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_texts_are_the_plain_ones(kind, name):
     """Eight texts, half of them with other parameters: launched steps and replayed ones."""

@@ -22,7 +22,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.speculation.test_eagle import paths_of, rms, target_states, turned
 from tests.support.specformer_drafter import specformer
 from tests.support.text_engines import (
-    PARAMETERS,
+    SPREAD,
     among_others,
     assert_forgotten,
     assert_no_leak,
@@ -172,12 +172,12 @@ def test_a_slot_sees_the_slots_after_it_unless_the_file_says_otherwise(model):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @torch.inference_mode()
 def test_drafts_are_the_likeliest_paths(temperature, model):
-    """Eight texts at once, prompts in chunks, contexts in pages."""
+    """Four texts at once, prompts in chunks, contexts in pages."""
     drafter = specformer(model, seed=3, slots=3)
     notes = recording(drafter)
     engine = engine_for(model, 300, {"specformer": drafter})
     engine.schedulers["text"].limits = TextLimits(prefill_tokens=8)
-    engine.run_many(queries(prompts(8), temperature=temperature))
+    engine.run_many(queries(prompts(4), temperature=temperature))
     assert_as_transcribed(notes, drafter, model, least=20)
 
 
@@ -266,7 +266,7 @@ def test_a_network_for_another_hidden_size_is_refused(model):
         type(drafter)(drafter.network, other)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", SPREAD)
 @torch.inference_mode()
 def test_texts_are_the_plain_texts(name):
     """Eight texts with different parameters; with few pages; again, from cached prefixes."""

@@ -61,6 +61,10 @@ PARAMETERS = {
 }
 
 
+# `among_others` of these has every set of parameters, and a text that each parameter changes.
+SPREAD = ("top-k", "min-p", "frequency", "min-tokens", "everything")
+
+
 def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:
     """Returns an engine for a model with `pages` pages of 4 slots."""
     decoder = model.config.decoder

@@ -182,7 +182,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
         engine.schedulers["text"] = TextScheduler(
             scheduler.runner, scheduler.model, scheduler.limits, graphs
         )
-        params = SamplingParams(1.3, max_tokens=14)
+        params = SamplingParams(1.3, max_tokens=8)
         engine.submit(TextQuery(prompts(1)[0], params, Speculation("medusa", num_tokens=3)))
         waits = looks_of_replays(device, engine, graphs)
         # Behind the first replay, whose drafts the drafter made itself.

@@ -6,6 +6,7 @@ would notice a tie within about 1e-5; the drawn models have none.
 
 import time
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tests.support.grids import covering
 from tests.support.paths import reference
 from tests.support.text_engines import (
     PARAMETERS,
+    SPREAD,
     among_others,
     assert_no_leak,
     engine_for,
@@ -47,13 +49,36 @@ def expected():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_plain_decoding(name, model, expected):
+    """Two texts alone, and eight together."""
     engine = engine_for(model)
-    for number, prompt in enumerate(prompts(8)):
-        params, tokens, reason, stop = expected[name, number]
-        answer = engine.run(TextQuery(prompt, params))
-        assert answer.tokens.tolist() == tokens
-        assert (answer.finish_reason, answer.stop_token) == (reason, stop)
+    wanted = [expected[name, number] for number in range(8)]
+    requests = [TextQuery(p, params) for p, (params, *_) in zip(prompts(8), wanted, strict=True)]
+    alone = [engine.run(request) for request in requests[:2]]
+    for answer, expectation in zip(
+        [*alone, *engine.run_many(requests)], [*wanted[:2], *wanted], strict=True
+    ):
+        assert (answer.tokens.tolist(), answer.finish_reason, answer.stop_token) == expectation[1:]
     assert_no_leak(engine)
+
+
+WITHOUT = {
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "logit_bias": {}, "bad_words": (), "stop_token_ids": (),
+    "min_tokens": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WITHOUT)
+def test_each_parameter_changes_a_text_of_the_spread(field, model):
+    """So that tests of the spread alone notice a parameter that is ignored."""
+    for name in SPREAD:
+        requests, wanted = among_others(name, Speculation("none"))
+        for request, tokens in zip(requests, wanted, strict=True):
+            params = replace(request.params, **{field: WITHOUT[field]})
+            written, *_ = plain(model, request.prompt.tolist(), params)
+            if written != tokens:
+                return
+    pytest.fail(f"no text depends on {field}")
 
 
 @pytest.mark.parametrize("kind,name", covering(KINDS, tuple(PARAMETERS)))

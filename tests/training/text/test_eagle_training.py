@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.support.text_plain import drawn_model
 
 WINDOW, ROWS = 24, 160
 FAST = Schedule(8, 1e-2, weight_decay=0.0, averaging=0.0)
+OPTIONS = TrainOptions(device="cpu", precision="float32")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,19 @@ def text(model) -> np.ndarray:
 
 def recipe(kind: str, words: int | None = None) -> EagleRecipe:
     return EagleRecipe(kind, 3, words, WINDOW, 16, 20, FAST)
+
+
+@pytest.fixture(scope="module")
+def trained(model, text, tmp_path_factory):
+    """By kind and words: the folder of a trained network, and the report of its training."""
+
+    @cache
+    def train(kind: str, words: int | None = None):
+        folder, cut = tmp_path_factory.mktemp(kind), (ROWS - 20) * WINDOW
+        own = recipe(kind, words)
+        return folder, train_eagle(model, text[:cut], text[cut:], folder, OPTIONS, own)
+
+    return train
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -83,39 +98,38 @@ def accepted(model, network) -> float:
     "kind,words",
     [("eagle", None), ("eagle3", 30), pytest.param("eagle3", None, marks=pytest.mark.slow)],
 )
-def test_training_makes_drafts_longer(kind, words, model, text, tmp_path):
+def test_training_makes_drafts_longer(kind, words, model, text, trained):
     own = recipe(kind, words)
-    options = TrainOptions(device="cpu", precision="float32")
     cut = (ROWS - 20) * WINDOW
     torch.manual_seed(0)
     fresh = EagleTrainee(own, model, text[:cut], text[cut:], seed=0).model.requires_grad_(False)
     before = accepted(model, fresh.eval())
-    report = train_eagle(model, text[:cut], text[cut:], tmp_path, options, own)
+    folder, report = trained(kind, words)
     assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
-    trained = load_eagle(tmp_path, model)
+    network = load_eagle(folder, model)
     if words is not None:
-        assert trained.token_map.shape == (30,)
-    assert accepted(model, trained) > before + 0.3
+        assert network.token_map.shape == (30,)
+    assert accepted(model, network) > before + 0.3
 
 
-def test_an_older_network_is_the_start(model, text, tmp_path):
+def test_an_older_network_is_the_start(model, text, trained, tmp_path):
     """The target was trained again: its old head is a better start than a new one."""
     cut = (ROWS - 20) * WINDOW
     one = recipe("eagle")
-    options = TrainOptions(device="cpu", precision="float32")
-    train_eagle(model, text[:cut], text[cut:], tmp_path / "old", options, one)
+    old, _ = trained("eagle")
     later = copy.deepcopy(model)
+    torch.manual_seed(0)
     for weight in later.decoder.layers.parameters():
         weight.add_(0.03 * torch.randn(weight.shape))
-    options = replace(options, epochs=1)
+    options = replace(OPTIONS, epochs=1)
     reports = [
         train_eagle(later, text[:cut], text[cut:], tmp_path / name, own, one)
         for name, own in (
             ("new", options),
-            ("healed", replace(options, start_from=tmp_path / "old")),
+            ("healed", replace(options, start_from=old)),
         )
     ]
     assert reports[1].metrics["accept_length"] > reports[0].metrics["accept_length"] + 0.2
-    wrong = replace(options, start_from=tmp_path / "old")
-    with pytest.raises(ValueError, match="old: target_layers is .* the new network has"):
+    wrong = replace(options, start_from=old)
+    with pytest.raises(ValueError, match=f"{old.name}: target_layers is .* the new network has"):
         train_eagle(model, text[:cut], text[cut:], tmp_path / "no", wrong, recipe("eagle3"))

@@ -62,6 +62,13 @@ def text(model) -> np.ndarray:
     return written(model, ROWS, WINDOW, 0.3)
 
 
+@pytest.fixture(scope="module")
+def trained(model, text, tmp_path_factory):
+    """The folder of trained mask tokens, and the report of their training."""
+    folder, cut = tmp_path_factory.mktemp("trained"), (ROWS - HELD_OUT) * WINDOW
+    return folder, train_mask_tokens(model, text[:cut], text[cut:], folder, OPTIONS, RECIPE)
+
+
 @torch.inference_mode()
 def test_a_packed_pass_is_many_passes(model, text):
     """Each block's states are those of the prefix followed by its masks, and nothing else."""
@@ -103,35 +110,35 @@ def accepted(model, network, kind=MaskTokensDrafter, prompts=tuple([n] for n in 
     return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
 
 
-def test_training_makes_drafts_longer(model, text, tmp_path):
+def test_training_makes_drafts_longer(model, text, trained):
     cut = (ROWS - HELD_OUT) * WINDOW
     fresh = MaskTokensTrainee(RECIPE, model, text[:cut], text[cut:], seed=0).model
     before = accepted(model, fresh.requires_grad_(False).eval())
-    report = train_mask_tokens(model, text[:cut], text[cut:], tmp_path, OPTIONS, RECIPE)
+    folder, report = trained
     assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
-    trained = load_mask_tokens(tmp_path, model)
-    quadratic = accepted(model, trained)
+    network = load_mask_tokens(folder, model)
+    quadratic = accepted(model, network)
     assert quadratic > before + 0.3
     # A rejection costs the linear layout a step without a draft.
-    linear = accepted(model, trained, LinearMaskTokensDrafter)
+    linear = accepted(model, network, LinearMaskTokensDrafter)
     assert 0 < linear < quadratic
 
 
-def test_older_mask_tokens_are_the_start(model, text, tmp_path):
+def test_older_mask_tokens_are_the_start(model, text, trained, tmp_path):
     """The target was trained again: its old masks are a better start than new ones."""
     cut = (ROWS - HELD_OUT) * WINDOW
-    train_mask_tokens(model, text[:cut], text[cut:], tmp_path / "old", OPTIONS, RECIPE)
     later = copy.deepcopy(model)
+    torch.manual_seed(0)
     for weight in later.decoder.layers.parameters():
         weight.add_(0.03 * torch.randn(weight.shape))
-    once = replace(OPTIONS, epochs=1)
+    once, old = replace(OPTIONS, epochs=1), trained[0]
     reports = [
         train_mask_tokens(later, text[:cut], text[cut:], tmp_path / name, own, RECIPE)
-        for name, own in (("new", once), ("healed", replace(once, start_from=tmp_path / "old")))
+        for name, own in (("new", once), ("healed", replace(once, start_from=old)))
     ]
     assert reports[1].metrics["accept_length"] > reports[0].metrics["accept_length"] + 0.2
-    wrong = replace(once, start_from=tmp_path / "old")
-    with pytest.raises(ValueError, match="old: rank is 8; the new masks have 4"):
+    wrong = replace(once, start_from=old)
+    with pytest.raises(ValueError, match=f"{old.name}: rank is 8; the new masks have 4"):
         train_mask_tokens(
             model, text[:cut], text[cut:], tmp_path / "no", wrong, replace(RECIPE, rank=4)
         )

@@ -44,6 +44,12 @@ def texts(model) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:CUT].flatten().numpy(), tokens[CUT:].flatten().numpy()
 
 
+@pytest.fixture
+def few(texts) -> tuple[np.ndarray, np.ndarray]:
+    """A fifth of them: enough for runs of which only the course matters."""
+    return texts[0][: CUT // 5 * WINDOW], texts[1]
+
+
 @pytest.mark.parametrize("distill", chosen({"text": False, "distilled": True}, "distilled"))
 def test_the_new_target_stays_good_and_its_heads_serve_losslessly(distill, model, texts, tmp_path):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -75,8 +81,8 @@ def test_the_target_s_loss_is_what_holds_it(model, texts, tmp_path, capsys):
     assert "warning: the new target lost" in capsys.readouterr().err
 
 
-def test_an_interrupted_run_continues_where_it_was(model, texts, tmp_path, monkeypatch):
-    train_medusa2(model, *texts, tmp_path / "whole", OPTIONS, RECIPE)
+def test_an_interrupted_run_continues_where_it_was(model, few, tmp_path, monkeypatch):
+    train_medusa2(model, *few, tmp_path / "whole", OPTIONS, RECIPE)
     own = Medusa2Trainee.plan
 
     def interrupted(trainee, epoch):
@@ -87,20 +93,20 @@ def test_an_interrupted_run_continues_where_it_was(model, texts, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(Medusa2Trainee, "plan", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train_medusa2(model, *texts, tmp_path / "cut", OPTIONS, RECIPE)
+            train_medusa2(model, *few, tmp_path / "cut", OPTIONS, RECIPE)
     assert not (tmp_path / "cut" / "target").exists()
     (tmp_path / "cut" / "warm-up" / "checkpoint.safetensors").unlink()  # no longer needed
-    train_medusa2(model, *texts, tmp_path / "cut", replace(OPTIONS, resume=True), RECIPE)
+    train_medusa2(model, *few, tmp_path / "cut", replace(OPTIONS, resume=True), RECIPE)
     whole, cut = (load_language_model(tmp_path / name / "target") for name in ("whole", "cut"))
     for name, weight in whole.state_dict().items():
         torch.testing.assert_close(cut.state_dict()[name], weight)
 
 
-def test_a_fresh_run_ignores_an_older_second_stage(model, texts, tmp_path):
+def test_a_fresh_run_ignores_an_older_second_stage(model, few, tmp_path):
     short = replace(RECIPE, schedule=replace(JOINT, epochs=1))
-    first = train_medusa2(model, *texts, tmp_path, OPTIONS, short)
+    first = train_medusa2(model, *few, tmp_path, OPTIONS, short)
     other = replace(OPTIONS, seed=1)  # resuming the checkpoint of seed 0 would be an error
-    second = train_medusa2(model, *texts, tmp_path, other, short)
+    second = train_medusa2(model, *few, tmp_path, other, short)
     assert first.epochs == second.epochs == 1
     with pytest.raises(ValueError, match="seed"):
-        train_medusa2(model, *texts, tmp_path, replace(OPTIONS, resume=True), short)
+        train_medusa2(model, *few, tmp_path, replace(OPTIONS, resume=True), short)
