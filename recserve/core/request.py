@@ -14,7 +14,7 @@ from recserve.core.errors import DeadlineExceeded as DeadlineExceeded
 from recserve.core.errors import EngineStopped as EngineStopped
 from recserve.core.errors import QueueFull as QueueFull
 from recserve.core.slate_tree import SlateTree
-from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 

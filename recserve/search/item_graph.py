@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.request import SlateQuery
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.item_graph import GraphWalk, search
-from recserve.kernels.trie.item_scores import NOTHING, best_of_all
+from recserve.kernels.item_graph import NOTHING, GraphWalk, best_of_all, search
 from recserve.kernels.trie.trie_view import gone_rows
 
 WALK_STEPS = 3

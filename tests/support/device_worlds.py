@@ -22,7 +22,7 @@ from recserve.core.request import (
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_overlay import TrieOverlay

@@ -17,7 +17,7 @@ from recserve.core.request import LikelihoodQuery, Result, Scores
 from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.core.strategy import Draft, Strategy, TreeStrategy
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.item_scores import score_rows
+from recserve.kernels.item_graph import score_rows
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.recommender import Recommender
 from recserve.search.prefixes import PrefixDraft, draft_of_keys, needed_prefixes

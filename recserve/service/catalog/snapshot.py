@@ -17,7 +17,7 @@ from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.row_tables import RowMap
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.vectors.grown_index import GrownIndex
-from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_view import TrieView
