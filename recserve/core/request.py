@@ -15,7 +15,7 @@ from recserve.core.errors import EngineStopped as EngineStopped
 from recserve.core.errors import QueueFull as QueueFull
 from recserve.core.slate_tree import SlateTree
 from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 from recserve.models.inputs import NodeInputs
 
 # Most tokens of one request of a body that gives many texts. A longer text is a request of its own.
@@ -95,7 +95,7 @@ class SlateQuery:
     """
 
     root: Prefix
-    trie: TrieView
+    trie: Trie
     k: int
     beam_width: int
     strategy: str = "beam"
@@ -147,7 +147,7 @@ class LikelihoodQuery:
     """
 
     root: Prefix
-    trie: TrieView
+    trie: Trie
     rows: np.ndarray
     deadline_s: float | None = None
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,13 +24,9 @@ from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
 from recserve.kernels.cpu import native, products
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.fp8 import Stored
-from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms, HeadTopK
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.trie import trie_children
-from recserve.kernels.trie.trie_children import BestChildren, ChildQuery, LeafBits
-from recserve.kernels.trie.trie_view import TrieView
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
@@ -58,7 +53,7 @@ def in_native(x: Stored) -> bool:
 
 
 def lays_out(keys: Tensor) -> bool:
-    """Returns whether sets of trie nodes [n] become token trees in C (trie/native_layout.py)."""
+    """Returns whether sets of trie nodes [n] become token trees in C (trie/native.py)."""
     return uses_c() and native.reads(keys)
 
 
@@ -212,27 +207,3 @@ def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
     from recserve.kernels.triton import head_topk as kernel
 
     return kernel.head_topk(hidden, weight, k)
-
-
-def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
-    """Runs `trie_children.best_children` with the selected kernel."""
-    if not in_triton(query.nodes):
-        return trie_children.best_children(trie, query)
-    from recserve.kernels.triton import trie_topk
-
-    return trie_topk.best_children(trie, query)
-
-
-def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
-    """Converts a bit set of item rows to the bits of a trie's leaves (one row of `LeafBits`).
-
-    Args:
-        rows: [n / 8] uint8, a bit for each item row, little-endian.
-        leaf_rows: [I] int32 item row of each leaf.
-    """
-    if uses_c() and native.library() is not None and leaf_rows.is_cpu:
-        from recserve.kernels.trie.leaf_filter import native_leaf_bits
-
-        return native_leaf_bits(rows, leaf_rows)
-    every = on_device(np.unpackbits(rows, bitorder="little"), leaf_rows.device)
-    return trie_children.leaf_bits(every.index_select(0, leaf_rows)[None] > 0)
