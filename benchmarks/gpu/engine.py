@@ -33,8 +33,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.items.search_graphs import BeamSearchGraphs, SearchLimits
 from recserve.engine.runtime.cuda_graphs import CudaRecorder
-from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker
@@ -68,7 +67,7 @@ def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
 def recorded(
     engine: Engine,
     model: Recommender,
-    trie: TrieView,
+    trie: Trie,
     shapes: tuple[SearchShape, ...],
     room: int,
     record: Any = None,
@@ -229,7 +228,7 @@ def larger(device: str) -> float:
 
 
 def requests_of(
-    model: Recommender, trie: TrieView, strategy: Any, cell: tuple[int, int], events: int, seed: int
+    model: Recommender, trie: Trie, strategy: Any, cell: tuple[int, int], events: int, seed: int
 ) -> list[SlateQuery]:
     """Returns random requests; `cell` is their number and the beam width."""
     batch, width = cell
@@ -336,7 +335,7 @@ def lost(
     name: str,
     engine: Engine,
     model: Recommender,
-    trie: TrieView,
+    trie: Trie,
     shapes: tuple[SearchShape, ...],
     room: int,
 ) -> Iterator[dict[str, Any]]:

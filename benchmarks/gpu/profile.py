@@ -30,7 +30,7 @@ from benchmarks.support.timing import Deadline, milliseconds
 from recserve.core.request import Prefix, PrewarmQuery, SlateQuery
 from recserve.engine.engine import Engine
 from recserve.engine.items.graph_search import SearchShape
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import PackedLinear
@@ -164,7 +164,7 @@ def products(
 def concurrent(
     engine: Engine,
     model: Recommender,
-    trie: TrieView,
+    trie: Trie,
     cell: tuple[int, int],
     counts: tuple[int, ...],
 ) -> Iterator[dict[str, Any]]:

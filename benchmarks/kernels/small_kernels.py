@@ -20,12 +20,10 @@ from recserve.kernels import accept_reference, dispatch, reference
 from recserve.kernels.accept_reference import Keys
 from recserve.kernels.fp8 import Fp8
 from recserve.kernels.tree import TokenTree, merge
-from recserve.kernels.trie import trie_children
+from recserve.kernels.trie import level_search
 from recserve.kernels.trie.fixed_trie import NOWHERE
-from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import leaf_bits
-from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.insertion import insert_items
+from recserve.kernels.trie.trie import BatchFilter, LeafBits, Trie, build_trie, pack_leaves
 
 
 @dataclass(frozen=True)
@@ -214,27 +212,27 @@ def _trie(drawn: Drawn, form: str, items: int, codes: int, beams: int, requests:
     g, device = torch.Generator().manual_seed(0), drawn.device
     ids = torch.unique(torch.randint(0, codes**4, (items,), generator=g))
     levels = torch.stack([ids // codes**k % codes for k in (3, 2, 1, 0)], dim=1)
-    trie: TrieView = build_trie(levels, (codes,) * 4).to(device)
+    trie: Trie = build_trie(levels, (codes,) * 4).to(device)
     start, stop = trie.level_starts[1:3]
     nodes = torch.randint(start, stop, (requests, beams), generator=g).to(device)
     log_probs = -torch.rand(requests, beams, generator=g).to(device)
     logits = torch.randn(requests * beams, codes, generator=g).to(device)
-    filters = trie_children.EVERYTHING
+    filters = level_search.EVERYTHING
     if form == ", filtered":
-        allowed = leaf_bits(torch.rand(requests, trie.num_items, generator=g) < 0.5)
-        bits = trie_children.LeafBits(allowed.words.to(device), allowed.counts.to(device))
-        filters = trie_children.ChildFilter(allowed=trie_children.Allowed(bits))
+        allowed = pack_leaves(torch.rand(requests, trie.num_items, generator=g) < 0.5)
+        bits = LeafBits(allowed.words.to(device), allowed.counts.to(device))
+        filters = BatchFilter(bits=bits)
     elif form == ", live":
         later = torch.randint(0, codes, (max(items // 100, 20), 4), generator=g).unique(dim=0)
         rows = torch.arange(len(later)) + trie.num_rows
         count = trie.num_rows + len(later)
-        trie = overlay_trie(trie, later.to(device), rows.to(device), count)
+        trie = insert_items(trie, later.to(device), rows.to(device), count)
     width = trie.widths[1]
-    query = trie_children.ChildQuery(nodes, log_probs, logits, width, beams, filters=filters)
+    query = level_search.ChildQuery(nodes, log_probs, logits, width, beams, filters=filters)
     return Calls(
-        lambda: (dispatch.best_children(trie, query).log_probs,),
-        lambda: (trie_children.best_children(trie, query).log_probs,),
-        requests * beams * width * (24 + (24 if filters.allowed else 0)),
+        lambda: (level_search.best_children(trie, query).log_probs,),
+        lambda: (level_search.best_children_reference(trie, query).log_probs,),
+        requests * beams * width * (24 + (24 if filters.bits else 0)),
     )
 
 
@@ -243,18 +241,18 @@ def _root_children(drawn: Drawn, codes: int, places: int, listed: int) -> Calls:
     g, device = torch.Generator().manual_seed(0), drawn.device
     second = torch.randint(0, codes, (codes,), generator=g)
     levels = torch.stack([torch.arange(codes), second], dim=1)
-    trie: TrieView = build_trie(levels, (codes, codes)).to(device)
+    trie: Trie = build_trie(levels, (codes, codes)).to(device)
     ranks = torch.full((1, places), NOWHERE)
     ranks[0, :listed] = torch.arange(listed) * 2
-    filters = trie_children.ChildFilter(ranks.to(device))
+    filters = BatchFilter(ranks.to(device))
     nodes = torch.zeros(1, 1, dtype=torch.int64, device=device)
     log_probs, logits = torch.zeros(1, 1, device=device), torch.randn(1, codes, generator=g)
-    query = trie_children.ChildQuery(
+    query = level_search.ChildQuery(
         nodes, log_probs, logits.to(device), codes, min(256, codes // 2), filters=filters
     )
     return Calls(
-        lambda: (dispatch.best_children(trie, query).log_probs,),
-        lambda: (trie_children.best_children(trie, query).log_probs,),
+        lambda: (level_search.best_children(trie, query).log_probs,),
+        lambda: (level_search.best_children_reference(trie, query).log_probs,),
         codes * 32,
     )
 

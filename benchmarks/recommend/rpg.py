@@ -30,8 +30,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.features.vectors.item_graph import EDGES, link_items
-from recserve.kernels.trie.item_graph import GraphWalk, ItemGraph, search
-from recserve.kernels.trie.item_scores import best_of_all, rows_of
+from recserve.kernels.item_graph import GraphWalk, ItemGraph, best_of_all, rows_of, search
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs

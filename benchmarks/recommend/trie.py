@@ -31,26 +31,10 @@ from torch import Tensor
 from benchmarks.support.timing import machine, milliseconds
 from recserve.core.allowed import AllowedItems
 from recserve.kernels.cpu.native import Panels
-from recserve.kernels.trie.leaf_filter import LeafFilter
-from recserve.kernels.trie.native_search import (
-    Cell,
-    LevelCodes,
-    Levels,
-    Limits,
-    NativeSearch,
-    States,
-)
-from recserve.kernels.trie.native_trie import Prefixes
-from recserve.kernels.trie.trie import Trie, build_trie
-from recserve.kernels.trie.trie_children import (
-    Allowed,
-    BestChildren,
-    ChildFilter,
-    ChildQuery,
-    best_children,
-)
-from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_overlay import TrieOverlay
+from recserve.kernels.trie.insertion import insert_items
+from recserve.kernels.trie.level_search import BestChildren, ChildQuery, best_children
+from recserve.kernels.trie.native import Cell, LevelCodes, Levels, NativeDescent
+from recserve.kernels.trie.trie import BatchFilter, LeafBits, LeafFilter, Trie, build_trie
 from recserve.search.filters import leaf_filter
 
 CODES = 256
@@ -97,7 +81,7 @@ def measure(items: int, widths: list[int]) -> list[str]:
     ]
     for width in widths:
         for name, own in (("no filter", None), ("filter", prepared)):
-            bits = None if own is None or own.bits is None else Allowed(own.bits)
+            bits = None if own is None else own.bits
             times = [
                 milliseconds(step_of(trie, level, width, bits)) for level in range(trie.num_levels)
             ]
@@ -115,7 +99,9 @@ def preparation(trie: Trie, bitmap: np.ndarray, allowed: AllowedItems) -> list[s
     draw, items = np.random.default_rng(1), len(bitmap)
     excluded = draw.integers(0, items, EXCLUDED)
     version = with_changes(trie, draw)
-    rows = np.concatenate([np.sort(draw.choice(items, CHANGED, False)), version.rows.numpy()])
+    inserted = version.insertions
+    assert inserted is not None
+    rows = np.concatenate([np.sort(draw.choice(items, CHANGED, False)), inserted.rows.numpy()])
     said = draw.random(rows.size) < 0.5
 
     def later() -> AllowedItems:
@@ -139,16 +125,16 @@ def preparation(trie: Trie, bitmap: np.ndarray, allowed: AllowedItems) -> list[s
     ]
 
 
-def with_changes(trie: Trie, draw: np.random.Generator) -> TrieOverlay:
+def with_changes(trie: Trie, draw: np.random.Generator) -> Trie:
     """Returns a catalogue version with about CHANGED additional items."""
     codes = np.unique(draw.integers(0, trie.codebook_sizes, (CHANGED, trie.num_levels)), axis=0)
     rows = torch.arange(trie.num_rows, trie.num_rows + len(codes))
     later = torch.from_numpy(codes)
-    return overlay_trie(trie, later, rows, trie.num_rows + len(codes))
+    return insert_items(trie, later, rows, trie.num_rows + len(codes))
 
 
 def step_of(
-    trie: Trie, level: int, width: int, allowed: Allowed | None
+    trie: Trie, level: int, width: int, bits: LeafBits | None
 ) -> Callable[[], BestChildren]:
     """Returns one level of the search in torch."""
     start, stop = trie.level_starts[level], trie.level_starts[level + 1]
@@ -157,7 +143,7 @@ def step_of(
     nodes = torch.randint(start, stop, (1, beams), generator=g)
     log_probs = -torch.rand(1, beams, generator=g)
     logits = torch.randn(beams, trie.codebook_sizes[level], generator=g)
-    filters = ChildFilter(allowed=allowed)
+    filters = BatchFilter(bits=bits)
     query = ChildQuery(nodes, log_probs, logits, trie.widths[level], width, filters=filters)
     return partial(best_children, trie, query)
 
@@ -167,18 +153,17 @@ def search_of(trie: Trie, width: int, allowed: LeafFilter | None) -> Callable[[]
     g = torch.Generator().manual_seed(0)
     books = [torch.randn(codes, HEAD, generator=g) for codes in trie.codebook_sizes]
     mix = Panels.of(torch.randn(HEAD, HEAD, generator=g), None)
-    search = NativeSearch(
+    search = NativeDescent(
         [LevelCodes.of(book) for book in books], [Cell(mix, b) for b in books[:-1]]
     )
-    limits = Limits([width], [-1], [allowed])
-    states = States(
-        torch.randn(1, HEAD, generator=g), contexts=torch.zeros(1, trie.num_levels, HEAD)
-    )
-
-    begun = Prefixes(torch.zeros(1, 1), torch.empty(1, 1, 0, dtype=torch.int64))
+    last, contexts = torch.randn(1, HEAD, generator=g), torch.zeros(1, trie.num_levels, HEAD)
+    log_probs, paths = torch.zeros(1, 1), torch.empty(1, 1, 0, dtype=torch.int64)
 
     def run() -> Levels:
-        return search(trie.native, begun, limits, states, trie.num_levels)
+        return search(
+            trie, log_probs, paths, last, trie.num_levels,
+            widths=[width], bounds=[-1], filters=[allowed], contexts=contexts,
+        )  # fmt: skip
 
     return run
 

@@ -16,11 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.trie import Trie
-from recserve.kernels.trie.trie_children import LeafBits
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.level_search import leaf_bits
+from recserve.kernels.trie.trie import LeafBits, Trie
 
 NO_ROWS, NO_FLAGS = np.empty(0, np.int64), np.empty(0, bool)
 
@@ -57,7 +55,7 @@ class AllowedLeaves:
         removed: [r] int64 ascending ranks of leaves in the bitmap that are not allowed.
     """
 
-    trie: weakref.ref[TrieView]
+    trie: weakref.ref[Trie]
     base: BaseLeaves
     added: Tensor
     removed: Tensor
@@ -136,7 +134,7 @@ class AllowedItems:
             held += self._leaves.added.nbytes + self._leaves.removed.nbytes
         return held
 
-    def leaves(self, trie: TrieView) -> AllowedLeaves:
+    def leaves(self, trie: Trie) -> AllowedLeaves:
         """Returns the allowed leaves of the version's trie, computed once per trie.
 
         Raises:
@@ -147,7 +145,7 @@ class AllowedItems:
             self._leaves = found = self._leaves_of(trie)
         return found
 
-    def _leaves_of(self, trie: TrieView) -> AllowedLeaves:
+    def _leaves_of(self, trie: Trie) -> AllowedLeaves:
         if self.num_rows != trie.num_rows:
             raise ValueError(
                 f"allowed covers {self.num_rows} item rows; the catalogue has {trie.num_rows}"
@@ -158,9 +156,9 @@ class AllowedItems:
         rows = self._changed_rows(trie, base)
         nodes = trie.leaf_nodes(on_device(rows, trie.device))
         now = on_device(self.at(rows), trie.device)
-        if trie.overlay is not None and trie.overlay.hidden is not None:
-            nodes = torch.cat([nodes, trie.overlay.hidden_nodes])
-            now = torch.cat([now, now.new_zeros(trie.overlay.hidden.shape[0])])
+        if trie.removed_rows is not None:
+            nodes = torch.cat([nodes, trie.removed_nodes])
+            now = torch.cat([now, now.new_zeros(trie.removed_nodes.shape[0])])
         # Compare the flag now with the base bitmap; only differences become list entries.
         inside = (nodes >= 0) & (nodes < trie.base.num_nodes)
         was = inside & base.contains(torch.where(inside, nodes - trie.any_leaf, 0))
@@ -175,9 +173,9 @@ class AllowedItems:
         if self._rows.size or 8 * bits.size < base.num_rows:
             mask = self.mask()
             bits = packed_rows(np.pad(mask, (0, max(0, base.num_rows - len(mask)))))
-        return BaseLeaves(weakref.ref(base), dispatch.leaf_bits(bits, base.leaf_items), self._rows)
+        return BaseLeaves(weakref.ref(base), leaf_bits(bits, base.leaf_items), self._rows)
 
-    def _changed_rows(self, trie: TrieView, base: BaseLeaves) -> np.ndarray:
+    def _changed_rows(self, trie: Trie, base: BaseLeaves) -> np.ndarray:
         """Returns [n] rows whose leaves may differ from the base bitmap.
 
         Rows may repeat. Rows that are gone are left out.
@@ -185,20 +183,20 @@ class AllowedItems:
         parts = [self._rows]
         if base.rows is not self._rows:
             parts.append(base.rows)
-        if trie.overlay is not None:
-            parts.append(trie.overlay.changed_rows.cpu().numpy())
+        if trie.insertions is not None:
+            parts.append(trie.insertions.changed_rows.cpu().numpy())
         rows = np.concatenate(parts)
-        return np.asarray(rows[~is_gone(trie, rows)])
+        return np.asarray(rows[~is_removed(trie, rows)])
 
 
-def is_gone(trie: TrieView, rows: np.ndarray) -> np.ndarray:
+def is_removed(trie: Trie, rows: np.ndarray) -> np.ndarray:
     """Returns [n] bool: rows not to be returned, or whose semantic ids belong to others now."""
-    on_host = None if trie.overlay is None else trie.overlay.gone_on_host
+    on_host = None if trie.insertions is None else trie.insertions.removed_on_host
     if on_host is None:
         return np.zeros(rows.shape, dtype=bool)
-    gone = on_host.numpy()
-    at = np.minimum(np.searchsorted(gone, rows), gone.size - 1)
-    return np.asarray(gone[at] == rows)
+    removed = on_host.numpy()
+    at = np.minimum(np.searchsorted(removed, rows), removed.size - 1)
+    return np.asarray(removed[at] == rows)
 
 
 def packed_rows(allowed: np.ndarray) -> np.ndarray:

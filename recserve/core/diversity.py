@@ -24,7 +24,7 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 
 
 class Groups(Protocol):
@@ -146,7 +146,7 @@ class PrefixGroups:
         level: Codes up to and including this level, from 0, must be equal.
     """
 
-    trie: TrieView
+    trie: Trie
     level: int
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

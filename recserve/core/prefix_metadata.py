@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from recserve.core.request import SlateQuery
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class CachedDraft:
         trimmed: True once unneeded nodes have been removed.
     """
 
-    trie: weakref.ref[TrieView]
+    trie: weakref.ref[Trie]
     width: int
     k: int
     dense_weight: float

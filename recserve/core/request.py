@@ -11,8 +11,8 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.cache_salt import current_salt
 from recserve.core.diversity import Cap
 from recserve.core.slate_tree import SlateTree
-from recserve.kernels.trie.item_graph import ItemGraph
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.item_graph import ItemGraph
+from recserve.kernels.trie.trie import Trie
 from recserve.models.inputs import NodeInputs
 
 # Most tokens of one request of a body that gives many texts. A longer text is a request of its own.
@@ -92,7 +92,7 @@ class SlateQuery:
     """
 
     root: Prefix
-    trie: TrieView
+    trie: Trie
     k: int
     beam_width: int
     strategy: str = "beam"
@@ -144,7 +144,7 @@ class LikelihoodQuery:
     """
 
     root: Prefix
-    trie: TrieView
+    trie: Trie
     rows: np.ndarray
     deadline_s: float | None = None
 

@@ -34,7 +34,7 @@ from recserve.engine.runtime.scheduler import StepLock
 from recserve.engine.runtime.step_watch import StepWatch
 from recserve.engine.stats import EngineStats, watched
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
 
@@ -124,7 +124,7 @@ class Engine:
         if searches is not None:
             searches.serve(self._strategies)
 
-    def record(self, trie: TrieView) -> None:
+    def record(self, trie: Trie) -> None:
         """Captures searches over a catalogue and its later changes, if this engine captures
         searches.
 

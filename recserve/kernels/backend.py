@@ -44,14 +44,15 @@ class Backend(enum.Enum):
 def backend_of(x: Stored) -> Backend:
     """Returns who computes on a tensor.
 
-    C needs a CPU, a compiled library, and integers of a trie (int64) or numbers of a supported
-    type. It has no gradients.
+    C needs a CPU, a compiled library, and integers of a trie or numbers of a supported type. It
+    has no gradients.
     """
     if FORCED == "triton" or (x.is_cuda and FORCED != "torch"):
         return Backend.TRITON
     if FORCED == "torch" or not x.is_cpu:
         return Backend.TORCH
-    in_c = x.dtype == torch.int64 or (x.dtype in native.TYPES and not torch.is_grad_enabled())
+    whole = x.dtype in (torch.int32, torch.int64)
+    in_c = whole or (x.dtype in native.TYPES and not torch.is_grad_enabled())
     return Backend.C if in_c and native.library() is not None else Backend.TORCH
 
 

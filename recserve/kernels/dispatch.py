@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,13 +12,8 @@ from recserve.kernels.backend import Backend, Operator, backend_of
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.fp8 import Stored
-from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import PrefixTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms
-from recserve.kernels.trie import trie_children
-from recserve.kernels.trie.leaf_filter import native_leaf_bits
-from recserve.kernels.trie.trie_children import ChildQuery, LeafBits
-from recserve.kernels.trie.trie_view import TrieView
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
@@ -121,25 +115,3 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
 
 
 silu_mul = Operator(_silu_mul, native.silu_mul, triton=f"{TRITON}.layer_norm:silu_mul", trains=True)
-
-
-def _nodes(trie: TrieView, query: ChildQuery) -> Tensor:
-    return query.nodes
-
-
-best_children = Operator(
-    trie_children.best_children, triton=f"{TRITON}.trie_topk:best_children", reads=_nodes
-)
-
-
-def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
-    """Converts a bit set of item rows to the bits of a trie's leaves (one row of `LeafBits`).
-
-    Args:
-        rows: [n / 8] uint8, a bit for each item row, little-endian.
-        leaf_rows: [I] int32 item row of each leaf.
-    """
-    if backend.c_is_allowed() and native.library() is not None and leaf_rows.is_cpu:
-        return native_leaf_bits(rows, leaf_rows)
-    every = on_device(np.unpackbits(rows, bitorder="little"), leaf_rows.device)
-    return trie_children.leaf_bits(every.index_select(0, leaf_rows)[None] > 0)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.cpu.native import Panels
-from recserve.kernels.trie.native_search import Cell, LevelCodes, NativeSearch
+from recserve.kernels.trie.native import Cell, LevelCodes, NativeDescent
 from recserve.models.recommender import Recommender
 from recserve.models.weight_check import check_finite
 
@@ -131,7 +131,7 @@ class SelfDraftHead(nn.Module):
         self.head = nn.Linear(size, vocabulary, bias=False)
         self.placeholders: nn.Parameter | None = None
         self.calibration: Calibration | None = None
-        self.search: NativeSearch | None = None
+        self.search: NativeDescent | None = None
         self._tables: dict[str, Tensor] = {}
         self.cells = nn.ModuleList(nn.RNNCell(size, size) for _ in config.codebook_sizes[1:])
         if config.placeholders:
@@ -162,7 +162,7 @@ class SelfDraftHead(nn.Module):
             for level in levels[:-1]
         ]
         codes = [LevelCodes.of(self.codes_of_level(level)) for level in levels]
-        self.search = NativeSearch(codes, cells)
+        self.search = NativeDescent(codes, cells)
 
     @property
     def first_level(self) -> int:

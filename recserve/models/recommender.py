@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recserve.kernels.backend import Backend, backend_of
-from recserve.kernels.trie.native_search import LevelCodes, NativeSearch
+from recserve.kernels.trie.native import LevelCodes, NativeDescent
 from recserve.models.attention import Attend
 from recserve.models.config import RecommenderConfig
 from recserve.models.decoder import AuxHiddenStates, Decoder
@@ -63,7 +63,7 @@ class Recommender(nn.Module):
         self._packed_levels: nn.ModuleList | None = None
         self._packed_head: nn.Module | None = None
         self.one_by_one = False
-        self.search: NativeSearch | None = None
+        self.search: NativeDescent | None = None
         self.apply(_initialise)
         if config.tied:
             self.head.weight = self.tokens.weight
@@ -211,9 +211,9 @@ class Recommender(nn.Module):
 
     @torch.no_grad()
     def pack_search(self) -> None:
-        """Packs the current codes for searches on this CPU (native_search.py)."""
+        """Packs the current codes for searches on this CPU (kernels/trie/native.py)."""
         if self.config.normalization == "children" and backend_of(self.head.weight) is Backend.C:
-            self.search = NativeSearch([self._laid_out(n) for n in range(self.config.num_levels)])
+            self.search = NativeDescent([self._laid_out(n) for n in range(self.config.num_levels)])
 
     def _laid_out(self, level: int) -> LevelCodes:
         packed = None if self._packed_levels is None else self._packed_levels[level]

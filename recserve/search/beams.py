@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 from recserve.search.filters import RequestFilters
 from recserve.search.scores import Scored
 
@@ -92,7 +92,7 @@ class Beams:
 
     sequences: tuple[Sequence, ...]
     filters: RequestFilters
-    trie: TrieView
+    trie: Trie
     level: int
     nodes: Tensor
     log_probs: Tensor
@@ -149,11 +149,6 @@ class Beams:
     def forked(self) -> Tensor:
         """Returns [B, W] bool: which beams are alive and have more than one child."""
         return self.alive() & (self.trie.num_children(self.nodes) > 1)
-
-    def open(self) -> Tensor:
-        """Returns [B, W] bool: which beams are alive and have more than one item below."""
-        below = self.trie.leaves(self.nodes)
-        return self.alive() & (below.last - below.first > 1)
 
     @property
     def requests(self) -> list[SlateQuery]:

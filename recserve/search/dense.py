@@ -18,12 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from recserve.core.allowed import is_gone
+from recserve.core.allowed import is_removed
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
 from recserve.core.request import SlateQuery, VectorIndex
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.trie_view import gone_rows
 from recserve.models.dense_retriever import DenseRetriever
 
 MERGE_COSINE = 0.98  # smallest cosine at which two vectors are merged
@@ -199,7 +198,7 @@ def first_depth(request: SlateQuery, num_items: int) -> int:
     The estimate assumes that items near a vector are filtered as often as items of the whole index.
     """
     trie = request.trie
-    gone = gone_rows(trie)
+    gone = trie.removed_rows
     num_gone = 0 if gone is None else gone.shape[0]
     wanted = OVERFETCH * request.k * num_items / max(trie.num_rows - num_gone, 1)
     if request.allowed is not None:
@@ -220,7 +219,7 @@ def _allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[SlateQuery]) ->
     if excluded:
         keys = owners[:, None] * trie.num_rows + rows
         allowed = ~np.isin(keys, np.concatenate(excluded))
-    allowed &= ~is_gone(trie, rows)
+    allowed &= ~is_removed(trie, rows)
     for b in np.unique(owners).tolist():
         own = requests[b].allowed
         if own is not None:

@@ -8,22 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from recserve.kernels.backend import Backend, backend_of
-from recserve.kernels.trie.native_search import (
-    DenseCandidateScores,
-    Levels,
-    Limits,
-    NativeSearch,
-    States,
-    passed_prefixes,
-)
-from recserve.kernels.trie.native_trie import Prefixes
-from recserve.kernels.trie.trie_children import DEAD
+from recserve.kernels.trie.level_search import DEAD
+from recserve.kernels.trie.native import Levels, NativeDescent, passed_prefixes
 from recserve.search.beams import Beams
 from recserve.search.expansion import NO_BOUND
 
 
 @dataclass(frozen=True)
-class NativeDescent:
+class Descent:
     """A finished search in C.
 
     Attributes:
@@ -67,19 +59,19 @@ class NativeDescent:
         return passed_prefixes(self.levels, self.above.level, trie.num_nodes, which, floors)
 
 
-def native_search_of(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:
+def native_search_of(beams: Beams, search: NativeDescent | None) -> NativeDescent | None:
     """Returns the search that `descend` can run on these beams, None if they are not on a CPU."""
     return search if backend_of(beams.last_hidden) is Backend.C else None
 
 
 def descend(
     beams: Beams,
-    search: NativeSearch,
+    search: NativeDescent,
     until: int,
     widths: Seq[int],
     stops: bool = False,
     contexts: Tensor | None = None,
-) -> NativeDescent:
+) -> Descent:
     """Searches from the beams down to a level, in C.
 
     Logits come from the target's states in `beams.scored`, or from a recurrent head that reads
@@ -93,39 +85,27 @@ def descend(
         stops: Whether to stop at the first level that lacks a state.
         contexts: [B, L, E] inputs of a recurrent head. None: use the target's states.
     """
-    if contexts is None:
-        states = States(beams.last_hidden, beams.scored.keys, beams.scored.hidden)
-    else:
-        states = States(beams.last_hidden, contexts=contexts)
+    candidates, scored = beams.dense_candidates, beams.scored
     found = search(
-        beams.trie.native,
-        Prefixes(beams.log_probs, beams.paths),
-        Limits(widths, _places(beams), beams.filters.each),
-        states,
+        beams.trie,
+        beams.log_probs,
+        beams.paths,
+        beams.last_hidden,
         until,
-        _dense_candidates(beams),
-        stops,
+        widths=widths,
+        bounds=_bounds(beams),
+        filters=beams.filters.each,
+        scored_keys=scored.keys if contexts is None else None,
+        scored_hidden=scored.hidden if contexts is None else None,
+        contexts=contexts,
+        dense_candidates=None if candidates is None or candidates.log_probs is None else candidates,
+        stops=stops,
     )
-    return NativeDescent(beams, found)
+    return Descent(beams, found)
 
 
-def _places(beams: Beams) -> list[int]:
+def _bounds(beams: Beams) -> list[int]:
     unscored = beams.dense_candidates is not None and beams.dense_candidates.log_probs is None
     if beams.places is None or unscored:
         return [-1] * beams.nodes.shape[0]
     return [-1 if place >= NO_BOUND else place for place in beams.places.flatten().tolist()]
-
-
-def _dense_candidates(beams: Beams) -> DenseCandidateScores | None:
-    dense_candidates = beams.dense_candidates
-    if dense_candidates is None or dense_candidates.log_probs is None:
-        return None
-    return DenseCandidateScores(
-        dense_candidates.rows,
-        dense_candidates.valid,
-        dense_candidates.scores,
-        dense_candidates.share,
-        dense_candidates.weights,
-        dense_candidates.dense,
-        beams.trie.leaf_rows,
-    )

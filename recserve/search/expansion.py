@@ -4,7 +4,7 @@ The expansion computes all children of all beams at once and does not wait for t
 shapes follow from host values only: the beam width and the widest node of each level. Dead beams
 and padding are computed with the others. On a CPU, descent.py does the same in C without them. Ties
 go to the lower trie node, which is the lexicographically smaller semantic id. Prefixes added after
-the trie was built (kernels/trie/trie_overlay.py) rank after all others of their level.
+the trie was built (kernels/trie/trie.py) rank after all others of their level.
 
 The bound rests on two facts:
 
@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import SlateQuery
-from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.trie_children import DEAD, BestChildren, ChildQuery
+from recserve.kernels.trie import level_search
+from recserve.kernels.trie.level_search import DEAD, BestChildren, ChildQuery
 from recserve.search.beams import Beams
 
 NO_BOUND = 2**31  # larger than any rank
@@ -117,7 +117,7 @@ def best_children(
         normalizers=normalizers,
         filters=beams.filters.left,
     )
-    found = dispatch.best_children(trie, query)
+    found = level_search.best_children(trie, query)
     return deeper(beams, found.nodes, pruned_log_probs(beams, found, widths), found.parents)
 
 

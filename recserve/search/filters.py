@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from recserve.core.allowed import AllowedItems, is_gone
+from recserve.core.allowed import AllowedItems, is_removed
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.leaf_filter import LeafFilter
-from recserve.kernels.trie.trie_children import Allowed, ChildFilter, counted
-from recserve.kernels.trie.trie_view import TrieView, hidden_leaves
+from recserve.kernels.trie.trie import BatchFilter, LeafFilter, Trie, counted
 
 NO_ROWS = np.empty(0, np.int64)
 
 
 def leaf_filter(
-    trie: TrieView, excluded: np.ndarray | None, allowed: AllowedItems | None
+    trie: Trie, excluded: np.ndarray | None, allowed: AllowedItems | None
 ) -> LeafFilter | None:
     """Returns the filter of one request, None if it allows everything.
 
@@ -41,11 +39,11 @@ def leaf_filter(
     """
     _check(trie, excluded)
     leaves = None if allowed is None else allowed.leaves(trie)
-    hidden = hidden_leaves(trie) if leaves is None else leaves.removed
+    hidden = trie.removed_leaves if leaves is None else leaves.removed
     lists = () if hidden is None or not hidden.shape[0] else (hidden,)
     if excluded is not None and excluded.size:
         rows = np.unique(excluded)
-        present = ~is_gone(trie, rows)
+        present = ~is_removed(trie, rows)
         if allowed is not None:
             present &= allowed.at(rows)
         lists = (*lists, _ranks(trie, rows[present]))
@@ -54,7 +52,7 @@ def leaf_filter(
     return LeafFilter(lists) if lists else None
 
 
-def excluded_ranks(trie: TrieView, lists: Seq[np.ndarray | None], past: int) -> Tensor | None:
+def excluded_ranks(trie: Trie, lists: Seq[np.ndarray | None], past: int) -> Tensor | None:
     """Returns the leaves that requests without a bitmap exclude, as one table.
 
     The number of operators does not depend on the number of requests.
@@ -71,10 +69,8 @@ def excluded_ranks(trie: TrieView, lists: Seq[np.ndarray | None], past: int) -> 
         ValueError: As in `leaf_filter`.
     """
     # -1 pads the table; `past` replaces it, so that padding sorts to the end.
-    hidden, own = (
-        hidden_leaves(trie),
-        [NO_ROWS if rows is None else np.unique(rows) for rows in lists],
-    )
+    hidden = trie.removed_leaves
+    own = [NO_ROWS if rows is None else np.unique(rows) for rows in lists]
     width = max(rows.size for rows in own)
     if not width and hidden is None:
         return None
@@ -92,7 +88,7 @@ def excluded_ranks(trie: TrieView, lists: Seq[np.ndarray | None], past: int) -> 
     return ranks.sort(1).values
 
 
-def _check(trie: TrieView, excluded: np.ndarray | None) -> None:
+def _check(trie: Trie, excluded: np.ndarray | None) -> None:
     if excluded is None or not excluded.size:
         return
     low, high = int(excluded.min()), int(excluded.max())
@@ -102,7 +98,7 @@ def _check(trie: TrieView, excluded: np.ndarray | None) -> None:
         )
 
 
-def _ranks(trie: TrieView, rows: np.ndarray) -> Tensor:
+def _ranks(trie: Trie, rows: np.ndarray) -> Tensor:
     """Returns ascending leaf ranks of item rows, `num_items` for a row without a leaf."""
     ranks = trie.leaf_ranks(on_device(rows, trie.device, torch.int64)).long()
     return torch.where(ranks >= 0, ranks, trie.num_items).sort().values
@@ -117,19 +113,19 @@ class RequestFilters:
         each: Filter of each request. None: the request allows everything.
     """
 
-    trie: TrieView
+    trie: Trie
     each: tuple[LeafFilter | None, ...]
 
     @cached_property
-    def left(self) -> ChildFilter:
+    def left(self) -> BatchFilter:
         """The filters as lists of excluded leaves if possible, otherwise as bitmaps."""
         if all(f is None for f in self.each):
-            return ChildFilter()
+            return BatchFilter()
         if all(f is None or f.all for f in self.each):
-            return ChildFilter(self._excluded().int())
-        return ChildFilter(allowed=self.in_bits())
+            return BatchFilter(self._excluded().int())
+        return self.in_bits()
 
-    def in_bits(self) -> Allowed:
+    def in_bits(self) -> BatchFilter:
         """Returns the filters as bitmaps over the leaves of the base, and a list of later leaves.
 
         Excluded and added leaves are already applied to the bitmaps. Few operators are needed,
@@ -151,9 +147,9 @@ class RequestFilters:
         is_later = self._flip(bits, more, 1)
         self._flip(bits, excluded, -1)
         if not inserted.shape[0]:
-            return Allowed(counted(bits))
+            return BatchFilter(bits=counted(bits))
         later = more.masked_fill(~is_later | _among(more, excluded), trie.num_items)
-        return Allowed(counted(bits), later.sort().values[:, : inserted.shape[0]])
+        return BatchFilter(bits=counted(bits), added=later.sort().values[:, : inserted.shape[0]])
 
     def _flip(self, words: Tensor, ranks: Tensor, sign: int) -> Tensor:
         """Adds (sign 1) or removes (sign -1) leaves in bitmaps, in place.
@@ -178,10 +174,9 @@ class RequestFilters:
     @cached_property
     def _inserted(self) -> Tensor:
         """Ascending leaf ranks that the base lacks."""
-        overlay, device = self.trie.overlay, self.trie.device
-        if overlay is None:
-            return torch.empty(0, dtype=torch.int64, device=device)
-        return overlay.inserted_ranks
+        if (later := self.trie.insertions) is not None:
+            return later.ranks
+        return torch.empty(0, dtype=torch.int64, device=self.trie.device)
 
     def _excluded(self) -> Tensor:
         nothing = torch.empty(0, dtype=torch.int64, device=self.trie.device)

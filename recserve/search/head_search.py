@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.native_search import ANY, KNOWN
-from recserve.kernels.trie.trie_children import child_log_probs
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.level_search import child_log_probs
+from recserve.kernels.trie.native import ANY, KNOWN
+from recserve.kernels.trie.trie import Trie
 from recserve.models.item_heads import SelfDraftHead
 from recserve.search.beams import Beams
 from recserve.search.descent import descend, native_search_of
@@ -80,7 +80,7 @@ def likely_prefixes(
 
 def item_log_probs(
     head: SelfDraftHead,
-    trie: TrieView,
+    trie: Trie,
     owners: Tensor,
     rows: Tensor,
     last_hidden: Tensor,
@@ -130,7 +130,7 @@ def _step(before: Beams, beams: Beams, states: Tensor, head: SelfDraftHead) -> T
     return head.step(before.level, states[parents], _codes(beams.trie, beams.nodes, before.level))
 
 
-def _codes(trie: TrieView, nodes: Tensor, level: int) -> Tensor:
+def _codes(trie: Trie, nodes: Tensor, level: int) -> Tensor:
     """Returns [B * W] the last code of each beam of a level, clamped to the codebook.
 
     A dead beam points to a leaf, whose code may lie outside the level's codebook.

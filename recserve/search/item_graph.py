@@ -16,9 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.request import SlateQuery
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.item_graph import GraphWalk, search
-from recserve.kernels.trie.item_scores import NOTHING, best_of_all
-from recserve.kernels.trie.trie_view import gone_rows
+from recserve.kernels.item_graph import NOTHING, GraphWalk, best_of_all, search
 
 WALK_STEPS = 3
 NUM_RECENT_ITEMS = 8
@@ -69,7 +67,7 @@ def best_items(
 
 def usable_items(requests: Seq[SlateQuery], items: int, device: torch.device) -> Tensor | None:
     """Returns [B, I] bool: the items that each request and the catalogue allow. None: all items."""
-    gone = gone_rows(requests[0].trie)
+    gone = requests[0].trie.removed_rows
     open_ = all(r.allowed is None and (r.excluded is None or not r.excluded.size) for r in requests)
     if open_ and gone is None:
         return None

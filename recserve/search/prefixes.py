@@ -16,18 +16,15 @@ need another round.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from recserve.core.strategy import Draft
-from recserve.kernels.backend import Backend, backend_of
-from recserve.kernels.host import on_device
-from recserve.kernels.trie.native_layout import ALIVE, FORKED, OPEN, lay_out, wanted_prefixes
-from recserve.kernels.trie.native_trie import Prefixes
-from recserve.kernels.trie.trie_tree import tree_of_nodes
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.level_search import lay_out, wanted_prefixes
+from recserve.kernels.trie.native import ALIVE, FORKED, OPEN
+from recserve.kernels.trie.trie import Trie
 from recserve.models.inputs import NodeInputs
 from recserve.search.beams import Beams
 from recserve.search.scores import Scored
@@ -54,7 +51,7 @@ class PrefixDraft(Draft):
 
 
 def draft_of_keys(
-    trie: TrieView,
+    trie: Trie,
     keys: Tensor,
     num_trees: int,
     level_offsets: Tensor,
@@ -69,29 +66,10 @@ def draft_of_keys(
         level_offsets: [L] first token of each level.
         before: Nodes that were scored before. None: no node was.
     """
-    if backend_of(keys) is Backend.C:
-        return _laid_out(trie, keys, num_trees, level_offsets, before)
-    built = tree_of_nodes(trie, keys, num_trees)
-    tokens = level_offsets[built.tree.depths] + trie.codes_of(built.tree.tokens)
-    tree, node_keys = replace(built.tree, tokens=tokens), torch.empty_like(tokens)
-    node_keys[built.index] = built.keys
-    if before is None or not before.keys.shape[0]:
-        return PrefixDraft(tree, NodeInputs(tokens), query_keys=node_keys)
-    # Scored nodes stay in the tree, since descendants attend to their slots; others are queries.
-    row = before.find(node_keys)
-    scored = torch.where(row >= 0, before.slots[row.clamp(min=0)], -1)
-    queries = (scored < 0).nonzero().flatten()
-    return PrefixDraft(tree, NodeInputs(tokens[queries]), queries, scored, node_keys[queries])
-
-
-def _laid_out(
-    trie: TrieView, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None
-) -> PrefixDraft:
-    """Computes `draft_of_keys` in C."""
     known, slots = (keys[:0], keys[:0]) if before is None else (before.keys, before.slots)
-    laid = lay_out(trie.native, keys, num_trees, level_offsets, known, slots)
-    inputs = NodeInputs(laid.query_tokens)
-    return PrefixDraft(laid.tree, inputs, laid.queries, laid.slots, laid.query_keys)
+    trees = lay_out(trie, keys, num_trees, level_offsets, known, slots)
+    inputs = NodeInputs(trees.query_tokens)
+    return PrefixDraft(trees.tree, inputs, trees.queries, trees.slots, trees.query_keys)
 
 
 def needs_score(beams: Beams, skip_single: bool) -> Tensor:
@@ -116,58 +94,17 @@ def propose_beams(
         extra: [n] keys of further nodes to score, each with all nodes above it.
     """
     closing = skip_single and beams.level >= beams.trie.closing_level
-    natively = backend_of(beams.nodes) is Backend.C
-    unscored = _unscored_natively if natively else _unscored
-    keys = unscored(beams, skip_single, closing)
+    which = OPEN if closing else FORKED if skip_single else ALIVE
+    below = beams.widths if closing else [0] * len(beams.sequences)
+    keys = wanted_prefixes(
+        beams.trie, beams.log_probs, beams.paths, which, beams.scored.keys, below
+    )
     if extra is not None:
         keys = torch.cat([keys, extra])
     return draft_of_keys(beams.trie, keys, len(beams.sequences), level_offsets, beams.scored)
 
 
-def _unscored(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
-    """Returns keys of the prefixes that a round scores, down to the leaves if `closing`."""
-    needed = beams.open() if closing else needs_score(beams, skip_single)
-    missing = needed & (beams.scored.find(beams.keys(beams.nodes)) < 0)
-    keys = beams.keys(beams.paths)[missing].flatten()
-    return torch.cat([keys, _below(beams, missing)]) if closing else keys
-
-
-def _unscored_natively(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
-    """Computes `_unscored` in C."""
-    which = OPEN if closing else FORKED if skip_single else ALIVE
-    below = beams.widths if closing else [0] * len(beams.sequences)
-    prefixes = Prefixes(beams.log_probs, beams.paths)
-    return wanted_prefixes(beams.trie.native, prefixes, which, beams.scored.keys, below)
-
-
-def _below(beams: Beams, chosen: Tensor) -> Tensor:
-    """Returns keys of the prefixes with several items below the chosen beams [B, W].
-
-    Prefixes below better beams come first. Each request gets at most as many as its beam width.
-    """
-    trie, size = beams.trie, beams.trie.num_nodes
-    above = chosen.flatten().nonzero().flatten()
-    keys = beams.keys(beams.nodes).flatten()[above]
-    found, beam = [keys[:0]], [above[:0]]
-    for _ in range(beams.level + 1, trie.num_levels):
-        if not keys.shape[0]:
-            break
-        # A key is request * size + node.
-        children = trie.children(keys % size)
-        below = trie.leaves(children.nodes)
-        row, column = (children.valid & (below.last - below.first > 1)).nonzero(as_tuple=True)
-        keys = keys[row] // size * size + children.nodes[row, column]
-        above = above[row]
-        found.append(keys)
-        beam.append(above)
-    # Sort by beam (best first), then keep the first `width` prefixes of each request.
-    order = torch.sort(torch.cat(beam), stable=True)
-    keys, owners = torch.cat(found)[order.indices], order.values // beams.nodes.shape[1]
-    place = torch.arange(keys.shape[0], device=keys.device) - torch.searchsorted(owners, owners)
-    return keys[place < on_device(beams.widths, keys.device)[owners]]
-
-
-def needed_prefixes(trie: TrieView, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
+def needed_prefixes(trie: Trie, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
     """Returns keys (as in `Scored`) of the prefixes that decide the scores of given items.
 
     Args:

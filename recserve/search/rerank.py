@@ -18,10 +18,9 @@ from torch import Tensor
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Slate
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.leaf_filter import LeafFilter
-from recserve.kernels.trie.native_search import NativeSearch
-from recserve.kernels.trie.trie_children import DEAD
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.level_search import DEAD
+from recserve.kernels.trie.native import NativeDescent
+from recserve.kernels.trie.trie import LeafFilter, Trie
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams, DenseCandidates
 from recserve.search.capped import answer
@@ -36,12 +35,11 @@ def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
     requests = beams.requests
     if not any(r.dense_weight for r in requests):
         return beams
-    overlay = beams.trie.overlay
-    replaced = None if overlay is None else overlay.replaced
+    removed, replaced = beams.trie.removed_rows, beams.trie.replaced_rows
     dense = model.dense_scores(beams.last_hidden, beams.trie.num_rows, replaced)
     open_scores = dense.clone()
-    if overlay is not None and overlay.gone is not None:
-        open_scores[:, overlay.gone] = DEAD
+    if removed is not None:
+        open_scores[:, removed] = DEAD
     for b, request in enumerate(requests):
         if request.excluded is not None and request.excluded.size:
             open_scores[b, torch.from_numpy(request.excluded).to(dense.device).long()] = DEAD
@@ -97,7 +95,7 @@ def with_dense_candidate_scores(beams: Beams, model: Recommender) -> Beams:
     return with_log_probs(beams, scores)
 
 
-def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None = None) -> Tensor:
+def searched_scores(beams: Beams, search: NativeDescent, contexts: Tensor | None = None) -> Tensor:
     """Returns [n] log-probabilities of the valid candidates, ordered as in `DenseCandidates.flat`.
 
     A search in C, filtered to the candidates alone, finds all of them.
@@ -135,7 +133,7 @@ def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None 
     return torch.cat(scores)
 
 
-def _only(trie: TrieView, rows: Tensor) -> LeafFilter:
+def _only(trie: Trie, rows: Tensor) -> LeafFilter:
     """Returns a filter that allows only these items."""
     return LeafFilter(added=trie.leaf_ranks(rows).long().sort().values)
 

@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.backend import Backend, backend_of
-from recserve.kernels.cpu.native import compiled
-from recserve.kernels.trie.trie_children import DEAD
-from recserve.kernels.trie.trie_view import TrieView, padding_of
+from recserve.kernels.trie.level_search import DEAD, find_keys, scored_table
+from recserve.kernels.trie.trie import Trie
 from recserve.models.recommender import Recommender
 
 
@@ -34,49 +32,17 @@ class Scored:
 
     def find(self, keys: Tensor) -> Tensor:
         """Returns the row of each key, -1 where it is not scored, in the shape of `keys`."""
-        if not self.keys.shape[0]:
-            return torch.full_like(keys, -1)
-        row = torch.searchsorted(self.keys, keys).clamp(max=self.keys.shape[0] - 1)
-        return torch.where(self.keys[row] == keys, row, -1)
+        return find_keys(self.keys, keys)
 
     def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> Scored:
         """Returns the table with m more prefixes, which must not be in the table, in any order."""
-        if backend_of(hidden) is Backend.C:
-            return _added(self, keys, slots, hidden.contiguous())
-        keys, order = torch.sort(torch.cat([self.keys, keys]))
-        slots = torch.cat([self.slots, slots])[order]
-        return Scored(keys, slots, torch.cat([self.hidden, hidden])[order])
+        return Scored(*scored_table(self.keys, self.slots, self.hidden, keys, slots, hidden))
 
 
 def nothing_scored(like: Tensor) -> Scored:
     """Returns the empty table for hidden states like those given, [n, E]."""
     empty = torch.empty(0, dtype=torch.int64, device=like.device)
     return Scored(empty, empty, like[:0])
-
-
-def _added(before: Scored, keys: Tensor, slots: Tensor, hidden: Tensor) -> Scored:
-    """Computes `Scored.add` in C."""
-    count, size = before.keys.shape[0] + keys.shape[0], hidden.shape[1]
-    both = Scored(
-        torch.empty(count, dtype=torch.int64),
-        torch.empty(count, dtype=torch.int64),
-        torch.empty(count, size, dtype=hidden.dtype),
-    )
-    compiled().scored_table(
-        before.keys.shape[0],
-        before.keys.data_ptr(),
-        before.slots.data_ptr(),
-        before.hidden.data_ptr(),
-        keys.shape[0],
-        keys.data_ptr(),
-        slots.data_ptr(),
-        hidden.data_ptr(),
-        both.keys.data_ptr(),
-        both.slots.data_ptr(),
-        both.hidden.data_ptr(),
-        size * hidden.itemsize,
-    )
-    return both
 
 
 LANES = 16  # pads rows to whole vectors, so that sums do not depend on the number of empty columns
@@ -126,7 +92,7 @@ def level_log_probs(
 
 
 def root_scores(
-    trie: TrieView, trie_nodes: Tensor, owners: Tensor, last_hidden: Tensor, model: Recommender
+    trie: Trie, trie_nodes: Tensor, owners: Tensor, last_hidden: Tensor, model: Recommender
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's first code.
 
@@ -138,14 +104,14 @@ def root_scores(
         model: The target.
     """
     top = torch.zeros(1, dtype=torch.int64, device=trie.device)
-    children = trie.children(top, padding_of(trie, 0))
+    children = trie.children(top, trie.padding(0))
     codes = children.codes.long().expand(last_hidden.shape[0], -1)
     log_probs = level_log_probs(model, last_hidden, 0, codes, children.valid.expand_as(codes))
-    return log_probs[owners, trie.places(trie_nodes[:, 0], top)]
+    return log_probs[owners, trie.child_columns(trie_nodes[:, 0], top)]
 
 
 def path_scores(
-    trie: TrieView, trie_nodes: Tensor, owners: Tensor, scored: Scored, model: Recommender
+    trie: Trie, trie_nodes: Tensor, owners: Tensor, scored: Scored, model: Recommender
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's codes after the first.
 
@@ -160,13 +126,13 @@ def path_scores(
         if not here.shape[0]:
             continue
         part = Scored(scored.keys[here], scored.slots[here], scored.hidden[here])
-        children = trie.children(part.keys % size, padding_of(trie, level))
+        children = trie.children(part.keys % size, trie.padding(level))
         log_probs = level_log_probs(
             model, part.hidden, level, children.codes.long(), children.valid
         )
         parents, nodes = trie_nodes[:, level - 1], trie_nodes[:, level]
         # Row of each candidate's parent among the scored prefixes of this level, -1: not scored.
         row = part.find(owners * size + parents)
-        gain = log_probs[row.clamp(min=0), trie.places(nodes, parents)]
+        gain = log_probs[row.clamp(min=0), trie.child_columns(nodes, parents)]
         out += torch.where(row >= 0, gain, 0.0)
     return out

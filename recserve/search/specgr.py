@@ -29,8 +29,7 @@ from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Slate, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.trie_children import DEAD
-from recserve.kernels.trie.trie_view import gone_rows
+from recserve.kernels.trie.level_search import DEAD
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams
@@ -108,7 +107,7 @@ def _open_below(beams: Beams, b: int, verified: np.ndarray) -> np.ndarray:
     edges.index_add_(0, leaves.last.long(), -torch.ones_like(leaves.last, dtype=torch.int64))
     below = torch.zeros(trie.num_rows, dtype=torch.bool, device=trie.device)
     below[trie.leaf_rows.long()] = edges.cumsum(0)[:-1] > 0
-    if (gone := gone_rows(trie)) is not None:
+    if (gone := trie.removed_rows) is not None:
         below[gone] = False
     open_ = below.cpu().numpy()
     if request.allowed is not None:

@@ -16,8 +16,8 @@ from recserve.core.finite import flaws_of, without_flaws
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.native_search import KNOWN, MISSING, NativeSearch
-from recserve.kernels.trie.trie_children import DEAD
+from recserve.kernels.trie.level_search import DEAD
+from recserve.kernels.trie.native import KNOWN, MISSING, NativeDescent
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams
 from recserve.search.descent import descend, native_search_of
@@ -196,7 +196,7 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Sc
 
 
 def _search_natively(
-    beams: Beams, search: NativeSearch, wants: list[int], collect: bool
+    beams: Beams, search: NativeDescent, wants: list[int], collect: bool
 ) -> ScoredSearch:
     """Computes `search_scored` in C. wants: [B] ranks as in search/expansion.py."""
     found = descend(beams, search, beams.trie.num_levels, beams.widths)

@@ -9,10 +9,8 @@ import torch
 from recserve.core.allowed import AllowedItems, packed_rows
 from recserve.core.request import LikelihoodQuery, SlateQuery
 from recserve.kernels import backend
-from recserve.kernels.trie.leaf_filter import LeafFilter
-from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import ChildFilter
-from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.insertion import insert_items
+from recserve.kernels.trie.trie import LeafFilter, build_trie
 from recserve.search.filters import RequestFilters, leaf_filter
 from tests.support.leaf_counts import remaining
 from tests.support.recommenders import draw_root
@@ -57,10 +55,10 @@ def draw_filters(changed, draw):
             left[changed.hidden] = False
             if excluded is not None:
                 left[excluded] = False
-            filters.append(leaf_filter(changed.overlay, excluded, allowed))
+            filters.append(leaf_filter(changed.trie, excluded, allowed))
             usable.append(left)
     few = changed.rows[:5]
-    filters.append(LeafFilter(added=changed.overlay.leaf_ranks(few).sort().values))
+    filters.append(LeafFilter(added=changed.trie.leaf_ranks(few).sort().values))
     usable.append(np.isin(np.arange(changed.num_rows), few.numpy()))
     return filters, usable
 
@@ -71,26 +69,26 @@ def test_what_is_left_at_every_node_is_counted(changed, kernels, monkeypatch):
     monkeypatch.setattr(backend, "FORCED", kernels)
     draw = np.random.default_rng(1)
     filters, usable = draw_filters(changed, draw)
-    together = RequestFilters(changed.overlay, tuple(filters)).in_bits()
+    together = RequestFilters(changed.trie, tuple(filters)).in_bits()
     nodes = changed.node.expand(len(filters), -1)
-    in_bits = ChildFilter(allowed=together).remaining(changed.overlay, nodes)
+    in_bits = together.remaining(changed.trie, nodes)
     for b, (own, left) in enumerate(zip(filters, usable, strict=True)):
         expected = left_at(changed, left)
         assert in_bits[b].tolist() == expected
         if own is not None:
-            assert remaining(own, changed.overlay, changed.node).tolist() == expected
+            assert remaining(own, changed.trie, changed.node).tolist() == expected
 
 
 def test_lists_alone_are_read_as_lists(changed):
     """Where no request has bits; the same counts."""
     filters, usable = draw_filters(changed, np.random.default_rng(2))
     plain = [f for f in filters if f is None or f.all]
-    left = RequestFilters(changed.overlay, tuple(plain)).left
-    assert left.allowed is None and left.excluded is not None
-    found = left.remaining(changed.overlay, changed.node.expand(2, -1))
+    left = RequestFilters(changed.trie, tuple(plain)).left
+    assert left.bits is None and left.excluded is not None
+    found = left.remaining(changed.trie, changed.node.expand(2, -1))
     assert [row.tolist() for row in found] == [left_at(changed, usable[b]) for b in (0, 2)]
     nothing = RequestFilters(changed.rebuilt, (None, None)).left
-    assert nothing.allowed is None and nothing.excluded is None
+    assert nothing.bits is None and nothing.excluded is None
 
 
 def test_versions_share_the_bits_and_nothing_that_changed(changed):
@@ -106,10 +104,10 @@ def test_versions_share_the_bits_and_nothing_that_changed(changed):
     for step in range(6):
         items, bitmap = draw_items(draw, changed.num_rows, known, earlier)
         bitmap[changed.hidden] = False
-        leaves = items.leaves(changed.overlay)
-        assert leaves.base is shared and items.leaves(changed.overlay) is leaves
-        found = leaf_filter(changed.overlay, None, items)
-        left = remaining(found, changed.overlay, changed.node)
+        leaves = items.leaves(changed.trie)
+        assert leaves.base is shared and items.leaves(changed.trie) is leaves
+        found = leaf_filter(changed.trie, None, items)
+        left = remaining(found, changed.trie, changed.node)
         assert left.tolist() == left_at(changed, bitmap), step
         earlier = items
     words, bitmap = draw_items(draw, known, known, earlier)  # of the base's own trie
@@ -122,7 +120,7 @@ def test_versions_share_the_bits_and_nothing_that_changed(changed):
     again = AllowedItems(first.bits, known, earlier=earlier)
     assert again.leaves(base).base is shared
     assert not again.leaves(base).added.shape[0] and not again.leaves(base).removed.shape[0]
-    folded = overlay_trie(changed.rebuilt, empty, empty[:, 0], changed.num_rows)
+    folded = insert_items(changed.rebuilt, empty, empty[:, 0], changed.num_rows)
     for step in range(4):
         items, bitmap = draw_items(draw, changed.num_rows, known, earlier)
         found = leaf_filter(folded, None, items)
@@ -145,7 +143,7 @@ def test_rows_are_looked_up_as_in_a_bitmap():
 def test_an_item_takes_three_bits():
     """1/8 byte for the rows, 1/4 for the leaves; a version with nothing of its own adds nothing."""
     codes = torch.cartesian_prod(*[torch.arange(10)] * 4)
-    changed = overlay_trie(base := _trie(codes), codes[:0], codes[:0, 0], len(codes))
+    changed = insert_items(base := _trie(codes), codes[:0], codes[:0, 0], len(codes))
     items = AllowedItems.of(np.arange(len(codes)) % 2 == 0)
     items.leaves(base)
     assert items.num_bytes <= 0.376 * len(codes) + 8
@@ -172,10 +170,10 @@ def test_slates_are_the_best_of_all_scored_items(shape, kernels, dense_weight, m
     draw = np.random.default_rng(5)
     root = draw_root(model, 4, 0)
     live = np.setdiff1d(changed.rows.numpy(), changed.hidden)
-    scored = engine.run(LikelihoodQuery(root, changed.overlay, live)).values[:, 0]
+    scored = engine.run(LikelihoodQuery(root, changed.trie, live)).values[:, 0]
     half, bitmap = draw_items(draw, changed.num_rows, len(changed.base_codes))
     three = np.isin(np.arange(changed.num_rows), live[:3])
-    plain = SlateQuery(root, changed.overlay, 5, 2 * len(live), dense_weight=dense_weight)
+    plain = SlateQuery(root, changed.trie, 5, 2 * len(live), dense_weight=dense_weight)
     asked, usable = [], []
     for allowed, mask in ((None, None), (half, bitmap), (AllowedItems.of(three), three)):
         for count in (0, 4):

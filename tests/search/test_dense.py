@@ -170,8 +170,8 @@ def test_company_does_not_change_a_slate(world):
 )
 def test_the_first_depth_grows_by_the_share_that_is_gone(num_items, gone, allowed, excluded, depth):
     """Ten places of a million rows, of which the index has some."""
-    overlay = SimpleNamespace(gone=torch.arange(gone)) if gone else None
-    trie = SimpleNamespace(num_rows=1_000_000, overlay=overlay)
+    removed = torch.arange(gone) if gone else None
+    trie = SimpleNamespace(num_rows=1_000_000, removed_rows=removed)
     bitmap = None if allowed is None else AllowedItems.of(np.arange(1_000_000) < allowed)
     request = SimpleNamespace(
         k=10, trie=trie, allowed=bitmap, excluded=np.arange(excluded) if excluded else None

@@ -14,7 +14,7 @@ from recserve.core.request import LikelihoodQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
-from recserve.kernels.trie.item_graph import ItemGraph, search
+from recserve.kernels.item_graph import ItemGraph, search
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig, RecommenderConfig

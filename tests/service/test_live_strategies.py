@@ -168,10 +168,10 @@ def put_some(service, step: int) -> None:
 
 def fold(service, monkeypatch) -> None:
     """Two folds: what comes during one is left for the next."""
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 1)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 1)
     put_some(service, 90)
     service.items._folding.join()
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 8192)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 8192)
 
 
 def rows_in(service) -> tuple[int, int]:
@@ -230,9 +230,9 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
         return compacted(snapshot)
 
     monkeypatch.setattr(Snapshot, "compacted_trie", slow)
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 1)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 1)
     put_some(service, 1)
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 8192)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 8192)
     put_some(service, 2)
     service.put_items(ItemsRequest(items=[{"item_id": hidden, "title": "back"}]))
     service.hide_item("new2-1")
@@ -252,7 +252,7 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
 
 def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
     """Two readers ask for the whole catalogue while items change and every change is folded."""
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 1)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 1)
     ids = list(service.runtime.snapshot.catalog.items.ids)
     body = RecommendRequest(history=ids[:4], k=1000, strategy="dense", exclude=Exclude(seen=False))
     done, seen = threading.Event(), []
@@ -307,7 +307,7 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
     put_some(service, 0)
     bundle = service.bundle.root
     service.close()
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 1)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 1)
     with Service.open(bundle, f"lmdb:{tmp_path}/other", "cpu") as again:
         again.items._folding.join()
         assert rows_in(again) == (0, 0)

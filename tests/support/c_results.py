@@ -26,20 +26,21 @@ from recserve.kernels.int8 import Int8Weight
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, from_parents, merge
-from recserve.kernels.trie.leaf_filter import LeafFilter, native_leaf_bits
-from recserve.kernels.trie.native_layout import ALIVE, FORKED, OPEN, lay_out, wanted_prefixes
-from recserve.kernels.trie.native_search import (
+from recserve.kernels.trie.insertion import insert_items
+from recserve.kernels.trie.native import (
+    ALIVE,
     ANY,
+    FORKED,
+    OPEN,
     Cell,
     LevelCodes,
-    Limits,
-    NativeSearch,
-    States,
+    NativeDescent,
+    lay_out,
+    leaf_bits,
     passed_prefixes,
+    wanted_prefixes,
 )
-from recserve.kernels.trie.native_trie import Prefixes
-from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie import LeafFilter, build_trie
 from recserve.search.scores import Scored
 
 # Digests of the results, by level. A wanted change of the arithmetic changes them here, once.
@@ -179,7 +180,7 @@ def _searches(dtype: torch.dtype) -> dict[str, Tensor]:
     ids = np.unique(draw.random.integers(0, sizes, (1500, 3)), axis=0)
     ids = torch.from_numpy(draw.random.permutation(ids))
     base = build_trie(ids[:-200], sizes)
-    trie = overlay_trie(base, ids[-200:], torch.arange(200) + len(ids) - 200, len(ids))
+    trie = insert_items(base, ids[-200:], torch.arange(200) + len(ids) - 200, len(ids))
     books = [draw(codes, size, dtype=dtype) for codes in sizes]
     inputs = [draw(codes, size, dtype=dtype) for codes in sizes[:-1]]
     weights = [draw(size, size, dtype=dtype, scale=0.3) for _ in sizes[:-1]]
@@ -188,19 +189,19 @@ def _searches(dtype: torch.dtype) -> dict[str, Tensor]:
     keys = torch.arange(1, trie.num_nodes)
     keys = torch.cat([keys, keys + trie.num_nodes])
     hidden = draw(len(keys), size, dtype=dtype)
-    bits = native_leaf_bits(
+    bits = leaf_bits(
         draw.random.integers(0, 256, len(ids) // 8 + 1).astype(np.uint8), base.leaf_rows
     )
     rest = LeafFilter((torch.arange(0, 300, 7),), bits, torch.arange(3, 90, 5))
-    limits = Limits([width, width - 5], [-1, 3], [None, rest])
-    begun = Prefixes(torch.zeros(2, 1), torch.empty(2, 1, 0, dtype=torch.int64))
+    limits = {"widths": [width, width - 5], "bounds": [-1, 3], "filters": [None, rest]}
+    begun = torch.zeros(2, 1), torch.empty(2, 1, 0, dtype=torch.int64)
     levels = [LevelCodes.of(book) for book in books]
     outs = {"bits": bits.words, "counts": bits.counts}
     for name, search, states in (
-        ("states", NativeSearch(levels), States(last, keys, hidden)),
-        ("head", NativeSearch(levels, cells), States(last, contexts=contexts)),
+        ("states", NativeDescent(levels), {"scored_keys": keys, "scored_hidden": hidden}),
+        ("head", NativeDescent(levels, cells), {"contexts": contexts}),
     ):
-        found = search(trie.native, begun, limits, states, 3)
+        found = search(trie, *begun, last, 3, **limits, **states)
         for level in range(1, found.reached + 1):
             used = found.used[level]
             outs[f"{name} scores {level}"] = found.log_probs[level, :, :used]
@@ -219,10 +220,9 @@ def _tries() -> dict[str, Tensor]:
     outs = {}
     scored = torch.arange(3, 40, 2)
     for which in (ALIVE, FORKED, OPEN):
-        beams = Prefixes(draw(2, 15), paths[:, :, :2])
-        wanted = wanted_prefixes(trie.native, beams, which, scored, [4, 9])
+        wanted = wanted_prefixes(trie, draw(2, 15), paths[:, :, :2], which, scored, [4, 9])
         outs[f"wanted {which}"] = wanted
-        laid = lay_out(trie.native, wanted, 2, torch.tensor([1, 6, 12]), scored, scored.flip(0))
+        laid = lay_out(trie, wanted, 2, torch.tensor([1, 6, 12]), scored, scored.flip(0))
         tree = laid.tree
         columns = (tree.tokens, tree.parents, tree.depths, tree.ends, laid.slots)
         outs[f"laid {which}"] = torch.stack([column for column in columns if column is not None])

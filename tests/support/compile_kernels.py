@@ -148,12 +148,12 @@ def small_kernels(dtype):
     }  # fmt: skip
 
 
-def trie(dtype, kind, sums, overlay=False, block=256, ranks="*i32"):
+def trie(dtype, kind, sums, insertions=False, block=256, ranks="*i32"):
     """Returns a variant of the trie step; in captured searches, `ranks` has 64 bits."""
     arrays = ["first_child", "node_codes", "first_leaf", "last_leaf", "ranks", "words", "counts"]
     constants = {
         "BLOCK": block, "BLOCK_PARTS": trie_topk.PARTS, "FILTER": kind.value, "SUMS": sums.value,
-        "OVERLAY": overlay,
+        "INSERTIONS": insertions,
     }  # fmt: skip
     return trie_topk.children_kernel, constants, {
         **dict.fromkeys(arrays, "*i32"), "log_probs": "*fp32", "logits": "*" + dtype,
@@ -162,9 +162,9 @@ def trie(dtype, kind, sums, overlay=False, block=256, ranks="*i32"):
     }  # fmt: skip
 
 
-def trie_sums(dtype, overlay):
+def trie_sums(dtype, insertions):
     """Returns a variant of the kernel that sums over the blocks of a beam's children."""
-    return trie_topk.weights_kernel, {"BLOCK": 512, "OVERLAY": overlay}, {
+    return trie_topk.weights_kernel, {"BLOCK": 512, "INSERTIONS": insertions}, {
         **dict.fromkeys(["first_child", "node_codes"], "*i32"),
         **dict.fromkeys(["log_probs", "peaks", "weights"], "*fp32"), "logits": "*" + dtype,
         **dict.fromkeys(trie_topk.COUNTS, "i32"),
@@ -191,8 +191,8 @@ def forms(capability):
         yield attention("bf16", 96, 8, silu=True)
         yield from acceptance("fp32", False)
         yield trie("fp32", trie_topk.ALLOWED, trie_topk.GIVEN)
-        yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE, overlay=True)
-        yield trie("bf16", trie_topk.ALLOWED, trie_topk.GIVEN, overlay=True)
+        yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE, insertions=True)
+        yield trie("bf16", trie_topk.ALLOWED, trie_topk.GIVEN, insertions=True)
         yield trie("bf16", trie_topk.NO_FILTER, trie_topk.AT_ONCE)
 
 

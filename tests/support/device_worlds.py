@@ -22,11 +22,9 @@ from recserve.core.request import (
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.item_graph import ItemGraph
+from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import Trie, build_trie
-from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_overlay import TrieOverlay
-from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
@@ -112,7 +110,7 @@ class Recommending:
     engine: Engine
     model: Recommender
     trie: Trie
-    live: TrieOverlay
+    live: Trie
     index: PlainIndex
     graph: ItemGraph
     device: str
@@ -133,7 +131,7 @@ class Recommending:
         roots = [self.root(n) for n in events]
         if strategy == "warm":
             return [PrewarmQuery(root, "recommender") for root in roots]
-        trie: TrieView = self.live if how == "live" else self.trie
+        trie: Trie = self.live if how == "live" else self.trie
         if strategy == "likelihood":
             rows = np.arange(7) * 5
             return [LikelihoodQuery(root, trie, rows[b:]) for b, root in enumerate(roots)]
@@ -188,7 +186,7 @@ def recommending(device: str, form: Any = "items", autoregressive: bool = True) 
     codes[-1] = ITEMS[11]
     rows = torch.arange(built, len(ITEMS))
     gone = torch.tensor([7, 11])
-    live = overlay_trie(base, codes.to(device), rows.to(device), len(ITEMS), gone)
+    live = insert_items(base, codes.to(device), rows.to(device), len(ITEMS), gone)
     near = torch.randint(0, len(ITEMS), (len(ITEMS), 4), dtype=torch.int32)
     graph = ItemGraph(near, torch.arange(5, dtype=torch.int32)).to(device)
     index = PlainIndex(item_vectors(retriever, model).numpy())

@@ -2,9 +2,7 @@
 
 from torch import Tensor, zeros_like
 
-from recserve.kernels.trie.leaf_filter import LeafFilter
-from recserve.kernels.trie.trie import Leaves
-from recserve.kernels.trie.trie_children import listed
+from recserve.kernels.trie.trie import LeafFilter, Leaves, listed
 
 
 def remaining(found: LeafFilter, trie, nodes: Tensor) -> Tensor:
@@ -12,7 +10,7 @@ def remaining(found: LeafFilter, trie, nodes: Tensor) -> Tensor:
     leaves = trie.leaves(nodes)
     left = leaves.last - leaves.first if found.all else zeros_like(nodes)
     if found.bits is not None:
-        base = trie.base_leaves(nodes)
+        base = trie.built_leaves(nodes)
         left = left + found.bits.within(Leaves(base.first[None], base.last[None]))[0]
     if found.added is not None:
         left = left + listed(found.added, leaves)

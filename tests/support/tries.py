@@ -5,8 +5,8 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.recommender import Recommender
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 class Changed:
-    """A base catalogue with later semantic ids as an overlay, and the same catalogue rebuilt.
+    """A base catalogue with later semantic ids inserted, and the same catalogue rebuilt.
 
     Some of the later ids also occur in the base, where they replace an item. Replaced rows are
     removed, and a quarter of the items is hidden.
@@ -67,16 +67,16 @@ class Changed:
         gone = torch.tensor(sorted(superseded + hidden))
         # In two steps, like two versions: the second reuses most nodes of the first.
         most = rows[: 2 * len(rows) // 3]
-        first = overlay_trie(self.base, codes[: len(most)], most, self.num_rows)
-        self.overlay = overlay_trie(self.base, codes, rows, self.num_rows, gone, first)
+        first = insert_items(self.base, codes[: len(most)], most, self.num_rows)
+        self.trie = insert_items(self.base, codes, rows, self.num_rows, gone, first)
         every = torch.tensor(sorted(owners))
         self.rebuilt = build_trie(
             every, sizes, torch.tensor([owners[tuple(c)] for c in every.tolist()]), self.num_rows
         )
-        # Node numbers of the overlay, by node number of the rebuilt trie.
+        # Node numbers of the changed trie, by node number of the rebuilt trie.
         self.rows = torch.tensor(sorted(owners.values()))
         self.node = torch.zeros(self.rebuilt.num_nodes, dtype=torch.int64)
-        self.node[self.rebuilt.nodes_of_items(self.rows)] = self.overlay.nodes_of_items(self.rows)
+        self.node[self.rebuilt.nodes_of_items(self.rows)] = self.trie.nodes_of_items(self.rows)
 
 
 def engine_of(changed):

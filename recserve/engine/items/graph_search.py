@@ -19,18 +19,10 @@ from recserve.core.finite import flaws_of
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.engine.items.search_scorers import ExtendedBeams, LevelScorer
-from recserve.kernels import dispatch
+from recserve.kernels.trie import level_search
 from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
-from recserve.kernels.trie.trie_children import (
-    DEAD,
-    Allowed,
-    ChildFilter,
-    ChildQuery,
-    LeafBits,
-    child_log_probs,
-    counted,
-)
-from recserve.kernels.trie.trie_view import TrieView, hidden_leaves
+from recserve.kernels.trie.level_search import DEAD, ChildQuery, child_log_probs
+from recserve.kernels.trie.trie import BatchFilter, LeafBits, Trie, counted
 from recserve.search.beams import Beams
 from recserve.search.filters import RequestFilters, excluded_ranks, leaf_filter
 from recserve.search.strategies.beam import request_of
@@ -83,7 +75,7 @@ class SearchSize:
     @staticmethod
     def of(requests: Seq[SlateQuery]) -> SearchSize:
         """Returns the size of requests over one trie. It reads nothing from the device."""
-        hidden = hidden_leaves(requests[0].trie)
+        hidden = requests[0].trie.removed_leaves
         excluded: int | None = None
         if all(request.allowed is None for request in requests):
             excluded = max(0 if r.excluded is None else r.excluded.size for r in requests)
@@ -170,36 +162,36 @@ class FixedFilter:
         device = trie.base.device
         self._clean = True
         if excluded is not None:
-            self.left = ChildFilter(torch.full((requests, excluded), NOWHERE, device=device))
+            self.left = BatchFilter(torch.full((requests, excluded), NOWHERE, device=device))
             return
         size = requests, trie.base.num_items // 32 + 1
         bits = counted(torch.full(size, -1, dtype=torch.int32, device=device))
-        added = torch.full((requests, trie.trie.inserted.shape[0]), NOWHERE, device=device)
-        self.left = ChildFilter(allowed=Allowed(bits, added))
+        added = torch.full((requests, trie.capacity), NOWHERE, device=device)
+        self.left = BatchFilter(bits=bits, added=added)
 
-    def of(self, requests: int) -> ChildFilter:
+    def of(self, requests: int) -> BatchFilter:
         """Returns the filter of the first requests."""
-        if self.left.excluded is not None:
-            return ChildFilter(self.left.excluded[:requests])
-        allowed = self.left.allowed
-        assert allowed is not None and allowed.added is not None
-        words, counts = allowed.bits.words[:requests], allowed.bits.counts[:requests]
-        return ChildFilter(allowed=Allowed(LeafBits(words, counts), allowed.added[:requests]))
+        left = self.left
+        if left.excluded is not None:
+            return BatchFilter(left.excluded[:requests])
+        assert left.bits is not None and left.added is not None
+        words, counts = left.bits.words[:requests], left.bits.counts[:requests]
+        return BatchFilter(bits=LeafBits(words, counts), added=left.added[:requests])
 
-    def load(self, version: TrieView, requests: Seq[SlateQuery]) -> None:
+    def load(self, version: Trie, requests: Seq[SlateQuery]) -> None:
         """Writes the filters of requests over this version. Rows after the last request have no
         effect.
         """
-        if (place := self.left.allowed) is not None:
+        if (bits := self.left.bits) is not None:
             filters = tuple(leaf_filter(version, r.excluded, r.allowed) for r in requests)
             found, count = RequestFilters(version, filters).in_bits(), len(requests)
-            place.bits.words[:count].copy_(found.bits.words)
-            place.bits.counts[:count].copy_(found.bits.counts)
-            assert place.added is not None
+            assert found.bits is not None and self.left.added is not None
+            bits.words[:count].copy_(found.bits.words)
+            bits.counts[:count].copy_(found.bits.counts)
             if not self._clean:
-                place.added.fill_(NOWHERE)
+                self.left.added.fill_(NOWHERE)
             if found.added is not None:
-                place.added[:count, : found.added.shape[1]].copy_(found.added)
+                self.left.added[:count, : found.added.shape[1]].copy_(found.added)
             self._clean = found.added is None
             return
         assert self.left.excluded is not None
@@ -265,7 +257,7 @@ class BeamSearchGraph:
             logits, normalizers = self.scorer.logits(states, level)
             num_beams = columns[level + 1]
             query = ChildQuery(nodes, log_probs, logits, children, num_beams, normalizers, left)
-            found = dispatch.best_children(trie, query)
+            found = level_search.best_children(trie, query)
             rank = torch.arange(num_beams, device=nodes.device)
             log_probs = found.log_probs.masked_fill(rank >= widths, DEAD)
             nodes = torch.where(log_probs > DEAD, found.nodes, trie.any_leaf)

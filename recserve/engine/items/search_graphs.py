@@ -39,7 +39,7 @@ from recserve.engine.runtime.cuda_graphs import (
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import StepLock
 from recserve.kernels.trie.fixed_trie import CAPACITY, FixedTrie
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search import rerank
@@ -155,7 +155,7 @@ class BeamSearchGraphs:
         self._recording = threading.Lock()
 
     @torch.inference_mode()
-    def record(self, version: TrieView, stepping: StepLock, go_on: Callable[[], bool]) -> None:
+    def record(self, version: Trie, stepping: StepLock, go_on: Callable[[], bool]) -> None:
         """Captures searches for the base of a version and replaces the earlier graphs.
 
         Args:

@@ -1,4 +1,4 @@
-/* Token trees from sets of trie nodes, one tree per request (kernels/trie/trie_tree.py).
+/* Token trees from sets of trie nodes, one tree per request (level_search.lay_out).
  *
  * The items below a node are a range of leaf ranks. So nodes sorted by the start of their range,
  * wider ranges first, are in preorder. A stack of open ranges holds the path to the current node.

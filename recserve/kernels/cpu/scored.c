@@ -1,4 +1,4 @@
-/* Scored prefixes as one table in ascending order of keys (search/scores.py). */
+/* Scored prefixes as one table in ascending order of keys (level_search.scored_table). */
 #include "functions.h"
 
 #include <stdlib.h>

@@ -46,12 +46,12 @@ typedef struct {
     int64_t num_rows;
     const int32_t *leaf_rows; /* [items]; one of the two is set */
     const int64_t *wide_leaf_rows;
-} Rivals;
+} DenseCandidates;
 
 typedef struct {
     const Trie *trie;
     const Request *requests;
-    const Rivals *rivals;
+    const DenseCandidates *candidates;
     const Product *heads;     /* [levels] codes of each level */
     const char *const *codes; /* [levels] the same codes as rows, [codes, size] */
     int64_t type, size, levels, batch;
@@ -223,10 +223,10 @@ static int64_t offer_children(const Search *s, const Request *request, Candidate
     return size;
 }
 
-static int among(const Rivals *rivals, int64_t b, int64_t row) {
+static int among(const DenseCandidates *candidates, int64_t b, int64_t row) {
     int found = 0;
-    for (int64_t i = b * rivals->count; i < (b + 1) * rivals->count; i++)
-        found |= rivals->valid[i] & (rivals->rows[i] == row);
+    for (int64_t i = b * candidates->count; i < (b + 1) * candidates->count; i++)
+        found |= candidates->valid[i] & (candidates->rows[i] == row);
     return found;
 }
 
@@ -234,22 +234,22 @@ static int among(const Rivals *rivals, int64_t b, int64_t row) {
  */
 static float bound(const Search *s, int64_t b, const Candidate *best, int64_t size,
                    Candidate *known) {
-    const Rivals *rivals = s->rivals;
+    const DenseCandidates *candidates = s->candidates;
     int64_t most = s->requests[b].place + 1, count = 0;
-    for (int64_t i = 0; i < rivals->count; i++) {
-        Candidate one = {rivals->scores[b * rivals->count + i], i, 0};
+    for (int64_t i = 0; i < candidates->count; i++) {
+        Candidate one = {candidates->scores[b * candidates->count + i], i, 0};
         if (count < most || better(one, known[0])) count = offer(known, count, most, one);
     }
     for (int64_t i = 0; i < size; i++) {
         Leaves below = leaves(s->trie, best[i].node);
         if (below.last - below.first != 1) continue;
-        Candidate one = {best[i].score, rivals->count + i, 0};
-        if (rivals->count) {
-            int64_t row = rivals->leaf_rows ? rivals->leaf_rows[below.first]
-                                            : rivals->wide_leaf_rows[below.first];
-            if (among(rivals, b, row)) continue;
-            if (rivals->weights[b] != 0.0f)
-                one.score += rivals->weights[b] * rivals->dense[b * rivals->num_rows + row];
+        Candidate one = {best[i].score, candidates->count + i, 0};
+        if (candidates->count) {
+            int64_t row = candidates->leaf_rows ? candidates->leaf_rows[below.first]
+                                            : candidates->wide_leaf_rows[below.first];
+            if (among(candidates, b, row)) continue;
+            if (candidates->weights[b] != 0.0f)
+                one.score += candidates->weights[b] * candidates->dense[b * candidates->num_rows + row];
         }
         if (count < most || better(one, known[0])) count = offer(known, count, most, one);
     }
@@ -261,9 +261,9 @@ static int64_t of_use(const Search *s, int64_t b, const Candidate *best, int64_t
                       Candidate *known) {
     if (s->requests[b].place < 0) return size;
     float least = bound(s, b, best, size, known), share = 0.0f;
-    if (s->rivals->count) {
+    if (s->candidates->count) {
         least -= ROUNDING;
-        share = s->rivals->share[b];
+        share = s->candidates->share[b];
     }
     while (size && best[size - 1].score + share < least) size--;
     return size;

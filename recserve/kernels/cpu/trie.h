@@ -1,5 +1,4 @@
-/* The catalogue's trie as kernels/trie/trie.py lays it out, with the later changes of
- * kernels/trie/trie_overlay.py. */
+/* The catalogue's trie as kernels/trie/trie.py lays it out, with its insertions. */
 #pragma once
 #include "functions.h"
 
@@ -7,10 +6,10 @@ typedef struct {
     const int32_t *first_child, *codes, *first_leaf, *last_leaf; /* [nodes (+ 1)] of the base */
     int64_t nodes;                                               /* of the base */
     int64_t all_nodes, any_leaf;
-    /* [num_grown] nodes with inserted ids at or below them, ascending; empty without an overlay */
-    const int64_t *grown, *grown_first, *grown_last, *later_first, *later_count;
-    int64_t num_grown;
-    const int64_t *own_codes; /* of the overlay's own nodes */
+    /* [num_changed] nodes with inserted ids at or below them, ascending; empty without insertions */
+    const int64_t *changed, *changed_first, *changed_last, *later_first, *later_count;
+    int64_t num_changed;
+    const int64_t *own_codes; /* of the inserted nodes */
     const int64_t *inserted;  /* [num_inserted] base leaves before each inserted id, ascending */
     int64_t num_inserted;
 } Trie;
@@ -48,7 +47,7 @@ INLINE Children children(const Trie *trie, int64_t node) {
         found.first = trie->first_child[node];
         found.count = trie->first_child[node + 1] - found.first;
     }
-    int64_t at = find(trie->grown, trie->num_grown, node);
+    int64_t at = find(trie->changed, trie->num_changed, node);
     if (at >= 0) {
         found.later = trie->later_first[at];
         found.more = trie->later_count[at];
@@ -65,8 +64,8 @@ INLINE int64_t last_code(const Trie *trie, int64_t node) {
 }
 
 INLINE Leaves leaves(const Trie *trie, int64_t node) {
-    int64_t at = find(trie->grown, trie->num_grown, node);
-    if (at >= 0) return (Leaves){trie->grown_first[at], trie->grown_last[at]};
+    int64_t at = find(trie->changed, trie->num_changed, node);
+    if (at >= 0) return (Leaves){trie->changed_first[at], trie->changed_last[at]};
     int64_t first = trie->first_leaf[node], last = trie->last_leaf[node];
     int64_t moved = lower(trie->inserted, trie->num_inserted, first + 1);
     return (Leaves){first + moved, last + moved};

@@ -13,10 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie.trie import Trie
-from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_overlay import Grown, TrieOverlay
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.insertion import insert_items
+from recserve.kernels.trie.trie import ChangedNodes, Insertions, Trie
 
 NOWHERE = 2**62  # greater than every node number and leaf rank
 SEARCHED = 2
@@ -27,8 +25,8 @@ class FixedTrie:
     """A trie with fixed addresses that holds one catalogue version at a time.
 
     Attributes:
-        trie: What a captured search reads. Its `children`, `places`, `leaves`, `codes_of` and
-            `any_leaf` are those of the loaded version; its other members are not valid.
+        trie: What a captured search reads. Its `children`, `child_columns`, `leaves`, `codes_of`
+            and `any_leaf` are those of the loaded version; its other members are not valid.
         widths: Padded number of children of a node of each level.
     """
 
@@ -40,37 +38,46 @@ class FixedTrie:
             return torch.full((count,), fill, device=device)
 
         touched = (levels + 1) * capacity + 1
-        grown = Grown(place(touched, NOWHERE), *(place(touched) for _ in range(4)))
+        changed = ChangedNodes(place(touched, NOWHERE), *(place(touched) for _ in range(4)))
         nothing = torch.empty(0, levels, dtype=torch.int64, device=device)
-        self._nothing = overlay_trie(base, nothing, nothing[:, 0], base.num_rows)
-        self.base = base
-        self.trie = replace(
-            self._nothing,
-            grown=grown,
+        unchanged = insert_items(base, nothing, nothing[:, 0], base.num_rows).insertions
+        assert unchanged is not None
+        self._unchanged = unchanged
+        self._buffers = replace(
+            unchanged,
+            changed=changed,
             codes=place(levels * capacity),
             inserted=place(capacity, NOWHERE),
         )
+        self.base = base
+        self.trie = replace(base, insertions=self._buffers)
         sizes = zip(base.widths, base.codebook_sizes, strict=True)
         # Twice the base's widths, so that a version may have more children.
         self.widths = tuple(min(2 * width, size) for width, size in sizes)
-        self._loaded: weakref.ref[TrieView] = weakref.ref(base)
+        self._loaded: weakref.ref[Trie] = weakref.ref(base)
 
-    def holds(self, version: TrieView) -> bool:
+    @property
+    def capacity(self) -> int:
+        """The most ids that a version may have inserted."""
+        return self._buffers.inserted.shape[0]
+
+    def holds(self, version: Trie) -> bool:
         """Returns whether a version has this base and its changes fit into the buffers."""
         if version.base is not self.base:
             return False
-        if version.overlay is None:
+        if version.insertions is None:
             return True
-        sizes = zip(_sizes(version.overlay), _sizes(self.trie), strict=True)
+        columns = zip(_columns(version.insertions), _columns(self._buffers), strict=True)
         widths = zip(version.widths, self.widths, strict=True)
-        return all(size <= most for size, most in (*sizes, *widths))
+        fits = all(own.shape[0] <= place.shape[0] for own, place in columns)
+        return fits and all(width <= most for width, most in widths)
 
-    def load(self, version: TrieView) -> None:
+    def load(self, version: Trie) -> None:
         """Copies a version into the buffers for the next searches. `holds` must be true for it."""
         if self._loaded() is version:
             return
-        own = version.overlay or self._nothing
-        columns = zip(_columns(self.trie), _columns(own), strict=True)
+        own = version.insertions or self._unchanged
+        columns = zip(_columns(self._buffers), _columns(own), strict=True)
         for number, (place, column) in enumerate(columns):
             count = column.shape[0]
             place[:count].copy_(column)
@@ -78,12 +85,8 @@ class FixedTrie:
         self._loaded = weakref.ref(version)
 
 
-def _columns(trie: TrieOverlay) -> list[Tensor]:
-    """Returns the overlay's arrays that a search reads; the first SEARCHED ones are ascending."""
-    grown = trie.grown
-    own = [grown.first, grown.last, grown.child_first, grown.child_count, trie.codes]
-    return [grown.nodes, trie.inserted, *own]
-
-
-def _sizes(trie: TrieOverlay) -> list[int]:
-    return [column.shape[0] for column in _columns(trie)]
+def _columns(own: Insertions) -> list[Tensor]:
+    """Returns the arrays that a search reads; the first SEARCHED ones are ascending."""
+    changed = own.changed
+    later = [changed.first, changed.last, changed.child_first, changed.child_count, own.codes]
+    return [changed.nodes, own.inserted, *later]

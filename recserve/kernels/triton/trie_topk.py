@@ -5,9 +5,9 @@
 Bytes moved per beam with m children: 8 for its range, 4 m of codes and m logits. The top-k writes
 and reads 8 M more, where M is the number of children of the level's widest node. Codes and logits
 are read twice if a node has more than one block of children. A filter adds 8 m of leaf ranks and
-two reads of it per child, and two binary searches if the request lists leaves. An overlay with
-changes adds a binary search per program, and two more per child with a filter. Nothing depends on
-the size of the vocabulary or the catalogue. Reference: trie_children.best_children.
+two reads of it per child, and two binary searches if the request lists leaves. Insertions
+add a binary search per program, and two more per child with a filter. Nothing depends on
+the size of the vocabulary or the catalogue. Reference: level_search.best_children_reference.
 
 Each block of children is one program, so that the root's children fill the device too.
 """
@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from recserve.kernels.trie.trie_children import BestChildren, ChildQuery, unpacked
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.level_search import BestChildren, ChildQuery, unpacked
+from recserve.kernels.trie.trie import Trie
 
 NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Where the log-sum-exp of a beam's children comes from: the caller, the only block, all blocks.
@@ -27,17 +27,24 @@ GIVEN, AT_ONCE, IN_PARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # These arguments differ between levels and versions. They are not specialised, so one compiled
 # kernel serves all.
 COUNTS = ["beams", "num_codes", "width"]
-COUNTS += ["num_ranks", "num_words", "base_nodes", "num_grown", "num_inserted"]
-COUNTS += ["rank_steps", "overlay_steps"]
+COUNTS += ["num_ranks", "num_words", "base_nodes", "num_changed", "num_inserted"]
+COUNTS += ["rank_steps", "insertion_steps"]
 ARRAYS = [
-    *("grown_nodes", "grown_first", "grown_last", "later_first", "later_count", "later_codes"),
+    *(
+        "changed_nodes",
+        "changed_first",
+        "changed_last",
+        "later_first",
+        "later_count",
+        "later_codes",
+    ),
     *("inserted", "nodes", "log_probs", "normalizers", "ranks", "words", "counts"),
     *("peaks", "weights"),
 ]
 MOST_CHILDREN = 512  # at once, four per thread, so that their values stay in registers
 FILLER = tl.constexpr(2**62)  # fixed_trie.NOWHERE
 PARTS = 64  # blocks whose sums are merged at once
-# Key of a child with score -inf and node 0, as `trie_children.packed` computes it.
+# Key of a child with score -inf and node 0, as `level_search.packed` computes it.
 NO_CHILD = tl.constexpr((-0x7F800001 << 32) | 0xFFFFFFFF)
 
 
@@ -70,27 +77,27 @@ def _allowed_before(words, counts, rank, mask):
 
 
 @triton.jit
-def _grown_place(grown_nodes, num_grown, node, mask, steps):
+def _changed_place(changed_nodes, num_changed, node, mask, steps):
     """Returns the position of nodes in a sorted list, and whether they are in it."""
-    place = _below(grown_nodes, num_grown, node, mask, steps)
-    there = mask & (place < num_grown)
-    return place, there & (tl.load(grown_nodes + place, mask=there, other=-1) == node)
+    place = _below(changed_nodes, num_changed, node, mask, steps)
+    there = mask & (place < num_changed)
+    return place, there & (tl.load(changed_nodes + place, mask=there, other=-1) == node)
 
 
 @triton.jit
 def _block(
     node_codes, later_codes, logits, first, count, later, total, start, row, num_codes, base_nodes,
-    BLOCK: tl.constexpr, OVERLAY: tl.constexpr,
+    BLOCK: tl.constexpr, INSERTIONS: tl.constexpr,
 ):  # fmt: skip
     """Loads children from number `start` on of one beam: nodes, whether they exist, and logits."""
     step = start + tl.arange(0, BLOCK)
     child = first + step
-    if OVERLAY:
+    if INSERTIONS:
         child = tl.where(step < count, child, later + step - count)
     valid = step < total
     child = tl.where(valid, child, 0)
     code = tl.load(node_codes + child, mask=valid & (child < base_nodes), other=0)
-    if OVERLAY:
+    if INSERTIONS:
         own = valid & (child >= base_nodes)
         code += tl.load(later_codes + child - base_nodes, mask=own, other=0).to(code.dtype)
     logit = tl.load(logits + row * num_codes + code, mask=valid, other=float("-inf"))
@@ -99,8 +106,8 @@ def _block(
 
 @triton.jit
 def _children_of(
-    first_child, grown_nodes, later_first, later_count, nodes, log_probs, row,
-    base_nodes, num_grown, overlay_steps, OVERLAY: tl.constexpr,
+    first_child, changed_nodes, later_first, later_count, nodes, log_probs, row,
+    base_nodes, num_changed, insertion_steps, INSERTIONS: tl.constexpr,
 ):  # fmt: skip
     """Returns the two ranges of a beam's children, and whether the trie has later changes."""
     node, before = tl.load(nodes + row), tl.load(log_probs + row)
@@ -108,11 +115,11 @@ def _children_of(
     first = tl.load(first_child + node, mask=built, other=0).to(tl.int64)
     count = tl.load(first_child + node + 1, mask=built, other=0) - first
     total, later, some = count, first, built
-    if OVERLAY:
-        # An overlay without changes begins with filler; then searches in it are skipped.
-        some = tl.load(grown_nodes, mask=num_grown > 0, other=FILLER) < FILLER
+    if INSERTIONS:
+        # A list without changed nodes begins with filler; then searches in it are skipped.
+        some = tl.load(changed_nodes, mask=num_changed > 0, other=FILLER) < FILLER
         if some:
-            place, found = _grown_place(grown_nodes, num_grown, node, some, overlay_steps)
+            place, found = _changed_place(changed_nodes, num_changed, node, some, insertion_steps)
             later = tl.load(later_first + place, mask=found, other=0)
             total = count + tl.load(later_count + place, mask=found, other=0)
     return first, count, later, tl.where(before > float("-inf"), total, 0), before, some
@@ -120,21 +127,21 @@ def _children_of(
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=ARRAYS)
 def weights_kernel(
-    first_child, node_codes, grown_nodes, later_first, later_count, later_codes, nodes, log_probs,
-    logits, peaks, weights, num_codes, base_nodes, num_grown, overlay_steps,
-    BLOCK: tl.constexpr, OVERLAY: tl.constexpr,
+    first_child, node_codes, changed_nodes, later_first, later_count, later_codes, nodes, log_probs,
+    logits, peaks, weights, num_codes, base_nodes, num_changed, insertion_steps,
+    BLOCK: tl.constexpr, INSERTIONS: tl.constexpr,
 ):  # fmt: skip
     """Finds the largest logit of one block of a beam's children, and the sum of exponentials."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, count, later, total, before, some = _children_of(
-        first_child, grown_nodes, later_first, later_count, nodes, log_probs, row, base_nodes,
-        num_grown, overlay_steps, OVERLAY,
+        first_child, changed_nodes, later_first, later_count, nodes, log_probs, row, base_nodes,
+        num_changed, insertion_steps, INSERTIONS,
     )  # fmt: skip
     peak, weight = before * 0 + float("-inf"), before * 0
     if block * BLOCK < total:
         child, valid, logit = _block(
             node_codes, later_codes, logits, first, count, later, total, block * BLOCK, row,
-            num_codes, base_nodes, BLOCK, OVERLAY,
+            num_codes, base_nodes, BLOCK, INSERTIONS,
         )  # fmt: skip
         peak = tl.max(logit, 0)
         weight = tl.sum(tl.exp(logit - tl.where(peak == float("-inf"), 0.0, peak)), 0)
@@ -162,26 +169,26 @@ def _log_sum(peaks, weights, row, parts, BLOCK_PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=ARRAYS)
 def children_kernel(
-    first_child, node_codes, first_leaf, last_leaf, grown_nodes, grown_first, grown_last,
+    first_child, node_codes, first_leaf, last_leaf, changed_nodes, changed_first, changed_last,
     later_first, later_count, later_codes, inserted, nodes, log_probs, logits, normalizers,
     peaks, weights, ranks, words, counts, keys, beams, num_codes, width, num_ranks, num_words,
-    base_nodes, num_grown, num_inserted, rank_steps, overlay_steps,
+    base_nodes, num_changed, num_inserted, rank_steps, insertion_steps,
     BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, FILTER: tl.constexpr, SUMS: tl.constexpr,
-    OVERLAY: tl.constexpr,
+    INSERTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Scores one block of the children of one beam. OVERLAY: with later changes of the trie."""
+    """Scores one block of the children of one beam. INSERTIONS: the trie may have insertions."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // beams
     first, count, later, total, before, some = _children_of(
-        first_child, grown_nodes, later_first, later_count, nodes, log_probs, row, base_nodes,
-        num_grown, overlay_steps, OVERLAY,
+        first_child, changed_nodes, later_first, later_count, nodes, log_probs, row, base_nodes,
+        num_changed, insertion_steps, INSERTIONS,
     )  # fmt: skip
     step = block * BLOCK + tl.arange(0, BLOCK)
     key = tl.full([BLOCK], NO_CHILD, dtype=tl.int64)
     if block * BLOCK < total:
         child, valid, logit = _block(
             node_codes, later_codes, logits, first, count, later, total, block * BLOCK, row,
-            num_codes, base_nodes, BLOCK, OVERLAY,
+            num_codes, base_nodes, BLOCK, INSERTIONS,
         )  # fmt: skip
         if SUMS == GIVEN:
             peak = tl.load(normalizers + row).to(tl.float32)
@@ -202,14 +209,16 @@ def children_kernel(
                 left = _allowed_before(own_words, own_counts, high, valid)
                 left -= _allowed_before(own_words, own_counts, low, valid)
             low, high, left = low.to(tl.int64), high.to(tl.int64), left.to(tl.int64)
-            if OVERLAY:  # noqa: SIM102 - a constant, which `and` would not be
+            if INSERTIONS:  # noqa: SIM102 - a constant, which `and` would not be
                 if some:
-                    moved = _below(inserted, num_inserted, low + 1, valid, overlay_steps)
-                    spot, held = _grown_place(grown_nodes, num_grown, child, valid, overlay_steps)
-                    grown_low = tl.load(grown_first + spot, mask=held, other=0)
-                    grown_high = tl.load(grown_last + spot, mask=held, other=0)
-                    low = tl.where(held, grown_low, low + moved)
-                    high = tl.where(held, grown_high, high + moved)
+                    moved = _below(inserted, num_inserted, low + 1, valid, insertion_steps)
+                    spot, held = _changed_place(
+                        changed_nodes, num_changed, child, valid, insertion_steps
+                    )
+                    changed_low = tl.load(changed_first + spot, mask=held, other=0)
+                    changed_high = tl.load(changed_last + spot, mask=held, other=0)
+                    low = tl.where(held, changed_low, low + moved)
+                    high = tl.where(held, changed_high, high + moved)
                     if FILTER == EXCLUDED:
                         left = high - low
             own_ranks = ranks + request * num_ranks
@@ -229,27 +238,27 @@ def children_kernel(
     tl.store(keys + row * width + step, key, mask=step < width)
 
 
-def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
-    """Runs `trie_children.best_children` with one launch and one top-k.
+def best_children(trie: Trie, query: ChildQuery) -> BestChildren:
+    """Runs `level_search.best_children_reference` with one launch and one top-k.
 
     Children of more than one block, without given normalisers, take one more launch.
     """
     nodes, width, normalizers = query.nodes, query.width, query.normalizers
-    excluded, allowed = query.filters.excluded, query.filters.allowed
+    excluded, bits, added = query.filters.excluded, query.filters.bits, query.filters.added
     batch, beams = nodes.shape
     keys = torch.empty(batch, beams * width, dtype=torch.int64, device=nodes.device)
     kind, ranks, unused, words = NO_FILTER, None, nodes, (nodes, nodes)
     num_words = 0
     if excluded is not None:
         kind, ranks = EXCLUDED, excluded
-    elif allowed is not None:
-        kind, ranks, bits = ALLOWED, allowed.added, allowed.bits
+    elif bits is not None:
+        kind, ranks = ALLOWED, added
         words, num_words = (bits.words.contiguous(), bits.counts.contiguous()), bits.words.shape[1]
     num_ranks = 0 if ranks is None else ranks.shape[1]
-    base, overlay, sizes = trie.base, (unused,) * 7, (0, 0)
-    if (own := trie.overlay) is not None:
-        overlay = (*vars(own.grown).values(), own.codes, own.inserted)
-        sizes = own.grown.nodes.shape[0], own.inserted.shape[0]
+    later, sizes = (unused,) * 7, (0, 0)
+    if (own := trie.insertions) is not None:
+        later = (*vars(own.changed).values(), own.codes, own.inserted)
+        sizes = own.changed.nodes.shape[0], own.inserted.shape[0]
     block = min(triton.next_power_of_2(width), MOST_CHILDREN)
     grid = batch * beams, triton.cdiv(width, block)
     nodes, log_probs = nodes.contiguous(), query.log_probs.contiguous()
@@ -262,19 +271,19 @@ def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
     else:
         sums = IN_PARTS
         peaks, weights = torch.empty(2, *grid, device=nodes.device)
-        grown_nodes, _, _, later_first, later_count, later_codes, _ = overlay
+        changed_nodes, _, _, later_first, later_count, later_codes, _ = later
         weights_kernel[grid](
-            base.first_child, base.node_codes, grown_nodes, later_first, later_count, later_codes,
-            nodes, log_probs, logits, peaks, weights, logits.shape[1], base.num_nodes, sizes[0],
-            steps, BLOCK=block, OVERLAY=own is not None,
+            trie.first_child, trie.node_codes, changed_nodes, later_first, later_count, later_codes,
+            nodes, log_probs, logits, peaks, weights, logits.shape[1], trie.num_built, sizes[0],
+            steps, BLOCK=block, INSERTIONS=own is not None,
         )  # fmt: skip
     children_kernel[grid](
-        base.first_child, base.node_codes, base.first_leaf, base.last_leaf, *overlay,
+        trie.first_child, trie.node_codes, trie.first_leaf, trie.last_leaf, *later,
         nodes, log_probs, logits, log_probs if normalizers is None else normalizers,
         peaks, weights, unused if ranks is None else ranks.contiguous(), *words, keys, beams,
-        logits.shape[1], width, num_ranks, num_words, base.num_nodes, *sizes,
+        logits.shape[1], width, num_ranks, num_words, trie.num_built, *sizes,
         num_ranks.bit_length(), steps,
         BLOCK=block, BLOCK_PARTS=PARTS, FILTER=kind.value, SUMS=sums.value,
-        OVERLAY=own is not None,
+        INSERTIONS=own is not None,
     )  # fmt: skip
     return unpacked(keys, width, query.keep)

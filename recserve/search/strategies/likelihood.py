@@ -17,8 +17,8 @@ from recserve.core.request import LikelihoodQuery, Result, Scores
 from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.core.strategy import Draft, Strategy, TreeStrategy
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.item_scores import score_rows
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.item_graph import score_rows
+from recserve.kernels.trie.trie import Trie
 from recserve.models.recommender import Recommender
 from recserve.search.prefixes import PrefixDraft, draft_of_keys, needed_prefixes
 from recserve.search.scores import nothing_scored, path_scores, root_scores
@@ -112,7 +112,7 @@ def likelihood_results(sequences: Seq[Sequence], scores: Tensor) -> list[Result]
 
 
 def propose_paths(
-    trie: TrieView,
+    trie: Trie,
     trie_nodes: Tensor,
     owners: Tensor,
     num_trees: int,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence, stacked_last_hidden
-from recserve.kernels.trie.item_scores import NOTHING, rows_of, scores_of
+from recserve.kernels.item_graph import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
 from recserve.search.capped import answer
 from recserve.search.item_graph import best_items

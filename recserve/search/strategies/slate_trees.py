@@ -12,7 +12,7 @@ from torch import Tensor
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Result, Slate
 from recserve.core.slate_tree import Origin, SlateTree, TracedRound
-from recserve.kernels.trie.trie_view import TrieView, padding_of
+from recserve.kernels.trie.trie import Trie
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams
 from recserve.search.prefixes import PrefixDraft
@@ -49,7 +49,7 @@ def with_trees(
     return answers
 
 
-def slate_tree(trie: TrieView, rows: np.ndarray) -> SlateTree:
+def slate_tree(trie: Trie, rows: np.ndarray) -> SlateTree:
     """Returns the tree of the semantic ids of a slate, without scores.
 
     Args:
@@ -82,7 +82,7 @@ def _traced_tree(beams: Beams, index: int, rows: np.ndarray, model: Recommender)
 
 
 def _tree(
-    trie: TrieView,
+    trie: Trie,
     nodes: Tensor,
     rows: np.ndarray,
     log_probs: Tensor,
@@ -117,13 +117,13 @@ def _tree(
     )
 
 
-def _paths(trie: TrieView, rows: np.ndarray) -> Tensor:
+def _paths(trie: Trie, rows: np.ndarray) -> Tensor:
     """Returns [k * L] the trie nodes on the way to item rows [k], leaves included."""
     on_trie = torch.from_numpy(rows.astype(np.int64)).to(trie.device)
     return trie.nodes_of_items(on_trie).long().flatten()
 
 
-def _closed(trie: TrieView, nodes: Tensor) -> Tensor:
+def _closed(trie: Trie, nodes: Tensor) -> Tensor:
     """Returns nodes [n] with all nodes above them, without the empty prefix. Nodes may repeat."""
     found = [nodes]
     for _ in range(trie.num_levels):
@@ -150,16 +150,16 @@ def _log_probs(beams: Beams, index: int, nodes: Tensor, model: Recommender) -> T
             states = beams.last_hidden[index].expand(here.shape[0], -1)
         if not here.shape[0]:
             continue
-        children = trie.children(parents[here], padding_of(trie, level))
+        children = trie.children(parents[here], trie.padding(level))
         found = level_log_probs(model, states, level, children.codes.long(), children.valid)
-        place = trie.places(nodes[here], parents[here]).long()
+        place = trie.child_columns(nodes[here], parents[here]).long()
         out[here] = found.gather(1, place[:, None])[:, 0].float()
     if model.config.normalization == "children":
         out[(trie.num_children(parents) == 1) & out.isnan()] = 0.0
     return out
 
 
-def _path_sums(trie: TrieView, nodes: Tensor, log_probs: Tensor) -> Tensor:
+def _path_sums(trie: Trie, nodes: Tensor, log_probs: Tensor) -> Tensor:
     """Returns [n] sums of log-probabilities from the root to each of the ascending nodes [n]."""
     sums, above = log_probs.nan_to_num(-torch.inf), trie.parents_of(nodes).long()
     for _ in range(trie.num_levels):

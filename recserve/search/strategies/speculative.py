@@ -17,7 +17,7 @@ from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.trie_children import DEAD
+from recserve.kernels.trie.level_search import DEAD
 from recserve.models.item_heads import Calibration, DraftPlan, SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search import rerank

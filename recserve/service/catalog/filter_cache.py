@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from recserve.core.allowed import AllowedItems
 from recserve.features.catalog.catalog_version import CatalogVersion
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 
 CAPACITY_BYTES = 256 << 20
 # Python objects and tensor headers of one entry: 2.9 kB, measured as growth of the process. For a
@@ -28,7 +28,7 @@ class CachedFilter:
     """
 
     items: weakref.ref[CatalogVersion]
-    trie: weakref.ref[TrieView]
+    trie: weakref.ref[Trie]
     allowed: AllowedItems
 
 

@@ -38,8 +38,8 @@ from recserve.service.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-# The cost of a change grows with the overlay, so an overlay of this size is folded into a new base.
-MAX_OVERLAY = 8_192
+# The cost of a change grows with the insertions, so this many are folded into a new base.
+MAX_INSERTED = 8_192
 
 
 class LiveItems:
@@ -316,12 +316,12 @@ class LiveItems:
         return self._tools
 
     def _fold_if_large(self) -> None:
-        """Starts a thread that folds a large overlay into new bases; changes continue meanwhile."""
+        """Starts a thread that folds many insertions into new bases; changes continue meanwhile."""
         snapshot = self.runtime.snapshot
         size = snapshot.trie.num_rows - snapshot.base_trie.num_rows
         busy = self._folding is not None and self._folding.is_alive()
         stale = snapshot.items.num_records - len(snapshot.items.record_rows)
-        if max(size, stale) < MAX_OVERLAY or busy:
+        if max(size, stale) < MAX_INSERTED or busy:
             return
         self._folding = threading.Thread(
             target=self._fold, args=(snapshot, self._lineage), name="fold-items", daemon=True

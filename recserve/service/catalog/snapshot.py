@@ -17,10 +17,9 @@ from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.row_tables import RowMap
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.vectors.grown_index import GrownIndex
-from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.item_graph import ItemGraph
+from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import Trie, build_trie
-from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_view import TrieView
 from recserve.service.catalog.filter_cache import CachedFilter, FilterCache
 from recserve.service.recommend.diversity import BundleCategories
 
@@ -34,7 +33,7 @@ class Snapshot:
     Attributes:
         items: The version.
         base_trie: Base of `trie`, of this version or of an earlier one.
-        trie: The base trie with an overlay of later items.
+        trie: The base trie with the later items inserted.
         filters: Filters over the bundle's own items.
         filter_cache: Filters of earlier requests; all versions share it.
         categories: Category groups that `diversity` limits.
@@ -45,7 +44,7 @@ class Snapshot:
 
     items: CatalogVersion
     base_trie: Trie
-    trie: TrieView
+    trie: Trie
     filters: ItemFilters
     filter_cache: FilterCache
     categories: BundleCategories
@@ -80,18 +79,18 @@ class Snapshot:
         if same and items.gone is self.items.gone:  # only titles, categories or attributes changed
             return replace(self, items=items, ranking=ranking)
         rows = items.owning[np.searchsorted(items.owning, base.num_rows) :]
-        trie = overlay_trie(
+        trie = insert_items(
             base,
             torch.from_numpy(items.codes[rows].astype(np.int64)).to(base.device),
             torch.from_numpy(rows).to(base.device),
             items.num_rows,
             torch.from_numpy(items.gone),
-            self.trie.overlay,
+            self.trie,
         )
         return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking)
 
     def compacted_trie(self) -> Trie:
-        """Builds a trie of this version without an overlay; hidden items keep their leaves."""
+        """Builds a trie of this version without insertions; hidden items keep their leaves."""
         rows = self.trie.leaf_rows.cpu().long()
         codes = torch.from_numpy(self.items.codes[rows.numpy()].astype(np.int64))
         sizes = self.catalog.index.codebook_sizes

@@ -10,7 +10,7 @@ import numpy as np
 
 from recserve.core.diversity import Cap, PrefixGroups
 from recserve.features.catalog.catalog_version import CatalogVersion
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 from recserve.schemas.items import Diversity, InvalidRequest
 
 
@@ -128,7 +128,7 @@ class CategoryGroups:
 
 
 def caps_of(
-    diversity: Diversity | None, version: CatalogVersion, trie: TrieView, bundle: BundleCategories
+    diversity: Diversity | None, version: CatalogVersion, trie: Trie, bundle: BundleCategories
 ) -> tuple[Cap, ...]:
     """Translates a request's `diversity` into caps.
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from recserve.core.request import Slate, Timing
 from recserve.core.slate_tree import SlateTree
-from recserve.kernels.trie.trie_view import TrieView
+from recserve.kernels.trie.trie import Trie
 from recserve.schemas.explanation import Explanation, TreeNode
 from recserve.search.strategies.slate_trees import slate_tree
 
 
 def explanation(
-    trie: TrieView, slate: Slate | None, rows: np.ndarray, num_events: int, num_used: int
+    trie: Trie, slate: Slate | None, rows: np.ndarray, num_events: int, num_used: int
 ) -> Explanation:
     """Returns the explanation of a slate.
 

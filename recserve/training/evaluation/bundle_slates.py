@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from recserve.bundle.bundle import Bundle, BundleError
-from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.recommender import load_recommender
 from recserve.search.strategies.registry import strategy_classes

@@ -12,7 +12,7 @@ from torch import Tensor
 from recserve.core.request import Prefix, PrefixKeys, Request, Slate, SlateQuery, VectorIndex
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.tables.encoding import root_tokens, window_start
-from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
 from recserve.models.config import RecommenderConfig

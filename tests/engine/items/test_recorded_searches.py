@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from recserve.kernels import backend
+from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.models.item_heads import DraftPlan
 from tests.support.device_worlds import ITEMS, SIZES, recommending
 from tests.support.grids import covering
@@ -105,7 +105,7 @@ def versions(base, count):
         size = [1, 30, 7, 0, 18][number % 5]
         rows = torch.arange(base.num_rows, base.num_rows + size)
         gone = None if number % 2 else torch.tensor([2 * number, 5, 40])
-        yield overlay_trie(base, drawn[:size], rows, base.num_rows + size, gone)
+        yield insert_items(base, drawn[:size], rows, base.num_rows + size, gone)
 
 
 @pytest.mark.parametrize("strategy", ["beam", "nezha"])
@@ -138,7 +138,7 @@ def test_what_no_record_holds_is_launched(worlds):
     other = [replace(r, trie=another) for r in launching.ask("nezha")]
     drawn = torch.cartesian_prod(*(torch.arange(size) for size in SIZES))
     rows = torch.arange(len(drawn)) + world.trie.num_rows
-    full = overlay_trie(world.trie, drawn, rows, world.trie.num_rows + len(drawn))
+    full = insert_items(world.trie, drawn, rows, world.trie.num_rows + len(drawn))
     fuller = [replace(r, trie=full) for r in launching.ask("beam")]
     before, replays = dict(graphs.counts), counted.replays
     for requests in (wide, other, fuller):
@@ -182,7 +182,7 @@ def test_a_long_list_is_read_as_a_bitmap(worlds):
 
 
 def test_another_base_replaces_the_records():
-    """As when an overlay is folded: requests are answered before, between and after."""
+    """As when insertions are folded: requests are answered before, between and after."""
     answered = []
 
     def record(step):

@@ -6,8 +6,7 @@ import torch
 
 from recserve.features.vectors import item_graph
 from recserve.features.vectors.item_graph import ItemLinks, link_items
-from recserve.kernels.trie.item_graph import GraphWalk, ItemGraph, search
-from recserve.kernels.trie.item_scores import NOTHING, best_of_all, rows_of
+from recserve.kernels.item_graph import NOTHING, GraphWalk, ItemGraph, best_of_all, rows_of, search
 
 
 def catalogue(items, sizes=(9, 9, 9, 9), dim=5, seed=0):

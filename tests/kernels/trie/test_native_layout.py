@@ -22,7 +22,7 @@ TRIES = [*CATALOGUES, *(f"grown-{name}" for name in SHAPES)]
 
 def trie_of(name):
     if name.startswith("grown-"):
-        return Changed(*SHAPES[name.removeprefix("grown-")]).overlay
+        return Changed(*SHAPES[name.removeprefix("grown-")]).trie
     codes = CATALOGUES[name]
     return build_trie(codes, tuple(int(c) + 1 for c in codes.max(0).values))
 
@@ -104,7 +104,7 @@ def test_what_a_round_scores(name, skip_single, monkeypatch):
                 log_probs, paths, tails, known,
             )  # fmt: skip
             for closing in (level, trie.num_levels):
-                monkeypatch.setitem(getattr(trie, "base", trie).__dict__, "closing_level", closing)
+                monkeypatch.setitem(trie.__dict__, "closing_level", closing)
                 same_drafts(
                     *both(lambda b=beams: propose_beams(b, offsets, skip_single), monkeypatch)
                 )

@@ -12,17 +12,9 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels import backend
 from recserve.kernels.cpu import native
-from recserve.kernels.trie.native_search import (
-    KNOWN,
-    MISSING,
-    LevelCodes,
-    Limits,
-    NativeSearch,
-    States,
-)
-from recserve.kernels.trie.native_trie import BaseArrays, NativeTrie, Prefixes
+from recserve.kernels.trie.level_search import ChildQuery, best_children
+from recserve.kernels.trie.native import KNOWN, MISSING, LevelCodes, NativeDescent
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import ChildQuery, best_children
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.search.recommend_strategy import Heads
 from tests.support.draft_heads import make_head
@@ -99,7 +91,7 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, monkeypatch
     for strategy in ("beam", "speculative", "nezha"):
         requests = [
             SlateQuery(
-                draw_root(model, 4, width), changed.overlay, k, width, strategy, excluded,
+                draw_root(model, 4, width), changed.trie, k, width, strategy, excluded,
                 dense_weight=dense_weight,
             )
             for k, width in ((1, 4), (4, 4), (5, 60))
@@ -132,8 +124,8 @@ def drawn_trie(items=300, sizes=(6, 7, 8)):
 
 
 def begun(batch):
-    """The empty prefix of each request."""
-    return Prefixes(torch.zeros(batch, 1), torch.empty(batch, 1, 0, dtype=torch.int64))
+    """Score and path of the empty prefix of each request."""
+    return torch.zeros(batch, 1), torch.empty(batch, 1, 0, dtype=torch.int64)
 
 
 def drawn_heads(trie, size, dtype=torch.float32, scale=1.0):
@@ -147,19 +139,22 @@ def drawn_heads(trie, size, dtype=torch.float32, scale=1.0):
 @pytest.mark.parametrize("scale", [1.0, 0.0], ids=["drawn", "all-tied"])
 @pytest.mark.parametrize("shape", [(300, (6, 7, 8), 32), (5000, (6, 40, 200), 40)], ids=str)
 def test_each_level_is_that_of_the_twin(shape, dtype, scale):
-    """Every state known: level by level the best children of trie_children, ties to the lower. In
+    """Every state known: level by level the best children of level_search, ties to the lower. In
     the second shape some beams have few children for their level, up to 25 of 200, and others more.
     """
     items, sizes, size = shape
     trie, width = drawn_trie(items, sizes), 12
     heads = drawn_heads(trie, size, dtype, scale)
-    search = NativeSearch([LevelCodes.of(book) for book in heads])
+    search = NativeDescent([LevelCodes.of(book) for book in heads])
     tails = torch.randn(2, size).to(dtype)
     keys = torch.arange(1, trie.num_nodes)
     keys = torch.cat([keys, keys + trie.num_nodes])
     hidden = torch.randn(len(keys), size).to(dtype)
-    limits = Limits([width, width - 5], [-1, -1], [None, None])
-    found = search(trie.native, begun(2), limits, States(tails, keys, hidden), trie.num_levels)
+    widths = [width, width - 5]
+    found = search(
+        trie, *begun(2), tails, trie.num_levels, widths=widths, bounds=[-1, -1],
+        filters=[None, None], scored_keys=keys, scored_hidden=hidden,
+    )  # fmt: skip
     assert found.reached == trie.num_levels
     nodes, log_probs, states = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1), tails
     for level, book in enumerate(heads):
@@ -167,7 +162,7 @@ def test_each_level_is_that_of_the_twin(shape, dtype, scale):
         query = ChildQuery(nodes, log_probs, logits, trie.widths[level], width)
         best = best_children(trie, query)
         assert found.used[level + 1] == min(width, best.nodes.shape[1])
-        for b, kept in enumerate(limits.widths):
+        for b, kept in enumerate(widths):
             count = min(kept, int((best.log_probs[b] > -np.inf).sum()))
             mine = found.log_probs[level + 1, b]
             torch.testing.assert_close(mine[:count], best.log_probs[b, :count], atol=1e-5, rtol=0)
@@ -188,17 +183,20 @@ def test_each_level_is_that_of_the_twin(shape, dtype, scale):
 @torch.inference_mode()
 def test_a_missing_state_stops_it_or_leads_nowhere():
     trie, size, width = drawn_trie(), 16, 4
-    search = NativeSearch([LevelCodes.of(book) for book in drawn_heads(trie, size)])
+    search = NativeDescent([LevelCodes.of(book) for book in drawn_heads(trie, size)])
     tails = torch.randn(1, size)
-    nothing = States(tails, torch.empty(0, dtype=torch.int64), torch.empty(0, size))
-    limits = Limits([width], [-1], [None])
-    stopped = search(trie.native, begun(1), limits, nothing, 3, stops=True)
+    limits = {"widths": [width], "bounds": [-1], "filters": [None]}
+    nothing = {
+        "scored_keys": torch.empty(0, dtype=torch.int64),
+        "scored_hidden": torch.empty(0, size),
+    }
+    stopped = search(trie, *begun(1), tails, 3, **limits, **nothing, stops=True)
     assert stopped.reached == 1 and (stopped.log_probs[1] > -np.inf).all()
     assert stopped.scored[0, 0].tolist() == [KNOWN, 0, 0, 0]
     assert stopped.scored[1, 0].tolist() == [MISSING] * width
     first = stopped.paths[1, 0, 2, 0]
-    some = States(tails, first[None], torch.randn(1, size))
-    found = search(trie.native, begun(1), limits, some, 3)
+    some = {"scored_keys": first[None], "scored_hidden": torch.randn(1, size)}
+    found = search(trie, *begun(1), tails, 3, **limits, **some)
     assert found.reached == 3
     assert found.scored[1, 0].tolist() == [MISSING, MISSING, KNOWN, MISSING]
     assert (found.paths[2, 0, : found.used[2], 0] == first).all()
@@ -207,14 +205,16 @@ def test_a_missing_state_stops_it_or_leads_nowhere():
 @torch.inference_mode()
 def test_states_that_are_not_numbers_lead_nowhere():
     trie, size = drawn_trie(), 16
-    search = NativeSearch([LevelCodes.of(book) for book in drawn_heads(trie, size)])
+    search = NativeDescent([LevelCodes.of(book) for book in drawn_heads(trie, size)])
     bad = torch.full((1, size), float("nan"))
-    states = States(bad, torch.empty(0, dtype=torch.int64), bad[:0])
-    found = search(trie.native, begun(1), Limits([4], [0], [None]), states, 3)
+    found = search(
+        trie, *begun(1), bad, 3, widths=[4], bounds=[0], filters=[None],
+        scored_keys=torch.empty(0, dtype=torch.int64), scored_hidden=bad[:0],
+    )  # fmt: skip
     assert (found.log_probs[1:] == -np.inf).all()
 
 
 def test_a_trie_of_wide_numbers_is_refused():
-    wide = torch.zeros(2, dtype=torch.int64)
+    trie = drawn_trie()
     with pytest.raises(ValueError, match="int32"):
-        NativeTrie(BaseArrays(wide, wide, wide, wide), 1)
+        _ = replace(trie, first_child=trie.first_child.long()).address

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from recserve.kernels.tree import from_parents
+from recserve.kernels.trie.level_search import lay_out_reference
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_tree import tree_of_nodes
 from tests.support.tries import CATALOGUES, draw_codes
 
 
@@ -66,10 +66,11 @@ def test_trie_nodes_as_token_trees(codes, seed):
     nodes = trie.nodes_of_items(rows)[:, : 1 + seed % trie.num_levels]
     owners = torch.tensor([0, 2]).repeat(6)
     keys = (owners[:, None] * trie.node_codes.shape[0] + nodes).flatten()
-    built = tree_of_nodes(trie, keys, 3)
-    tree = built.tree
-    assert torch.equal(built.keys, torch.unique(keys))
-    assert torch.equal(tree.tokens[built.index], built.keys % trie.node_codes.shape[0])
+    offsets = torch.arange(trie.num_levels) * 1000
+    trees = lay_out_reference(trie, keys, 3, offsets, keys[:0], keys[:0])
+    tree, laid = trees.tree, trees.query_keys % trie.num_nodes
+    assert torch.equal(trees.query_keys.sort().values, torch.unique(keys))
+    assert torch.equal(tree.tokens, offsets[tree.depths] + trie.node_codes[laid])
     assert tree.offsets[1] == tree.offsets[2]
     for b in (0, 2):
         start, stop = int(tree.offsets[b]), int(tree.offsets[b + 1])
@@ -80,6 +81,4 @@ def test_trie_nodes_as_token_trees(codes, seed):
         assert torch.equal(again.ends + start, tree.ends[start:stop])
         assert torch.equal(again.depths, tree.depths[start:stop])
         inner = parents >= 0
-        assert torch.equal(
-            trie.parents[tree.tokens[start:stop][inner]].long(), tree.tokens[parents[inner]]
-        )
+        assert torch.equal(trie.parents[laid[start:stop][inner]].long(), laid[parents[inner]])

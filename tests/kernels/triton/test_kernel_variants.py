@@ -14,9 +14,9 @@ from recserve.kernels import backend, fp8
 from recserve.kernels.accept_reference import DraftProbs, Keys
 from recserve.kernels.paged_kv import KVPool, KVShape, PrefixTable, TreeBatch
 from recserve.kernels.tree import merge
-from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import Allowed, ChildFilter, ChildQuery, leaf_bits
-from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.insertion import insert_items
+from recserve.kernels.trie.level_search import ChildQuery
+from recserve.kernels.trie.trie import BatchFilter, build_trie, pack_leaves
 from recserve.kernels.triton import (
     accept,
     accept_drawn,
@@ -205,7 +205,7 @@ def test_trie_steps_of_a_day(monkeypatch):
         base = build_trie(codes[::2], sizes)
         for grown in (1, 7, 100):
             rows = torch.arange(grown) + len(codes[::2])
-            live = overlay_trie(base, codes[1::2][:grown], rows, len(base.leaf_items) + grown)
+            live = insert_items(base, codes[1::2][:grown], rows, len(base.leaf_items) + grown)
             for batch, beams in ((1, 1), (2, 7), (3, 16), (16, 10), (1, 64)):
                 for trie in (base, live):
                     for level, width in enumerate(trie.widths):
@@ -220,7 +220,7 @@ def step(trie, batch, beams, codes, width, g):
     scores = slid(torch.zeros(batch * beams), g).view(batch, beams)
     logits = torch.zeros(batch * beams, codes)
     excluded = slid(torch.zeros(batch * 21, dtype=torch.int32), g).view(batch, 21)
-    allowed = Allowed(leaf_bits(torch.ones(batch, trie.base.num_items, dtype=torch.bool)))
-    for filters in (ChildFilter(), ChildFilter(excluded), ChildFilter(allowed=allowed)):
+    bits = pack_leaves(torch.ones(batch, trie.base.num_items, dtype=torch.bool))
+    for filters in (BatchFilter(), BatchFilter(excluded), BatchFilter(bits=bits)):
         query = ChildQuery(nodes, scores, logits, width, 5, filters=filters)
         trie_topk.best_children(trie, query)

@@ -252,7 +252,7 @@ def test_rows_of_other_versions_do_not_touch_the_scores(service):
     assert scores(slate(service, dense_weight=5.0)) == pytest.approx(first, abs=1e-5)
 
 
-def test_folding_the_overlay_changes_no_answer(service, monkeypatch):
+def test_folding_the_insertions_changes_no_answer(service, monkeypatch):
     ids = base_of(service).items.ids
     service.hide_item(ids[5])
     for step in range(4):
@@ -261,7 +261,7 @@ def test_folding_the_overlay_changes_no_answer(service, monkeypatch):
         put(service, {"item_id": ids[step], "embedding": far})
     expected = slate(service, dense_weight=0.5)
     assert service.runtime.snapshot.base_trie.num_rows == 500
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 20)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 20)
     put(service, {"item_id": ids[40], "title": "over the bound"})
     service.items._folding.join()
     snapshot = service.runtime.snapshot
@@ -299,13 +299,13 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     put(service, *[item_like(service, f"a{n}", 7 * n) for n in range(9)])
     service.hide_item("a1")
     recorded(first.base_trie)
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 10)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 10)
     put(service, *[item_like(service, f"b{n}", 9 * n) for n in range(9)])
     service.items._folding.join()
     folded = service.runtime.snapshot.base_trie
     assert folded is not first.base_trie
     recorded(folded)
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 8192)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 8192)
     service.rollback_items(RollbackRequest(catalog_version=base_of(service).version))
     assert service.runtime.snapshot.base_trie is first.base_trie
     recorded(first.base_trie)

@@ -90,7 +90,7 @@ def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monke
     put(service, *[item_like(service, f"a{n}", 7 * n) for n in range(4)])
     wanted = put(service, {"item_id": ids[2], "embedding": base_of(service).vectors[9].tolist()})
     expected = scores(slate(service))
-    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 5)
+    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 5)
     put(service, *[item_like(service, f"b{n}", 5 * n) for n in range(4)])
     service.items._folding.join()
     service.hide_item("a1")

@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
-from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import (
-    Allowed,
-    ChildFilter,
-    ChildQuery,
-    best_children,
-    leaf_bits,
-    popcount,
-    unpacked,
-)
-from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.insertion import insert_items
+from recserve.kernels.trie.level_search import ChildQuery, best_children_reference, unpacked
+from recserve.kernels.trie.trie import BatchFilter, build_trie, pack_leaves, popcount
 from tests.support.grids import covering
 from tests.support.tries import CATALOGUES
 
@@ -83,18 +75,18 @@ def test_best_children_are_those_of_a_plain_loop(codes, form):
     for level, width in enumerate(trie.widths):
         nodes, log_probs, logits = draw_level(trie, level, 3, 9, seed=level)
         allowed, excluded = draw_filters(trie, 3, seed=level)
-        filters = ChildFilter()
+        filters = BatchFilter()
         if form == "allowed":
-            filters = ChildFilter(allowed=Allowed(leaf_bits(allowed)))
+            filters = BatchFilter(bits=pack_leaves(allowed))
         elif form == "excluded":
-            filters = ChildFilter(excluded)
+            filters = BatchFilter(excluded)
             allowed = torch.ones_like(allowed)
             for b in range(3):
                 allowed[b, excluded[b][excluded[b] < trie.num_items].long()] = False
         else:
             allowed = torch.ones_like(allowed)
         query = ChildQuery(nodes, log_probs, logits, width, 6, filters=filters)
-        got = best_children(trie, query)
+        got = best_children_reference(trie, query)
         for b, expected in enumerate(plain(trie, nodes, log_probs, logits, 6, allowed)):
             alive = got.log_probs[b] > DEAD
             assert got.nodes[b][alive].tolist() == [c for _, c, _ in expected]
@@ -110,7 +102,7 @@ def test_counts_of_allowed_leaves():
         allowed = torch.rand(2, items, generator=g) < 0.5
         ranks = torch.arange(items + 1).expand(2, -1)
         expected = torch.cat([torch.zeros(2, 1, dtype=torch.int64), allowed.cumsum(1)], 1)
-        assert torch.equal(leaf_bits(allowed).before(ranks).long(), expected)
+        assert torch.equal(pack_leaves(allowed).before(ranks).long(), expected)
     words = torch.tensor([0, -1, 1, -(2**31), 0x12345678], dtype=torch.int32)
     assert popcount(words).tolist() == [0, 32, 1, 1, 13]
 
@@ -119,29 +111,29 @@ def test_both_filters_at_once_are_refused():
     trie = build(CATALOGUES["drawn"])
     allowed, excluded = draw_filters(trie, 1)
     with pytest.raises(ValueError, match="clear the excluded"):
-        ChildFilter(excluded, Allowed(leaf_bits(allowed)))
+        BatchFilter(excluded, pack_leaves(allowed))
 
 
 def allowed_of(trie, allowed):
     """Those of the base as bits, later ones as a list. allowed [B, I] bool over leaf ranks."""
     kept = torch.ones(trie.num_items, dtype=torch.bool)
     later = torch.empty(0, dtype=torch.int64)
-    if trie.overlay is not None:
-        later = trie.overlay.inserted_ranks
+    if trie.insertions is not None:
+        later = trie.insertions.ranks
     kept[later] = False
     ranks = later.expand(len(allowed), -1)
     ranks = ranks.masked_fill(~allowed[:, later], trie.num_items).sort().values
-    return Allowed(leaf_bits(allowed[:, kept]), ranks if ranks.shape[1] else None)
+    return BatchFilter(bits=pack_leaves(allowed[:, kept]), added=ranks if ranks.shape[1] else None)
 
 
 def options_of(form, trie, logits, allowed, excluded):
     return {
         "children": {},
         "normalized": {"normalizers": logits.logsumexp(-1)},
-        "allowed": {"filters": ChildFilter(allowed=allowed_of(trie, allowed))},
-        "excluded": {"filters": ChildFilter(excluded)},
+        "allowed": {"filters": allowed_of(trie, allowed)},
+        "excluded": {"filters": BatchFilter(excluded)},
         "excluded, wide": {
-            "filters": ChildFilter(excluded.long())
+            "filters": BatchFilter(excluded.long())
         },  # as recorded searches hold them
     }[form]
 
@@ -170,7 +162,7 @@ def test_triton_matches_torch(codes, form, blocks, monkeypatch):
         allowed, excluded = draw_filters(trie, 2, seed=level)
         options = options_of(form, trie, logits, allowed, excluded)
         query = ChildQuery(nodes, log_probs, logits, width, 12, **options)
-        expected = best_children(trie, query)
+        expected = best_children_reference(trie, query)
         got = trie_topk.best_children(trie, query)
         torch.testing.assert_close(got.log_probs, expected.log_probs)
         assert torch.equal(got.nodes, expected.nodes)
@@ -181,7 +173,7 @@ def test_triton_matches_torch(codes, form, blocks, monkeypatch):
 @pytest.mark.parametrize(
     "name,form", covering(("one-item", "all-share-a-prefix", "deep", "drawn"), FORMS)
 )
-def test_triton_matches_torch_over_an_overlay(name, form, blocks, monkeypatch):
+def test_triton_matches_torch_with_insertions(name, form, blocks, monkeypatch):
     """Later ids below every level, as they come and in a place with room to spare; and none."""
     from recserve.kernels.triton import trie_topk
     from tests.support import triton_interpreter  # noqa: F401
@@ -195,8 +187,8 @@ def test_triton_matches_torch_over_an_overlay(name, form, blocks, monkeypatch):
     drawn = torch.stack([torch.randint(0, size, (25,), generator=g) for size in sizes], 1)
     drawn = torch.unique(drawn, dim=0)
     rows = torch.arange(len(drawn)) + len(codes)
-    grown = overlay_trie(base, drawn, rows, len(codes) + len(drawn))
-    nothing = overlay_trie(base, drawn[:0], rows[:0], len(codes))
+    grown = insert_items(base, drawn, rows, len(codes) + len(drawn))
+    nothing = insert_items(base, drawn[:0], rows[:0], len(codes))
     fixed = FixedTrie(base, 30)
     for version in (grown, nothing):
         paths = version.nodes_of_items(torch.arange(version.num_rows))
@@ -209,7 +201,7 @@ def test_triton_matches_torch_over_an_overlay(name, form, blocks, monkeypatch):
             allowed, excluded = draw_filters(version, 2, seed=level)
             options = options_of(form, version, logits, allowed, excluded)
             query = ChildQuery(nodes, log_probs, logits, width, 12, **options)
-            expected = best_children(version, query)
+            expected = best_children_reference(version, query)
             fixed.load(version)
             for trie in (version, fixed.trie) if level == 1 else (fixed.trie,):
                 got = trie_topk.best_children(trie, query)
@@ -229,7 +221,7 @@ def test_requests_without_listed_leaves_search_no_list(filtered, monkeypatch):
     places = torch.full((2, 40), NOWHERE)
     if filtered:
         places[1, 0] = 0
-    query = ChildQuery(nodes, log_probs, logits, trie.widths[1], 12, filters=ChildFilter(places))
+    query = ChildQuery(nodes, log_probs, logits, trie.widths[1], 12, filters=BatchFilter(places))
     builder, searches = triton_interpreter.interpreter.InterpreterBuilder, []
     load, first = builder.create_masked_load, places.data_ptr()
     last = first + places.numel() * places.itemsize
@@ -242,7 +234,7 @@ def test_requests_without_listed_leaves_search_no_list(filtered, monkeypatch):
 
     monkeypatch.setattr(builder, "create_masked_load", counted)
     found = trie_topk.best_children(trie, query)
-    assert torch.equal(found.nodes, best_children(trie, query).nodes)
+    assert torch.equal(found.nodes, best_children_reference(trie, query).nodes)
     assert any(searches) == filtered
 
 
@@ -260,14 +252,14 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
     beams, width, codes = nodes.shape[1], trie.widths[1], logits.shape[1]
     filler = 64 * beams
     shift = (2**31 // min(codes, width) // beams + 3) * beams
-    bits = leaf_bits(allowed)
+    bits = pack_leaves(allowed)
     words, counts, ranks = (
         torch.cat([x, x.new_full((2, filler), fill)], dim=1)
         for x, fill in ((bits.words, 0), (bits.counts, 0), (excluded, 2**31 - 1))
     )
-    filters = ChildFilter(excluded) if form == "excluded" else ChildFilter(allowed=Allowed(bits))
+    filters = BatchFilter(excluded) if form == "excluded" else BatchFilter(bits=bits)
     query = ChildQuery(nodes, log_probs, logits, width, 12, filters=filters)
-    expected = best_children(trie, query)
+    expected = best_children_reference(trie, query)
     size = words.shape[1] if form == "allowed" else ranks.shape[1]
     assert shift * codes > 2**31 < shift * width and shift // beams * size > 2**31
     kind = trie_topk.ALLOWED if form == "allowed" else trie_topk.EXCLUDED
@@ -287,7 +279,7 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
         far(keys, width), beams, codes, width, ranks.shape[1] * (form != "allowed"),
         words.shape[1], trie.num_nodes, 0, 0, 0 if form == "allowed" else size.bit_length(), 0,
         BLOCK=2 ** (width - 1).bit_length(), BLOCK_PARTS=trie_topk.PARTS, FILTER=kind.value,
-        SUMS=trie_topk.AT_ONCE.value, OVERLAY=False,
+        SUMS=trie_topk.AT_ONCE.value, INSERTIONS=False,
     )  # fmt: skip
     got = unpacked(keys, width, 12)
     torch.testing.assert_close(got.log_probs, expected.log_probs)

@@ -1,22 +1,29 @@
-"""Inserts semantic ids into a trie: a descent in the base, then new nodes level by level."""
+"""Inserts semantic ids into a trie: a descent among its edges, then new nodes level by level."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie.trie import Trie, lexicographic_order
-from recserve.kernels.trie.trie_overlay import BasePrefixes, Grown, TrieOverlay
+from recserve.kernels.trie.trie import (
+    BasePrefixes,
+    ChangedNodes,
+    Insertions,
+    Trie,
+    lexicographic_order,
+)
 
 
-def overlay_trie(
+def insert_items(
     base: Trie,
     codes: Tensor,
     rows: Tensor,
     num_rows: int,
-    gone: Tensor | None = None,
-    earlier: TrieOverlay | None = None,
-) -> TrieOverlay:
+    removed_rows: Tensor | None = None,
+    earlier: Trie | None = None,
+) -> Trie:
     """Returns the base with further semantic ids. All tensors are on the base's device.
 
     Args:
@@ -24,11 +31,11 @@ def overlay_trie(
         codes: [n, L] distinct semantic ids. If the base has one already, its item is replaced.
         rows: [n] item row of each, ascending, base.num_rows .. num_rows - 1.
         num_rows: Item rows of the new version.
-        gone: [g] rows of base or overlay that must not be returned.
-        earlier: Overlay of an earlier version. Its ids need no new descent in the base.
+        removed_rows: [g] rows that must not be returned, also inserted ones.
+        earlier: Trie of an earlier version. Its ids need no new descent in the base.
     """
     codes, rows = codes.to(base.device, torch.int64), rows.to(base.device, torch.int64)
-    descent = _descent(base, codes, rows, earlier)
+    descent = _descent(base, codes, rows, None if earlier is None else earlier.insertions)
     order = lexicographic_order(codes, base.codebook_sizes)
     depths = descent.depths.index_select(0, order)
     inserted = order[depths < base.num_levels]
@@ -38,9 +45,11 @@ def overlay_trie(
     row_leaves = torch.full((num_rows - base.num_rows,), -1, device=base.device)
     row_leaves[old.rows - base.num_rows] = leaves
     row_leaves[found.rows - base.num_rows] = levels.paths[-1]
-    return TrieOverlay(
+    if removed_rows is not None:
+        removed_rows = removed_rows.to(base.device, torch.int64) if removed_rows.numel() else None
+    insertions = Insertions(
         base,
-        levels.grown(),
+        levels.changed_nodes(),
         *levels.own_nodes(),
         levels.starts,
         found.first[-1],
@@ -49,13 +58,14 @@ def overlay_trie(
         leaves - base.any_leaf,
         old.rows,
         row_leaves,
-        None if gone is None or not gone.numel() else gone.to(base.device, torch.int64),
+        removed_rows,
         descent,
     )
+    return replace(base, insertions=insertions)
 
 
-def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: TrieOverlay | None) -> BasePrefixes:
-    """Returns the prefixes of each id, in order, from an earlier overlay if it has them."""
+def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: Insertions | None) -> BasePrefixes:
+    """Returns the prefixes of each id, in order, from an earlier version if it has them."""
     if earlier is None or earlier.base is not base or not earlier.descent.rows.shape[0]:
         return _descend(base, codes, rows)
     known = earlier.descent
@@ -97,7 +107,7 @@ class _Levels:
     """The nodes of m inserted ids in ascending order, level by level.
 
     Attributes:
-        starts: As TrieOverlay.level_starts.
+        starts: As Insertions.level_starts.
         paths: [L + 1, m] node of each prefix, the empty one first.
         opens: [L + 1, m] whether the id is the first with its prefix.
         new: [L + 1, m] whether in addition the base lacks the prefix.
@@ -120,17 +130,17 @@ class _Levels:
         self.paths = torch.where(lacking, first[:, None] + self.opened - 1, descent.nodes)
 
     def own_nodes(self) -> tuple[Tensor, Tensor]:
-        """Returns codes and parents of the overlay's nodes, in the order of their numbers."""
+        """Returns codes and parents of the inserted nodes, in the order of their numbers."""
         above = self.new[1:].flatten().nonzero().flatten()
         return self.codes.flatten().index_select(0, above), self.paths.flatten()[above]
 
-    def grown(self) -> Grown:
+    def changed_nodes(self) -> ChangedNodes:
         """Returns every prefix of an inserted id once, with its leaf ranks and its children."""
         levels, m = self.codes.shape
         device = self.codes.device
         if not m:
             empty = torch.full((1,), -1, device=device)
-            return Grown(empty, empty, empty, empty, torch.zeros_like(empty))
+            return ChangedNodes(empty, empty, empty, empty, torch.zeros_like(empty))
         place = self.opens.flatten().nonzero().flatten()
         level = place // m
         index = place - level * m
@@ -151,4 +161,4 @@ class _Levels:
         # Both parts are already ascending: by level, and lexicographically within a level.
         order = torch.cat([known.nonzero().flatten(), (~known).nonzero().flatten()])
         columns = (nodes, first + index, last + stop, child_first, child_count)
-        return Grown(*(column.index_select(0, order) for column in columns))
+        return ChangedNodes(*(column.index_select(0, order) for column in columns))

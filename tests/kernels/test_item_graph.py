@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.kernels.trie import item_scores
-from recserve.kernels.trie.item_scores import (
+from recserve.kernels import item_graph
+from recserve.kernels.item_graph import (
     NOTHING,
     best_of_all,
     keys_of,
@@ -49,7 +49,7 @@ def test_keys_keep_score_and_row_and_order_by_both():
 @pytest.mark.parametrize("chunk", [5, 65_536])
 @pytest.mark.parametrize("items,batch,k", [(1, 1, 3), (63, 3, 10), (781, 9, 40)])
 def test_best_of_all_matches_a_plain_loop(monkeypatch, items, batch, k, chunk):
-    monkeypatch.setattr(item_scores, "CHUNK", chunk)
+    monkeypatch.setattr(item_graph, "CHUNK", chunk)
     log_probs, tokens = draw(items, batch)
     usable = torch.rand(batch, items, generator=torch.manual_seed(1)) < 0.6
     for mask in (None, usable):
