@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -18,6 +25,8 @@ from pydantic_settings import (
     SettingsConfigDict,
     YamlConfigSettingsSource,
 )
+
+from recserve.kernels import formats
 
 ENV_PREFIX = "RECSERVE_"
 # recserve/kernels reads RECSERVE_KERNELS and RECSERVE_ISA itself, also without a server.
@@ -147,7 +156,7 @@ class ServerConfig(BaseSettings):
     stall_timeout_s: float = Field(30.0, gt=0, le=3600)
     threads: int | None = Field(None, ge=1, le=1024)
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
-    weights: Literal["int8"] | None = None
+    weights: Annotated[str | None, AfterValidator(formats.checked)] = None
     load_aware: bool = False
     graphs: bool | None = None
     invariant: bool = False

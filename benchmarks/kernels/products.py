@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.support.timing import alternating, machine
 from recserve.kernels.cpu import native
-from recserve.kernels.cpu.half_panels import HalfPanels
+from recserve.kernels.cpu.float16_panels import Float16Panels
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.int8 import Int8Weight
 from recserve.kernels.products import OneDnnWeight, onednn_packs
@@ -50,8 +50,8 @@ def methods(size: int, inner: int, copies: int) -> dict[str, tuple[torch.dtype, 
         if native.library() is not None:
             found[f"{name}, C"] = dtype, [native.Panels.of(w, None) for w in weights]
             if dtype == torch.float32:
-                exact = [w.half().float() for w in weights]
-                found["float16 x float32, C"] = dtype, [HalfPanels.of(w, None) for w in exact]
+                halves = [Float16Panels.of(w.half(), None) for w in weights]
+                found["float16 x float32, C"] = dtype, halves
             rounded = map(Int8Weight.of, weights)
             found[f"int8 x {name}, C"] = dtype, [Int8Panels.of(w, None, dtype) for w in rounded]
     return found

@@ -24,7 +24,6 @@ from recserve.service.finding import Finding
 
 if TYPE_CHECKING:
     from recserve.engine.stats import EngineStats
-    from recserve.kernels.int8 import WeightFormat
 
 MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 1024
@@ -38,7 +37,7 @@ def examine(
     store: str | None = None,
     llm: Path | None = None,
     drafters: tuple[str, ...] = (),
-    weights: WeightFormat | None = None,
+    weights: str | None = None,
     measure: bool = False,
 ) -> list[Finding]:
     """Runs all checks. A check that raises becomes a finding with state `fail`.
@@ -144,7 +143,7 @@ def check_measured_kernels() -> Finding:
 
 
 def check_served_kernels(
-    bundle: Path | None, llm: Path | None, weights: WeightFormat | None = None
+    bundle: Path | None, llm: Path | None, weights: str | None = None
 ) -> Finding:
     """Lists the kernel of every product and of the attention of these models."""
     from recserve.bundle.bundle import Bundle

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from recserve.cli.flags import Device, DeviceFlag, StoreFlag, yaml_list
+from recserve.kernels import formats
 
 if TYPE_CHECKING:
     from recserve.service.finding import Finding
@@ -30,6 +31,13 @@ def demo(
     from recserve.cli.demo import run_demo
 
     raise typer.Exit(run_demo(data, port, once))
+
+
+def _format(name: str | None) -> str | None:
+    try:
+        return formats.checked(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def serve(
@@ -189,7 +197,8 @@ def doctor(
     ] = None,
     device: DeviceFlag = "auto",
     weights: Annotated[
-        Literal["int8"] | None, typer.Option(help="List the kernels for weights in 8 bits.")
+        str | None,
+        typer.Option(callback=_format, help="List the kernels for weights in this format: `int8`."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Compare the times of C and torch on this CPU.")

@@ -8,13 +8,12 @@ Source: LLM.int8(), arXiv 2208.07339, section 2 (symmetric "absmax" rounding), w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-WeightFormat = Literal["int8"]  # formats of stored weights other than the model's own type
+from recserve.kernels.formats import Codec
+
 LARGEST = 127
 
 
@@ -44,12 +43,9 @@ class Int8Weight:
         return (self.values * self.scales[:, None]).to(dtype)
 
 
-class TorchInt8Product:
-    """x W^T + b in plain torch, on any device. Every call computes the weight from its 8 bits."""
-
-    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies x [..., m] and returns [..., n] of x's type."""
-        return F.linear(x, self.weight.dequantize(x.dtype), self.bias)
+INT8 = Codec(
+    Int8Weight.of,
+    Int8Weight.dequantize,
+    c="recserve.kernels.cpu.int8_panels:Int8Panels",
+    triton="recserve.kernels.triton.int8_linear:TritonInt8Product",
+)

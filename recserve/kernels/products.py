@@ -12,20 +12,20 @@ level of instruction sets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels import backend
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.cpu import native, processor
-from recserve.kernels.cpu.half_panels import multiplies_halves
-from recserve.kernels.cpu.int8_panels import multiplies_int8
 from recserve.kernels.cpu.native import TYPES
+from recserve.kernels.formats import FORMATS, imported
 
-# Formats of packed weights other than the activations' type. float16 is used where it is exact.
-PackedFormat = Literal["int8", "float16"]
+Product = Callable[[Tensor], Tensor]
 ROWS = 64  # The layout for 64 rows is as fast for one row, and the arithmetic is the same for all.
 
 
@@ -48,21 +48,52 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
 
 
-def runs_in_c(weight: Tensor, stored: PackedFormat | None = None) -> bool:
+class DecodedProduct:
+    """x W^T + b in plain torch, on any device. Every call decodes the weight.
+
+    Args:
+        encoded: A weight [n, m] in a format.
+        bias: [n] of x's type, or None.
+        decode: `Codec.decode` of the format.
+    """
+
+    def __init__(
+        self, encoded: Any, bias: Tensor | None, decode: Callable[[Any, torch.dtype], Tensor]
+    ) -> None:
+        self.encoded, self.bias, self._decode = encoded, bias, decode
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiplies x [..., m] and returns [..., n] of x's type."""
+        return F.linear(x, self._decode(self.encoded, x.dtype), self.bias)
+
+
+def stored_product(weight: Tensor, bias: Tensor | None, stored: str) -> Product:
+    """Returns the product with a weight [n, m] and a bias [n] in a format of `FORMATS`."""
+    codec = FORMATS[stored].open()
+    encoded = codec.encode(weight)
+    if codec.c is not None and runs_in_c(weight, stored):
+        product: Product = imported(codec.c).of(encoded, bias, weight.dtype)
+    elif codec.triton is not None and backend_of(weight) is Backend.TRITON:
+        product = imported(codec.triton)(encoded, bias)
+    else:
+        product = DecodedProduct(encoded, bias, codec.decode)
+    return product
+
+
+def runs_in_c(weight: Tensor, stored: str | None = None) -> bool:
     """Returns whether the product with a weight runs in C, by the rule of this module.
 
     `RECSERVE_KERNELS` set to `c` leaves out the exception.
 
     Args:
         weight: [n, m] of the activations' type, before it is stored in another format.
-        stored: Format in which it is stored. None means its own type.
+        stored: Format of `FORMATS` in which it is stored. None means its own type.
     """
     if not backend.c_is_allowed():
         return False
-    if stored == "int8":
-        return multiplies_int8(weight)
-    if stored == "float16":
-        return multiplies_halves(weight)
+    if stored is not None:
+        c = FORMATS[stored].open().c
+        return c is not None and bool(imported(c).supports(weight))
     in_amx = weight.dtype == torch.bfloat16 and processor.has_amx() and onednn_packs(weight.dtype)
     return native.multiplies(weight) and (backend.FORCED == "c" or not in_amx)
 
@@ -81,7 +112,7 @@ def fastest_dtype(candidates: Sequence[torch.dtype]) -> torch.dtype:
     return next((dtype for dtype in wanted if dtype in candidates), candidates[0])
 
 
-def type_name(dtype: torch.dtype, stored: PackedFormat | None = None) -> str:
+def type_name(dtype: torch.dtype, stored: str | None = None) -> str:
     """Returns the name of a product's types for the log, e.g. "float32" or "int8 x float32"."""
     name = str(dtype).removeprefix("torch.")
     return name if stored is None else f"{stored} x {name}"

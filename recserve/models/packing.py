@@ -4,32 +4,24 @@ The products are those of `kernels/cpu/native.py`, whose rows do not depend on t
 or oneDNN's (`kernels/products.py` has the rule). oneDNN uses different arithmetic for a single
 row over long sums. `keep_rows_alike` turns this off.
 
-Weights can also be stored in 8 bits, on any device (kernels/int8.py). C and Triton then multiply
-them as they are, and other machines compute the weight from its 8 bits in every product.
+Weights can also be stored in a format of `kernels/formats.py`, on any device. C and Triton multiply
+them as they are where they have kernels for it. Elsewhere every product decodes the weight.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from recserve.kernels import products
-from recserve.kernels.backend import Backend, backend_of
-from recserve.kernels.cpu.half_panels import HalfPanels
+from recserve.kernels.cpu.float16_panels import Float16Panels
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native import LANES, Panels
 from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
-from recserve.kernels.int8 import Int8Weight, TorchInt8Product
-from recserve.kernels.products import OneDnnWeight, PackedFormat, onednn_packs
+from recserve.kernels.formats import FORMATS
+from recserve.kernels.products import OneDnnWeight, Product, onednn_packs, stored_product
 from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
-
-if TYPE_CHECKING:
-    from recserve.kernels.triton.int8_linear import TritonInt8Product
-
-Int8Product: TypeAlias = "Int8Panels | TritonInt8Product | TorchInt8Product"
 
 
 class PackedLinear(nn.Module):
@@ -46,7 +38,7 @@ class PackedLinear(nn.Module):
         self,
         weight: Tensor,
         bias: Tensor | None = None,
-        stored: PackedFormat | None = None,
+        stored: str | None = None,
     ) -> None:
         """Packs a weight [n, m] and a bias [n] for which `packable` is true.
 
@@ -60,17 +52,14 @@ class PackedLinear(nn.Module):
         self.shape = weight.shape[0], weight.shape[1]
         self.dtype, self.stored = weight.dtype, stored
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-        self._product: Panels | HalfPanels | OneDnnWeight | Int8Product
-        if stored == "float16":
-            self._product = HalfPanels.of(weight, bias)
-        else:
-            self._product = _int8(weight, bias) if stored else _packed(weight, bias)
+        self._product: Product
+        self._product = stored_product(weight, bias, stored) if stored else _packed(weight, bias)
 
     @property
-    def panels(self) -> Panels | Int8Panels | HalfPanels | None:
+    def panels(self) -> Panels | Int8Panels | Float16Panels | None:
         """The packed weight if the product runs in C, else None."""
         product = self._product
-        return product if isinstance(product, Panels | Int8Panels | HalfPanels) else None
+        return product if isinstance(product, Panels | Int8Panels | Float16Panels) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiplies x [..., m] and returns [..., n]."""
@@ -86,24 +75,13 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Panels | OneDnnWeight:
     return OneDnnWeight(weight, bias)
 
 
-def _int8(weight: Tensor, bias: Tensor | None) -> Int8Product:
-    rounded = Int8Weight.of(weight)
-    if products.runs_in_c(weight, "int8"):
-        return Int8Panels.of(rounded, bias, weight.dtype)
-    if backend_of(weight) is Backend.TRITON:
-        from recserve.kernels.triton.int8_linear import TritonInt8Product
-
-        return TritonInt8Product(rounded, bias)
-    return TorchInt8Product(rounded, bias)
-
-
 def packable(weight: Tensor) -> bool:
     """Returns whether this machine can pack a weight [n, m]."""
     return weight.is_cpu and (onednn_packs(weight.dtype) or products.runs_in_c(weight))
 
 
 @torch.no_grad()
-def pack_weights(model: nn.Module, stored: PackedFormat | None = None) -> None:
+def pack_weights(model: nn.Module, stored: str | None = None) -> None:
     """Replaces every linear layer by its packed form, in place.
 
     The head of a language model is packed too if it is the embedding. Weights that this machine
@@ -112,15 +90,15 @@ def pack_weights(model: nn.Module, stored: PackedFormat | None = None) -> None:
 
     Args:
         model: The model.
-        stored: Format of the packed weights. None means their own type. `int8` packs weights on any
-            device. Embeddings and norms keep their type. `float16` packs float32 weights where
-            C multiplies them and nothing is lost, and has no effect elsewhere.
+        stored: Format of the packed weights, on any device. None means their own type. Embeddings
+            and norms keep their type. An exact format packs weights where C multiplies them and
+            nothing is lost, and has no effect elsewhere.
     """
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     tied = model.tokens if isinstance(model, LanguageModel) and model.head is None else None
     weights = [linear.weight for linear in linears] + ([] if tied is None else [tied.weight])
-    if stored == "float16" and not all(products.runs_in_c(weight, stored) for weight in weights):
-        stored = None
+    if stored is not None and FORMATS[stored].exact:
+        stored = stored if all(products.runs_in_c(weight, stored) for weight in weights) else None
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and (stored or packable(child.weight)):

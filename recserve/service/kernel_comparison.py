@@ -19,9 +19,9 @@ from recserve.kernels.cpu import native
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native import Panels
-from recserve.kernels.int8 import Int8Weight, TorchInt8Product
+from recserve.kernels.int8 import Int8Weight
 from recserve.kernels.paged_kv import TreeBatch
-from recserve.kernels.products import OneDnnWeight, onednn_packs
+from recserve.kernels.products import DecodedProduct, OneDnnWeight, onednn_packs
 from recserve.kernels.tree import chain, root_branch
 
 SHAPES = ((768, 256), (256, 256), (1408, 256), (256, 704))  # a decoder of 256 with 4 heads
@@ -114,7 +114,8 @@ def _plain_pair(weight: Tensor) -> tuple[Product, Product]:
 
 def _int8_pair(weight: Tensor) -> tuple[Product, Product]:
     rounded = Int8Weight.of(weight)
-    return Int8Panels.of(rounded, None, weight.dtype), TorchInt8Product(rounded, None)
+    decoded = DecodedProduct(rounded, None, Int8Weight.dequantize)
+    return Int8Panels.of(rounded, None, weight.dtype), decoded
 
 
 def _attention(dtype: torch.dtype) -> Comparison:

@@ -12,6 +12,7 @@ from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.kernels import backend, dispatch, products
 from recserve.kernels.cpu import native, processor
 from recserve.kernels.cpu.native_attention import HeadLayout
+from recserve.kernels.formats import FORMATS
 from recserve.models.packing import PackedLinear
 from recserve.service.kernel_comparison import compare_kernels
 
@@ -59,8 +60,10 @@ def _kernels(runner: Runner) -> dict[str, str]:
         triton = backend.FORCED in ("auto", "c", "triton")
         kernel = "triton" if triton else "torch"
         modules = trunk.model.modules()
-        if any(isinstance(m, PackedLinear) and m.stored == "int8" for m in modules):
-            return {"attention": kernel, "products": f"{kernel}: weights in 8 bits"}
+        stored = {m.stored for m in modules if isinstance(m, PackedLinear)} - {None}
+        if stored:
+            bits = min(FORMATS[name].bits for name in stored if name is not None)
+            return {"attention": kernel, "products": f"{kernel}: weights in {bits} bits"}
         return {"attention": kernel, "products": "torch"}
     found: Counter[tuple[str, str]] = Counter()
     for module in trunk.model.modules():
@@ -79,6 +82,8 @@ def _why_torch(module: PackedLinear) -> str:
     why = _without_c(module.dtype)
     if why is None and module.dtype == torch.bfloat16 and processor.has_amx():
         why = "oneDNN uses AMX"
+    if why is None and module.stored is not None and FORMATS[module.stored].open().c is None:
+        why = f"C has no products of {module.stored}"
     return why or f"C has no products of {module.shape[1]} inputs"
 
 

@@ -14,7 +14,7 @@ import torch
 from recserve.bundle.bundle import Bundle
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.cache_size import DEFAULT_BYTES
-from recserve.kernels.int8 import WeightFormat
+from recserve.kernels.formats import FORMATS, settings
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ModelSize:
 
     num_weights: int
     loaded_bytes: int = 0
-    weights: WeightFormat | None = None
+    weights: str | None = None
 
     def fits(self, dtype: torch.dtype, free: int) -> bool:
         """Returns whether the weights in a type leave a tenth of the memory to everything else.
@@ -85,8 +85,8 @@ def fitting_dtypes(
 ) -> Sequence[torch.dtype]:
     """Returns the types in which a model's weights fit into the free memory.
 
-    With 8-bit weights the smallest type always counts as fitting, because the matrices take less
-    once they are packed.
+    With a format for the weights the smallest type always counts as fitting, because the matrices
+    take less once they are packed.
 
     Args:
         candidates: Types to judge.
@@ -108,12 +108,14 @@ def fitting_dtypes(
                 size.in_type(dtype), room,
             )  # fmt: skip
     smallest = min(candidates, key=lambda dtype: dtype.itemsize)
-    if fitting or size.weights == "int8":
+    if fitting or size.weights is not None:
         return fitting or [smallest]
+    least = min(settings(), key=lambda name: FORMATS[name].bits)
+    least_gb = size.num_weights * FORMATS[least].bits / 8e9
     raise ValueError(
         f"dtype auto: the model's weights take {size.in_type(smallest)}, and they may take "
-        f"{WEIGHTS_SHARE:.0%} of the {room} that are free; free some, or set `weights: int8` "
-        f"({size.num_weights / 1e9:,.1f} GB). A dtype by name is loaded without this check"
+        f"{WEIGHTS_SHARE:.0%} of the {room} that are free; free some, or set `weights: {least}` "
+        f"({least_gb:,.1f} GB). A dtype by name is loaded without this check"
     )
 
 

@@ -13,7 +13,6 @@ from recserve.bundle.bundle import ITEM_GRAPH, Bundle
 from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.item_graph import ItemLinks
 from recserve.features.vectors.vector_index import FaissIndex
-from recserve.kernels.int8 import WeightFormat
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.products import fastest_dtype
 from recserve.models.dense_retriever import item_vectors, load_retriever
@@ -79,7 +78,7 @@ def load_models(
     snapshot: Snapshot,
     device: torch.device,
     dtype: DTypeName | None = None,
-    weights: WeightFormat | None = None,
+    weights: str | None = None,
 ) -> Models:
     """Loads all models that the bundle contains.
 

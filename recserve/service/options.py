@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels.int8 import WeightFormat
 from recserve.service.model_loader import DTypeName
 from recserve.service.text.loader import LoadedText
 
@@ -37,5 +36,5 @@ class ServiceOptions:
     journal: Path | None = None
     text: LoadedText | None = None
     history_ttl_s: float | None = None
-    weights: WeightFormat | None = None
+    weights: str | None = None
     history_timeout_ms: int | None = None

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.kernels.int8 import LARGEST, Int8Weight, TorchInt8Product
+from recserve.kernels.int8 import LARGEST, Int8Weight
+from recserve.kernels.products import DecodedProduct
 
 
 def drawn(size: int, inner: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -44,7 +45,7 @@ def test_the_torch_product_is_that_of_the_rounded_weight(dtype):
     weight = Int8Weight.of(torch.randn(30, 50, generator=torch.Generator().manual_seed(1)))
     bias = torch.linspace(-1, 1, 30).to(dtype)
     x = torch.randn(2, 5, 50, generator=torch.Generator().manual_seed(2)).to(dtype)
-    got = TorchInt8Product(weight, bias)(x)
+    got = DecodedProduct(weight, bias, Int8Weight.dequantize)(x)
     assert got.dtype == dtype and got.shape == (2, 5, 30)
     exact = F.linear(x.double(), weight.values.double() * weight.scales[:, None], bias.double())
     eps = torch.finfo(dtype).eps

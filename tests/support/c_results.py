@@ -18,7 +18,7 @@ from torch import Tensor
 
 from recserve.kernels import backend
 from recserve.kernels.cpu import native
-from recserve.kernels.cpu.half_panels import HalfPanels
+from recserve.kernels.cpu.float16_panels import Float16Panels
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
 from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
@@ -91,7 +91,7 @@ def _rows(dtype: torch.dtype) -> dict[str, Tensor]:
             "int8": Int8Panels.of(Int8Weight.of(weight), bias, dtype),
         }
         if dtype == torch.float32:
-            products["halves"] = HalfPanels.of(weight.half().float(), bias)
+            products["halves"] = Float16Panels.of(weight.half(), bias)
         for name, product in products.items():
             for rows in (1, 5, 40):
                 outs[f"{name} {inner} {rows}"] = product(x[:rows])

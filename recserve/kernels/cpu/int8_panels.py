@@ -19,11 +19,6 @@ from recserve.kernels.cpu.native import (
 from recserve.kernels.int8 import Int8Weight
 
 
-def multiplies_int8(weight: Tensor) -> bool:
-    """Returns whether C multiplies activations of this weight's device and type with 8 bits."""
-    return weight.is_cpu and weight.dtype in TYPES and weight.ndim == 2 and library() is not None
-
-
 @dataclass(frozen=True)
 class Int8Panels:
     """An 8-bit weight [size, m] and its bias in the layout that the C products read.
@@ -42,6 +37,13 @@ class Int8Panels:
     bias: Tensor
     size: int
     dtype: torch.dtype
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        """Returns whether C multiplies activations of this weight's device and type with 8 bits."""
+        if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2:
+            return False
+        return library() is not None
 
     @staticmethod
     def of(weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype) -> Int8Panels:

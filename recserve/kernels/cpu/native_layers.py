@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu.half_panels import HalfPanels
+from recserve.kernels.cpu.float16_panels import Float16Panels
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native import FLOAT, TYPES, N, P, Panels, Product, compiled
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
@@ -38,10 +38,10 @@ class LayerWeights:
     query_norm: Tensor | None
     key_norm: Tensor | None
     mlp_norm: Tensor
-    qkv: Panels | Int8Panels | HalfPanels
-    output: Panels | Int8Panels | HalfPanels
-    gate_up: Panels | Int8Panels | HalfPanels
-    down: Panels | Int8Panels | HalfPanels
+    qkv: Panels | Int8Panels | Float16Panels
+    output: Panels | Int8Panels | Float16Panels
+    gate_up: Panels | Int8Panels | Float16Panels
+    down: Panels | Int8Panels | Float16Panels
 
 
 @dataclass(frozen=True)

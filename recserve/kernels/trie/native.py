@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu.half_panels import HalfPanels
+from recserve.kernels.cpu.float16_panels import Float16Panels
 from recserve.kernels.cpu.int8_panels import Int8Panels
 from recserve.kernels.cpu.native import FLOAT, TYPES, N, P, Panels, Product, compiled
 from recserve.kernels.tree import TokenTree
@@ -55,10 +55,10 @@ class LevelCodes:
     """Codes of a level [C, E], in the layouts for products with few codes and with all codes."""
 
     rows: Tensor
-    panels: Panels | Int8Panels | HalfPanels
+    panels: Panels | Int8Panels | Float16Panels
 
     @staticmethod
-    def of(codes: Tensor, panels: Panels | Int8Panels | HalfPanels | None = None) -> LevelCodes:
+    def of(codes: Tensor, panels: Panels | Int8Panels | Float16Panels | None = None) -> LevelCodes:
         """Lays out codes [C, E], which must not change. panels: the packed codes if they exist."""
         return LevelCodes(codes.detach().contiguous(), panels or Panels.of(codes, None))
 

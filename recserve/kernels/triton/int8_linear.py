@@ -4,7 +4,7 @@
 
 Bytes moved: one per weight instead of two or four, and the rows once per program. Operations: 2 n m
 per row. All whole numbers up to 127 are numbers of x's type, so only the sum is rounded, in
-float32. Reference: `TorchInt8Product`.
+float32. Reference: `products.DecodedProduct`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from recserve.kernels.int8 import WeightFormat
-from recserve.kernels.products import PackedFormat, fastest_dtype
+from recserve.kernels.products import fastest_dtype
 from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import DTYPES, UnsupportedModel, load_language_model, read_folder
@@ -50,7 +49,7 @@ class TextSettings:
     chat_template: Path | None = None
     drafters: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    weights: WeightFormat | None = None
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _probe(network: LanguageModel, folder: Path) -> None:
         )
 
 
-def _exact_format(folder: Path, network: LanguageModel) -> PackedFormat | None:
+def _exact_format(folder: Path, network: LanguageModel) -> str | None:
     """Returns float16 if the network computes in float32 and its folder holds float16 numbers."""
     widened = network.tokens.weight.dtype == torch.float32
     return "float16" if widened and read_folder(folder)[1] == torch.float16 else None

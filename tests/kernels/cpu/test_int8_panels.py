@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from recserve.kernels.cpu import native
-from recserve.kernels.cpu.int8_panels import Int8Panels, multiplies_int8
-from recserve.kernels.int8 import Int8Weight, TorchInt8Product
+from recserve.kernels.cpu.int8_panels import Int8Panels
+from recserve.kernels.int8 import Int8Weight
+from recserve.kernels.products import DecodedProduct
 
 TYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
@@ -30,7 +31,7 @@ def test_products_of_any_number_of_rows(inner, outer, dtype):
     eps = torch.finfo(dtype).eps
     rough = 64 * torch.finfo(torch.float32).eps * inner**0.5
     torch.testing.assert_close(whole.double(), exact, rtol=eps, atol=rough)
-    reference = TorchInt8Product(weight, bias.to(dtype))(x)
+    reference = DecodedProduct(weight, bias.to(dtype), Int8Weight.dequantize)(x)
     torch.testing.assert_close(
         whole.double(), reference.double(), rtol=4 * eps, atol=64 * eps * max(inner**0.5, 8)
     )
@@ -45,9 +46,9 @@ def test_what_does_not_fit_is_refused():
     for x in (torch.zeros(1, 9), torch.zeros(1, 8, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"expected torch.float32 \[\.\.\., 8\]"):
             panels(x)
-    assert multiplies_int8(torch.zeros(2, 3))
-    assert not multiplies_int8(torch.zeros(2, 3, dtype=torch.float16))
-    assert not multiplies_int8(torch.zeros(2, 3, device="meta"))
+    assert Int8Panels.supports(torch.zeros(2, 3))
+    assert not Int8Panels.supports(torch.zeros(2, 3, dtype=torch.float16))
+    assert not Int8Panels.supports(torch.zeros(2, 3, device="meta"))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from recserve.kernels import backend
-from recserve.kernels.int8 import Int8Weight, TorchInt8Product
+from recserve.kernels.int8 import Int8Weight
+from recserve.kernels.products import DecodedProduct
 from recserve.kernels.triton.int8_linear import MAX_ROWS, TritonInt8Product
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
@@ -43,7 +44,8 @@ def test_a_few_rows(shape, size, bias, dtype):
 def test_many_rows_are_those_of_the_reference():
     weight, offsets = drawn(torch.float32, 20, 48, True)
     x = torch.randn(MAX_ROWS + 1, 48, generator=torch.Generator().manual_seed(2))
-    product, reference = (kind(weight, offsets) for kind in (TritonInt8Product, TorchInt8Product))
+    product = TritonInt8Product(weight, offsets)
+    reference = DecodedProduct(weight, offsets, Int8Weight.dequantize)
     assert torch.equal(product(x), reference(x))
     torch.testing.assert_close(product(x[:MAX_ROWS]), reference(x)[:MAX_ROWS])
 
@@ -58,7 +60,7 @@ def test_a_model_on_a_gpu_reads_eight_bits(monkeypatch):
         model = LanguageModel(LanguageModelConfig(decoder, 40)).eval().requires_grad_(False)
         pack_weights(model, "int8")
         kinds = {type(m._product) for m in model.modules() if isinstance(m, PackedLinear)}
-        assert kinds == {TorchInt8Product if kernels == "torch" else TritonInt8Product}
+        assert kinds == {DecodedProduct if kernels == "torch" else TritonInt8Product}
         with torch.inference_mode():
             found[kernels] = model.logits(model(tokens, positions, DenseAttention()))
     torch.testing.assert_close(found["triton"], found["torch"], rtol=1e-4, atol=1e-4)

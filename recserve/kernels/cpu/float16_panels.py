@@ -1,8 +1,4 @@
-"""Products of float32 rows with weights that are stored in float16 without loss, in C (products.c).
-
-A step of one row costs what reading the weights costs. Weights of a float16 checkpoint are half as
-many bytes as in float32, and the sums have the same bits.
-"""
+"""Products of float32 rows with weights that are stored in float16, in C (products.c)."""
 
 from __future__ import annotations
 
@@ -14,18 +10,8 @@ from torch import Tensor
 from recserve.kernels.cpu.native import Product, checked_rows, compiled, in_panels, library, padded
 
 
-def multiplies_halves(weight: Tensor) -> bool:
-    """Returns whether `HalfPanels` can hold a weight [n, m]: float32, and exact in float16."""
-    if not weight.is_cpu or weight.dtype != torch.float32 or weight.ndim != 2:
-        return False
-    if library() is None:
-        return False
-    half = weight.half()
-    return bool(half.isfinite().all()) and torch.equal(half.float(), weight)
-
-
 @dataclass(frozen=True)
-class HalfPanels:
+class Float16Panels:
     """A weight [size, m] in float16 and its bias in the layout that the C products read.
 
     Attributes:
@@ -39,11 +25,24 @@ class HalfPanels:
     size: int
 
     @staticmethod
-    def of(weight: Tensor, bias: Tensor | None) -> HalfPanels:
-        """Packs a weight [n, m] for which `multiplies_halves` is true, and a bias [n]."""
+    def supports(weight: Tensor) -> bool:
+        """Returns whether C multiplies in place of a weight [n, m]: float32, exact in float16."""
+        if not weight.is_cpu or weight.dtype != torch.float32 or weight.ndim != 2:
+            return False
+        if library() is None:
+            return False
+        half = weight.half()
+        return bool(half.isfinite().all()) and torch.equal(half.float(), weight)
+
+    @staticmethod
+    def of(
+        weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32
+    ) -> Float16Panels:
+        """Packs a float16 weight [n, m] and a bias [n] for float32 activations."""
+        assert weight.dtype == torch.float16 and dtype == torch.float32
         size = weight.shape[0]
-        packed = in_panels(weight.half(), 1).squeeze(3)
-        return HalfPanels(packed, padded(bias, size), size)
+        packed = in_panels(weight, 1).squeeze(3)
+        return Float16Panels(packed, padded(bias, size), size)
 
     @property
     def dtype(self) -> torch.dtype:
