@@ -21,15 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.support.timing import machine
-from recserve.kernels.cpu.processor import LEVELS, missing_flags
+from recserve.kernels.cpu.processor import LEVELS, missing_flags, settings
 from recserve.service import kernel_comparison
 from recserve.service.kernel_comparison import compare_kernels
 
-# Settings that lower torch to a level; the highest level needs none.
-TORCH = {
-    "x86-64-v3": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "x86-64-v4": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-}
 SLOWEST = 1 / 1.1
 
 
@@ -58,8 +53,8 @@ def main() -> int:
         if not missing_flags(level):
             command = [sys.executable, "-m", "benchmarks.kernels.rule", "--here"]
             command += ["--threads", str(arguments.threads)]
-            settings = os.environ | TORCH.get(level, {}) | {"RECSERVE_ISA": level}
-            done = subprocess.run(command, env=settings, capture_output=True, check=True, text=True)
+            env = os.environ | settings(level)
+            done = subprocess.run(command, env=env, capture_output=True, check=True, text=True)
             found[level] = json.loads(done.stdout)
     table = Table("level", *next(iter(found.values())), title=str(machine()))
     for level, row in found.items():

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recserve.kernels.cpu.processor import LEVELS, instruction_set
+from recserve.kernels.cpu.processor import EVERY_LEVEL, LEVELS, instruction_set
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def compile_sources(compiler: str, folder: Path, level: str) -> Path:
         folder: Folder for the objects and the library.
         level: Key of `LEVELS`.
     """
-    flags = [*target_flags(level), *FLAGS.split()]
+    flags = [*EVERY_LEVEL[level].compiler, *FLAGS.split()]
     runtime = ["-fopenmp"] if is_clang(compiler) else []
     sources = [str(source) for source in SOURCES if source.suffix == ".c"]
     objects = [f"{Path(source).stem}.o" for source in sources]
@@ -127,7 +127,7 @@ def compile_levels(compiler: str, folder: Path) -> None:
 
 def packaged_name(level: str) -> str:
     """Returns the start of the file name of a level's library: level, and hash of its sources."""
-    parts = [*map(str.encode, (*target_flags(level), FLAGS))]
+    parts = [*map(str.encode, (*EVERY_LEVEL[level].compiler, FLAGS))]
     parts += [source.read_bytes() for source in SOURCES]
     return f"{level}-{_digest(parts)}"
 
@@ -135,12 +135,6 @@ def packaged_name(level: str) -> str:
 def is_clang(compiler: str) -> bool:
     """Returns whether a C compiler is clang."""
     return b"clang" in _version(compiler)
-
-
-def target_flags(level: str) -> list[str]:
-    """Returns the compiler's flags for a level."""
-    base = level.removesuffix("-bf16")
-    return [f"-march={base}", *(["-mavx512bf16"] if base != level else [])]
 
 
 def _load_packaged(level: str) -> ctypes.CDLL | None:

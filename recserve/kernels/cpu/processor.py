@@ -1,7 +1,9 @@
 """The processor of this machine, as the system describes it, and the instructions to compile for.
 
 `RECSERVE_ISA` lowers the instruction set of the C sources, so that a machine can act as an older
-one. torch has its own settings for this: `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
+one. torch has its own settings for this.
+
+    python processor.py LEVEL        prints all settings for a level, as for a shell
 
 The build of a wheel imports this file where torch is not installed.
 """
@@ -11,21 +13,54 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-# Levels of instruction sets that the C sources support, each with the flags that it adds to the
-# level before it. Other processors compute with torch.
-LEVELS_OF_MACHINES: dict[str, dict[str, tuple[str, ...]]] = {
+
+@dataclass(frozen=True)
+class Level:
+    """A level of instruction sets that the C sources support: this row, and one `simd_*.h`.
+
+    Attributes:
+        flags: Instruction sets that it adds to the level before it, in Linux's names.
+        compiler: Flags of the C compiler.
+        torch: Environment variables with which torch and oneDNN compute as on such a processor.
+        bfloat16: Whether it multiplies bfloat16 with an instruction of its own.
+    """
+
+    flags: tuple[str, ...]
+    compiler: tuple[str, ...]
+    torch: Mapping[str, str] = field(default_factory=dict)
+    bfloat16: bool = False
+
+
+def _capped(torch: str, onednn: str) -> dict[str, str]:
+    return {"ATEN_CPU_CAPABILITY": torch, "ONEDNN_MAX_CPU_ISA": onednn}
+
+
+# Other processors compute with torch.
+LEVELS_OF_MACHINES: dict[str, dict[str, Level]] = {
     "x86_64": {
-        "x86-64-v3": ("popcnt", "movbe", "abm", "bmi1", "bmi2", "f16c", "fma", "avx2"),
-        "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
-        "x86-64-v4-bf16": ("avx512_bf16",),
+        "x86-64-v3": Level(
+            ("popcnt", "movbe", "abm", "bmi1", "bmi2", "f16c", "fma", "avx2"),
+            ("-march=x86-64-v3",),
+            _capped("avx2", "AVX2"),
+        ),
+        "x86-64-v4": Level(
+            ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+            ("-march=x86-64-v4",),
+            _capped("avx512", "AVX512_CORE"),
+        ),
+        "x86-64-v4-bf16": Level(
+            ("avx512_bf16",), ("-march=x86-64-v4", "-mavx512bf16"), bfloat16=True
+        ),
     },
-    "aarch64": {"armv8-a": ("asimd",)},
+    "aarch64": {"armv8-a": Level(("asimd",), ("-march=armv8-a",))},
 }
-BFLOAT16_LEVEL = "x86-64-v4-bf16"
 LEVELS = LEVELS_OF_MACHINES.get(platform.machine(), {})
+EVERY_LEVEL = {name: one for levels in LEVELS_OF_MACHINES.values() for name, one in levels.items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +98,8 @@ def instruction_set() -> str | None:
 
 def has_bfloat16_products() -> bool:
     """Returns whether this level multiplies bfloat16 with an instruction of its own."""
-    return instruction_set() == BFLOAT16_LEVEL
+    level = instruction_set()
+    return level is not None and EVERY_LEVEL[level].bfloat16
 
 
 def has_amx() -> bool:
@@ -74,7 +110,7 @@ def has_amx() -> bool:
 def missing_flags(level: str) -> list[str]:
     """Returns the flags of a level and of those below it that this processor lacks."""
     names = list(LEVELS)
-    needed = {flag for name in names[: names.index(level) + 1] for flag in LEVELS[name]}
+    needed = {flag for name in names[: names.index(level) + 1] for flag in LEVELS[name].flags}
     return sorted(needed - processor().flags)
 
 
@@ -110,3 +146,12 @@ def described(text: str) -> Processor:
         about.get("model name") or platform.processor() or platform.machine(),
         frozenset((about.get("flags") or about.get("Features", "")).split()),
     )
+
+
+def settings(level: str) -> dict[str, str]:
+    """Returns environment variables with which this machine acts as one of a level."""
+    return {"RECSERVE_ISA": level, **EVERY_LEVEL[level].torch}
+
+
+if __name__ == "__main__":
+    print(*(f"{name}={value}" for name, value in settings(sys.argv[1]).items()))

@@ -216,7 +216,7 @@ def test_the_best_level_is_the_highest_whose_flags_are_there(monkeypatch):
     monkeypatch.setattr(processor_module, "LEVELS", levels)
     flags: set[str] = set()
     for level, added in levels.items():
-        for flag in sorted(added):
+        for flag in sorted(added.flags):
             assert best_level_with(flags, monkeypatch) != level
             flags.add(flag)
         assert best_level_with(flags, monkeypatch) == level
@@ -262,9 +262,8 @@ def test_a_library_without_a_function_is_refused(monkeypatch, tmp_path):
 @pytest.mark.parametrize("level", chosen(tuple(LEVELS), *list(LEVELS)[:1]))
 def test_the_instruction_set_can_be_lowered_or_says_what_is_missing(level):
     """In a process of its own, as `RECSERVE_ISA` is read when the library is first loaded."""
-    needed = {
-        flag for name in list(LEVELS)[: list(LEVELS).index(level) + 1] for flag in LEVELS[name]
-    }
+    below = list(LEVELS)[: list(LEVELS).index(level) + 1]
+    needed = {flag for name in below for flag in LEVELS[name].flags}
     code = "from recserve.kernels.cpu import native; print(native.library() is not None)"
     ran = subprocess.run(
         [sys.executable, "-c", code],
@@ -288,7 +287,7 @@ def test_the_best_level_is_compiled_for_and_not_the_processor(monkeypatch):
     monkeypatch.delenv("RECSERVE_ISA", raising=False)
     assert instruction_set() == best_level()
     for level in LEVELS:
-        assert not {"native", "-march=native"} & {*native_library.target_flags(level)}
+        assert not {"native", "-march=native"} & {*LEVELS[level].compiler}
 
 
 def test_below_the_lowest_level_torch_computes(monkeypatch):
