@@ -14,14 +14,13 @@ import enum
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from recserve.kernels.cpu import native
+from recserve.kernels.formats import imported
 from recserve.kernels.fp8 import Stored
 
 P = ParamSpec("P")
@@ -96,13 +95,8 @@ class Operator(Generic[P, R]):
         backend = backend_of(self.reads(*args, **kwargs))
         if backend is Backend.TRITON and self.triton is not None:
             if not (self.trains and torch.is_grad_enabled()):
-                return self._kernel(*args, **kwargs)
+                kernel: Callable[P, R] = imported(self.triton)
+                return kernel(*args, **kwargs)
         elif backend is Backend.C and self.c is not None and self.c_supports(*args, **kwargs):
             return self.c(*args, **kwargs)
         return self.reference(*args, **kwargs)
-
-    @cached_property
-    def _kernel(self) -> Callable[P, R]:
-        assert self.triton is not None
-        module, _, name = self.triton.partition(":")
-        return cast(Callable[P, R], getattr(import_module(module), name))

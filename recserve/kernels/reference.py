@@ -203,7 +203,7 @@ def rotate(
     Computes in float32 and rounds once.
 
     Returns:
-        Queries [T, H, D], keys and values [T, K, D], in the type of qkv.
+        Queries [T, H, D] in the type of qkv, keys [T, K, D] in float32, and values [T, K, D].
     """
     turned, value = torch.split(qkv, [qkv.shape[1] - kv_heads, kv_heads], dim=1)
     turned = turned.float()
@@ -214,9 +214,8 @@ def rotate(
     low, high = turned.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-    turned = turned.to(qkv.dtype)
     query, key = torch.split(turned, [turned.shape[1] - kv_heads, kv_heads], dim=1)
-    return query, key, value
+    return query.to(qkv.dtype), key, value
 
 
 @dataclass(frozen=True)

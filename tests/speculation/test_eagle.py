@@ -32,7 +32,8 @@ def target_states(model, tokens: list[int], layers) -> torch.Tensor:
     rope = Rope(torch.arange(len(tokens))[None], decoder._frequencies, x.dtype)
     found = {0: x}
     for number, layer in enumerate(decoder.layers):
-        x = found[number + 1] = layer(x, rope, number, attend)
+        normed = layer.attention_norm(x)
+        x = found[number + 1] = sum(layer(normed, x, rope, number, attend))
     found[FINAL_LAYER] = decoder.norm(x)
     return torch.cat([found[n] for n in layers], dim=-1)[0]
 

@@ -139,6 +139,14 @@ def test_a_twin_s_own_waiting_is_not_recorded(device, monkeypatch):
     assert kinds(device) == []
 
 
+def test_an_operator_without_a_triton_kernel_waits_on_a_gpu_too(device, monkeypatch):
+    monkeypatch.setattr(backend, "FORCED", "torch")
+    for triton, expected in ((None, ["read"]), ("kernels:sum", [])):
+        operator = backend.Operator(lambda x: x.sum().item(), triton=triton)
+        operator(numbers())
+        assert kinds(device) == expected
+
+
 def test_nothing_is_left_behind():
     with PretendCuda():
         x = numbers()

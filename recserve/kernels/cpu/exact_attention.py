@@ -75,7 +75,7 @@ class ExactPool(KVPool):
     ) -> Tensor:
         """Runs `reference.rope_write` with keys and values rounded to the grid."""
         query, key, value = rotate(qkv, cos, sin, self.shape.num_kv_heads, norms)
-        self.write(layer, slots, key, value)
+        self.write(layer, slots, key.to(qkv.dtype), value)
         return query
 
 
