@@ -32,6 +32,7 @@ from recserve.core.request import SlateQuery
 from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.runtime.runner import Runner
 from recserve.kernels import backend, dispatch
+from recserve.kernels.trie import level_search
 from recserve.models.config import DecoderConfig
 
 # Operators without a launch: views, allocations, metadata and copies to the host.
@@ -44,7 +45,12 @@ FREE = frozenset(
 )
 # Launches of this project's kernels: the trie step with its top-k, RoPE with write and norms, the
 # SiLU gate, residual sum with norm.
-KERNELS = {"best_children": 8, "rope_write": 1, "silu_mul": 1, "add_rms_norm": 1}
+KERNELS = {
+    (level_search, "best_children"): 8,
+    (dispatch, "rope_write"): 1,
+    (dispatch, "silu_mul"): 1,
+    (dispatch, "add_rms_norm"): 1,
+}
 LAID_OUT, ATTENDED = 12, 2  # launches of tree attention: per batch, and per layer
 FORWARDS, REST = "in forwards", "beside them"
 
@@ -99,8 +105,8 @@ def counting(engine: Any) -> Iterator[Launches]:
     lay_out = launches.as_kernel(dispatch.tree_attention, LAID_OUT)
     runner = engine.schedulers["recommender"].runner
     patches = [
-        mock.patch.object(dispatch, name, launches.as_kernel(getattr(dispatch, name), count))
-        for name, count in KERNELS.items()
+        mock.patch.object(home, name, launches.as_kernel(getattr(home, name), count))
+        for (home, name), count in KERNELS.items()
     ]
     patches += [
         mock.patch.object(Runner, "forward", launches.forward(Runner.forward)),
