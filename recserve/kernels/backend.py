@@ -1,6 +1,6 @@
 """Who computes: Triton on CUDA, C or torch on a CPU; and operators with one function for each.
 
-On a CPU C computes what it supports, and torch computes the rest. `cpu/products.py` has the rule of
+On a CPU C computes what it supports, and torch computes the rest. `products.py` has the rule of
 the products. The environment variable `RECSERVE_KERNELS` overrides the choice:
 
 - `c` runs everything that C supports in C, also bfloat16 products on a processor with AMX.

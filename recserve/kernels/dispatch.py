@@ -11,9 +11,8 @@ from recserve.kernels import accept_reference, backend, reference
 from recserve.kernels.backend import Backend, Operator, backend_of
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
-from recserve.kernels.fp8 import Stored
 from recserve.kernels.paged_kv import PrefixTable, TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms
+from recserve.kernels.reference import SOFTMAX, Activation
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
@@ -58,22 +57,12 @@ move_paths = Operator(reference.move_paths, triton=f"{TRITON}.path_move:move_pat
 head_topk = Operator(reference.head_topk, triton=f"{TRITON}.head_topk:head_topk")
 
 
-def _rotates_in_c(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    keys: Stored,
-    values: Stored,
-    norms: HeadNorms | None = None,
-) -> bool:
-    return qkv.dtype == keys.dtype and qkv.shape[-1] % (2 * native.LANES) == 0
-
-
 rope_write = Operator(
     reference.rope_write,
     native.rope_write,
-    _rotates_in_c,
+    lambda qkv, cos, sin, slots, keys, values, norms=None: (
+        qkv.dtype == keys.dtype and qkv.shape[-1] % (2 * native.LANES) == 0
+    ),
     triton=f"{TRITON}.rope_write:rope_write",
 )
 

@@ -68,10 +68,13 @@ class DecodedProduct:
 
 
 def stored_product(weight: Tensor, bias: Tensor | None, stored: str) -> Product:
-    """Returns the product with a weight [n, m] and a bias [n] in a format of `FORMATS`."""
+    """Returns the product with a weight [n, m] and a bias [n] in a format of `FORMATS`.
+
+    For an exact format `runs_in_c` must be true. It compares all weights, so it is not asked again.
+    """
     codec = FORMATS[stored].open()
     encoded = codec.encode(weight)
-    if codec.c is not None and runs_in_c(weight, stored):
+    if codec.c is not None and (FORMATS[stored].exact or runs_in_c(weight, stored)):
         product: Product = imported(codec.c).of(encoded, bias, weight.dtype)
     elif codec.triton is not None and backend_of(weight) is Backend.TRITON:
         product = imported(codec.triton)(encoded, bias)
