@@ -28,7 +28,7 @@ MUTANTS := $(VENV)/.installed-mutants
 # of torch's kernels and of oneDNN; no C sources; no C compiler.
 TIERS := native avx2 torch no-compiler
 ENVIRONMENT_native :=
-ENVIRONMENT_avx2 = $(shell $(PYTHON) recserve/kernels/cpu/processor.py x86-64-v3)
+ENVIRONMENT_avx2 = $(shell $(PYTHON) recserve/kernels/native/processor.py x86-64-v3)
 ENVIRONMENT_torch := RECSERVE_KERNELS=torch
 ENVIRONMENT_no-compiler := CC=no-such-compiler
 ifeq ($(filter $(TIER),$(TIERS)),)

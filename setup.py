@@ -21,7 +21,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))  # the build runs where recserve is not installed
 
-from recserve.kernels.cpu import native_library  # noqa: E402
+from recserve.kernels.native import library as native_library  # noqa: E402
 
 OLDEST_GLIBC = (2, 17)  # of the manylinux tags that every pip with Python 3.11 knows
 
@@ -70,7 +70,7 @@ class PlatformWheel(bdist_wheel):
     def libraries(self) -> list[Path]:
         """Returns the libraries that the build made."""
         built = Path(self.get_finalized_command("build_py").build_lib)
-        return sorted(built.glob("recserve/kernels/cpu/compiled/*.so"))
+        return sorted(built.glob("recserve/kernels/native/compiled/*.so"))
 
 
 def platform_tag(libraries: list[bytes]) -> str:

@@ -26,7 +26,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from recserve.kernels import formats
+from recserve.kernels.linear import formats
 
 ENV_PREFIX = "RECSERVE_"
 # recserve/kernels reads RECSERVE_KERNELS and RECSERVE_ISA itself, also without a server.

@@ -14,13 +14,15 @@ import torch
 
 from benchmarks.kernels.attention import Shape, draw, draw_tree, ours, ours_fp8
 from benchmarks.kernels.small_kernels import cases, worst_error
-from recserve.kernels import accept_reference, dispatch, reference
-from recserve.kernels.accept_reference import Keys
-from recserve.kernels.fp8 import Fp8
-from recserve.kernels.fp8_attention import attention_to
-from recserve.kernels.paged_kv import TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.acceptance import acceptance
+from recserve.kernels.acceptance.acceptance import Keys
+from recserve.kernels.attention import reference
+from recserve.kernels.attention.attention import tree_attention
+from recserve.kernels.attention.fp8 import attention_to
+from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.cache.fp8 import Fp8
 from recserve.kernels.tree import merge
+from recserve.kernels.tree_batch import TreeBatch
 
 # Largest allowed ||got - expected|| / ||expected||. The reference computes `expected` in float32
 # from the same inputs.
@@ -165,7 +167,7 @@ class AttentionCase:
         activation = Activation(100.0) if self.silu else SOFTMAX
         own = batch.query_slots()
         stored = (Fp8.of(keys), Fp8.of(values)) if self.fp8 else (keys, values)
-        attention = attention_to(stored[0], dispatch.tree_attention)(batch, activation)
+        attention = attention_to(stored[0], tree_attention)(batch, activation)
         got = attention(query, keys[own], values[own], *stored)
         floats = [x.float() for x in stored]
         expected = reference.tree_attention(query.float(), *floats, batch, activation)
@@ -179,7 +181,7 @@ def many_nodes(device: str, nodes: int = 8192, root: int = 2000) -> float:
     batch = TreeBatch(tree, None, slots[root:], (slots[:root],))
     keys, values = torch.randn(2, nodes + root, 2, 64, device=device).bfloat16()
     query = torch.randn(nodes, 2, 64, device=device).bfloat16()
-    got = dispatch.tree_attention(batch)(query, keys[root:], values[root:], keys, values)
+    got = tree_attention(batch)(query, keys[root:], values[root:], keys, values)
     return worst_error([got], [reference.tree_attention(query.float(), keys, values, batch)])
 
 
@@ -211,7 +213,7 @@ def far_slots(device: str, elements: int = 2**31) -> float:
     for place in (near, far):
         batch = TreeBatch(tree, None, place[200:], (place[:200],))
         own = keys[place[200:]], values[place[200:]]
-        out.append(dispatch.tree_attention(batch)(query, *own, keys, values))
+        out.append(tree_attention(batch)(query, *own, keys, values))
     expected = reference.tree_attention(query.float(), keys, values, batch)
     return max(worst_error(out[1:], out[:1]), worst_error(out[:1], [expected]))
 
@@ -224,9 +226,9 @@ def noise_error(device: str, smoke: bool) -> float:
     logits = torch.randn(4 * nodes, vocabulary, generator=g)
     keys = Keys(torch.randint(-(2**62), 2**62, (4,), generator=g), torch.tensor([0, 7, 2**31, 9]))
     warmth = torch.tensor([0.0, 0.5, 1.0, 2.0])
-    expected = accept_reference.accept(logits, tree, keys, warmth, 8)
+    expected = acceptance.accept_reference(logits, tree, keys, warmth, 8)
     moved = Keys(keys.seeds.to(device), keys.root_lengths.to(device))
-    got = dispatch.accept(logits.to(device), tree.to(device), moved, warmth.to(device), 8)
+    got = acceptance.accept(logits.to(device), tree.to(device), moved, warmth.to(device), 8)
     same = (
         torch.equal(getattr(got, name).cpu(), getattr(expected, name))
         for name in ("nodes", "lengths", "bonus")

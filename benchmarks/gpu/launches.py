@@ -31,7 +31,9 @@ from benchmarks.support.drawn import drawn_roots, drawn_there
 from recserve.core.request import SlateQuery
 from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.runtime.runner import Runner
-from recserve.kernels import backend, dispatch
+from recserve.kernels import backend
+from recserve.kernels.attention.attention import tree_attention
+from recserve.kernels.layers import operators
 from recserve.kernels.trie import level_search
 from recserve.models.config import DecoderConfig
 
@@ -47,9 +49,9 @@ FREE = frozenset(
 # SiLU gate, residual sum with norm.
 KERNELS = {
     (level_search, "best_children"): 8,
-    (dispatch, "rope_write"): 1,
-    (dispatch, "silu_mul"): 1,
-    (dispatch, "add_rms_norm"): 1,
+    (operators, "rope_write"): 1,
+    (operators, "silu_mul"): 1,
+    (operators, "add_rms_norm"): 1,
 }
 LAID_OUT, ATTENDED = 12, 2  # launches of tree attention: per batch, and per layer
 FORWARDS, REST = "in forwards", "beside them"
@@ -102,7 +104,7 @@ class Launches(TorchDispatchMode):
 def counting(engine: Any) -> Iterator[Launches]:
     """Counts the launches of an engine inside the context."""
     launches = Launches()
-    lay_out = launches.as_kernel(dispatch.tree_attention, LAID_OUT)
+    lay_out = launches.as_kernel(tree_attention, LAID_OUT)
     runner = engine.schedulers["recommender"].runner
     patches = [
         mock.patch.object(home, name, launches.as_kernel(getattr(home, name), count))

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recserve.kernels import dispatch
-from recserve.kernels.fp8 import Fp8
-from recserve.kernels.fp8_attention import attention_to
-from recserve.kernels.paged_kv import TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.attention.attention import tree_attention
+from recserve.kernels.attention.fp8 import attention_to
+from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.cache.fp8 import Fp8
 from recserve.kernels.tree import TokenTree, chain, from_parents, merge, root_branch
+from recserve.kernels.tree_batch import TreeBatch
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def draw(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
 
 def ours(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Tensor]:
     """Returns this project's attention, planned once, as for the many layers of a forward pass."""
-    attention = dispatch.tree_attention(problem.batch, activation)
+    attention = tree_attention(problem.batch, activation)
     slots = problem.batch.slots
     key, value = problem.keys[slots], problem.values[slots]
     return lambda: attention(problem.query, key, value, problem.keys, problem.values)
@@ -119,7 +119,7 @@ def ours(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Ten
 def ours_fp8(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Tensor]:
     """Returns the same attention with 8-bit keys and values."""
     keys, values = Fp8.of(problem.keys), Fp8.of(problem.values)
-    attend = attention_to(keys, dispatch.tree_attention)(problem.batch, activation)
+    attend = attention_to(keys, tree_attention)(problem.batch, activation)
     query = problem.query
     return lambda: attend(query, query, query, keys, values)
 

@@ -25,8 +25,8 @@ from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
-from recserve.kernels.fp8 import FP8
-from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.cache.fp8 import FP8
+from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel

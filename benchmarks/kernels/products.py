@@ -23,11 +23,12 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.support.timing import alternating, machine
-from recserve.kernels.cpu import native
-from recserve.kernels.cpu.float16_panels import Float16Panels
-from recserve.kernels.cpu.int8_panels import Int8Panels
-from recserve.kernels.int8 import Int8Weight
-from recserve.kernels.products import OneDnnWeight, onednn_packs
+from recserve.kernels.linear import panels
+from recserve.kernels.linear.float16_panels import Float16Panels
+from recserve.kernels.linear.int8 import Int8Weight
+from recserve.kernels.linear.int8_panels import Int8Panels
+from recserve.kernels.linear.products import OneDnnWeight, onednn_packs
+from recserve.kernels.native import native
 
 Product = Callable[[Tensor], Tensor]
 
@@ -48,7 +49,7 @@ def methods(size: int, inner: int, copies: int) -> dict[str, tuple[torch.dtype, 
         name = str(dtype).removeprefix("torch.")
         found[f"{name}, torch"] = dtype, [torch_product(w) for w in weights]
         if native.library() is not None:
-            found[f"{name}, C"] = dtype, [native.Panels.of(w, None) for w in weights]
+            found[f"{name}, C"] = dtype, [panels.Panels.of(w, None) for w in weights]
             if dtype == torch.float32:
                 halves = [Float16Panels.of(w.half(), None) for w in weights]
                 found["float16 x float32, C"] = dtype, halves

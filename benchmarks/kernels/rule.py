@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.rule [--threads 1]
 
-A fixed rule lets C compute where it can (recserve/kernels/products.py). This benchmark shows
+A fixed rule lets C compute where it can (recserve/kernels/linear/products.py). This benchmark shows
 whether the rule is right: for each level one process runs the comparison of `recserve doctor
 --measure`, with C and torch lowered to that level. Prints a table with the times of torch divided
 by those of C, and ends with status 1 if C is slower than torch by more than a tenth somewhere.
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.support.timing import machine
-from recserve.kernels.cpu.processor import LEVELS, missing_flags, settings
+from recserve.kernels.native.processor import LEVELS, missing_flags, settings
 from recserve.service import kernel_comparison
 from recserve.service.kernel_comparison import compare_kernels
 

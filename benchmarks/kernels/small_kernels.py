@@ -16,9 +16,12 @@ import torch
 from benchmarks.kernels.attention import draw_tree
 from benchmarks.support.failures import attempted
 from benchmarks.support.timing import milliseconds
-from recserve.kernels import accept_reference, dispatch, reference
-from recserve.kernels.accept_reference import Keys
-from recserve.kernels.fp8 import Fp8
+from recserve.kernels.acceptance import acceptance
+from recserve.kernels.acceptance.acceptance import Keys
+from recserve.kernels.cache import moves
+from recserve.kernels.cache.fp8 import Fp8
+from recserve.kernels.layers import operators, reference
+from recserve.kernels.linear import head_topk
 from recserve.kernels.tree import TokenTree, merge
 from recserve.kernels.trie import level_search
 from recserve.kernels.trie.fixed_trie import NOWHERE
@@ -127,8 +130,8 @@ def _path_move(drawn: Drawn, paths: int, depth: int) -> Calls:
         return k, v
 
     return Calls(
-        lambda: moved(keys, values, dispatch.move_paths),
-        lambda: moved(twin_keys, twin_values, reference.move_paths),
+        lambda: moved(keys, values, moves.move_paths),
+        lambda: moved(twin_keys, twin_values, moves.move_paths_reference),
         4 * paths * depth * layers * kv_heads * dim * keys.element_size(),
     )
 
@@ -152,7 +155,7 @@ def _rope_write(drawn: Drawn, rows: int, heads: int, fp8: bool) -> Calls:
         pool, twin_pool = ((Fp8.of(keys), Fp8.of(values)) for _ in range(2))
         moved = (qkv.numel() + rows * heads * dim) * qkv.element_size() + 2 * rows * kv_heads * dim
     return Calls(
-        lambda: roped(pool, dispatch.rope_write),
+        lambda: roped(pool, operators.rope_write),
         lambda: roped(twin_pool, reference.rope_write),
         moved,
     )
@@ -161,8 +164,8 @@ def _rope_write(drawn: Drawn, rows: int, heads: int, fp8: bool) -> Calls:
 def _head_topk(drawn: Drawn, rows: int, heads: int, size: int, vocabulary: int) -> Calls:
     wide, matrix = drawn.normal(rows, heads, size), drawn.normal(1, vocabulary, size)
     return Calls(
-        lambda: (dispatch.head_topk(wide, matrix, 8).values,),
-        lambda: (reference.head_topk(wide, matrix, 8).values,),
+        lambda: (head_topk.head_topk(wide, matrix, 8).values,),
+        lambda: (head_topk.head_topk_reference(wide, matrix, 8).values,),
         matrix.numel() * matrix.element_size(),
         2 * rows * heads * size * vocabulary,
     )
@@ -182,7 +185,7 @@ def _drafted(
     return logits, tree, Keys(seeds, torch.full_like(seeds, 100))
 
 
-def _walked(walk: accept_reference.Walk) -> Any:
+def _walked(walk: acceptance.Walk) -> Any:
     return walk.nodes, walk.lengths, walk.bonus
 
 
@@ -190,8 +193,8 @@ def _accept(drawn: Drawn, trees: int, nodes: int, vocabulary: int) -> Calls:
     logits, tree, keys = _drafted(drawn, trees, nodes, vocabulary)
     warmth = torch.linspace(0, 1, trees, device=drawn.device)
     return Calls(
-        lambda: _walked(dispatch.accept(logits, tree, keys, warmth, 8)),
-        lambda: _walked(accept_reference.accept(logits, tree, keys, warmth, 8)),
+        lambda: _walked(acceptance.accept(logits, tree, keys, warmth, 8)),
+        lambda: _walked(acceptance.accept_reference(logits, tree, keys, warmth, 8)),
         logits.numel() * logits.element_size(),
     )
 
@@ -200,10 +203,10 @@ def _accept_drawn(drawn: Drawn, trees: int, nodes: int, vocabulary: int) -> Call
     logits, tree, keys = _drafted(drawn, trees, nodes, vocabulary)
     p = logits.float().softmax(-1)
     values = (logits.float() * 0.7).softmax(-1)
-    q = accept_reference.DraftProbs(values, torch.arange(len(values), device=drawn.device))
+    q = acceptance.DraftProbs(values, torch.arange(len(values), device=drawn.device))
     return Calls(
-        lambda: _walked(dispatch.accept_drawn(p, q, tree, keys, 8)),
-        lambda: _walked(accept_reference.accept_drawn(p, q, tree, keys, 8)),
+        lambda: _walked(acceptance.accept_drawn(p, q, tree, keys, 8)),
+        lambda: _walked(acceptance.accept_drawn_reference(p, q, tree, keys, 8)),
         3 * trees * vocabulary * 4,
     )
 

@@ -48,7 +48,7 @@ VARIANTS = [
 @contextmanager
 def constants(variant: tuple[int, ...]) -> Iterator[None]:
     """Sets the constants of the launch module inside the context and restores them afterwards."""
-    from recserve.kernels.triton import attention_launch as module
+    from recserve.kernels.attention import triton_launch as module
 
     kept = {
         name: getattr(module, name) for name in (*NAMES, "KEY_BLOCK_BYTES", "QUERY_BLOCK_BYTES")

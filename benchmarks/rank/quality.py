@@ -30,7 +30,7 @@ from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
 from recserve.features.vectors.text_encoder import unit
 from recserve.features.vectors.vectors import collaborative_vectors, fit_text_encoder, join_vectors
-from recserve.kernels.cpu.processor import processor
+from recserve.kernels.native.processor import processor
 from recserve.models.ranker import load_ranker
 from recserve.training.options import TrainOptions
 from recserve.training.ranker.ranker import RankerRecipe, RankerSource, fit_ranker

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
-from recserve.kernels.cpu.processor import processor
+from recserve.kernels.native.processor import processor
 from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks.support.timing import machine, milliseconds
 from recserve.core.allowed import AllowedItems
-from recserve.kernels.cpu.native import Panels
+from recserve.kernels.linear.panels import Panels
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.level_search import BestChildren, ChildQuery, best_children
 from recserve.kernels.trie.native import Cell, LevelCodes, Levels, NativeDescent

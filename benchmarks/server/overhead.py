@@ -30,7 +30,7 @@ from recserve.config import ServerConfig
 from recserve.core.request import Result
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
-from recserve.kernels.cpu.processor import processor
+from recserve.kernels.native.processor import processor
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, save_recommender

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 
-from recserve.kernels.cpu.processor import instructions, processor
+from recserve.kernels.native.processor import instructions, processor
 
 TAIL_RUNS = 100
 

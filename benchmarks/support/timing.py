@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from recserve.kernels.cpu.processor import instructions, processor
+from recserve.kernels.native.processor import instructions, processor
 
 FLUSH_BYTES = 2**30  # exceeds the caches, and takes longer than launching the call
 

@@ -34,7 +34,7 @@ from benchmarks.text.trained_models import (
 )
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
-from recserve.kernels.noise import gumbel
+from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model

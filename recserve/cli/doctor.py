@@ -115,8 +115,8 @@ def check_device() -> Finding:
             return Finding("device", "warn", f"{properties.name}, {size}, {version}; {advice}")
         return Finding("device", "ok", f"{properties.name}, {size}, {version}")
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
-    from recserve.kernels.cpu import native
-    from recserve.kernels.cpu.processor import instructions
+    from recserve.kernels.native import native
+    from recserve.kernels.native.processor import instructions
 
     found = f"CPU, {threads}, {instructions()}"
     if native.library() is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from recserve.cli.flags import Device, DeviceFlag, StoreFlag, yaml_list
-from recserve.kernels import formats
+from recserve.kernels.linear import formats
 
 if TYPE_CHECKING:
     from recserve.service.finding import Finding

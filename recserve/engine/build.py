@@ -19,8 +19,8 @@ from recserve.engine.text.limits import TextLimits
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import cuda_graphs
 from recserve.engine.text.step_states import masks_of
-from recserve.kernels.fp8 import pool_dtype
-from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.cache.fp8 import pool_dtype
+from recserve.kernels.cache.kv_pool import KVPool
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender

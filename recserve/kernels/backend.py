@@ -1,7 +1,7 @@
 """Who computes: Triton on CUDA, C or torch on a CPU; and operators with one function for each.
 
-On a CPU C computes what it supports, and torch computes the rest. `products.py` has the rule of
-the products. The environment variable `RECSERVE_KERNELS` overrides the choice:
+On a CPU C computes what it supports, and torch computes the rest. `linear/products.py` has the rule
+of the products. The environment variable `RECSERVE_KERNELS` overrides the choice:
 
 - `c` runs everything that C supports in C, also bfloat16 products on a processor with AMX.
 - `torch` runs the plain torch references on CUDA and on a CPU, to check a suspected kernel.
@@ -14,14 +14,13 @@ import enum
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from pkgutil import resolve_name
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu import native
-from recserve.kernels.formats import imported
-from recserve.kernels.fp8 import Stored
+from recserve.kernels.native import native
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +31,25 @@ if FORCED not in CHOICES:
     raise ValueError(f"RECSERVE_KERNELS is {FORCED!r}; choose one of {CHOICES}")
 
 
+class HasDevice(Protocol):
+    """What tells who computes: a tensor, or vectors in 8 bits."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is in the host's memory."""
+        ...
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is on a GPU."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers."""
+        ...
+
+
 class Backend(enum.Enum):
     """What computes on a tensor."""
 
@@ -40,7 +58,7 @@ class Backend(enum.Enum):
     TORCH = "torch"
 
 
-def backend_of(x: Stored) -> Backend:
+def backend_of(x: HasDevice) -> Backend:
     """Returns who computes on a tensor.
 
     C needs a CPU, a compiled library, and integers of a trie or numbers of a supported type. It
@@ -60,7 +78,7 @@ def c_is_allowed() -> bool:
     return FORCED in ("auto", "c")
 
 
-def _first(*args: Any, **kwargs: Any) -> Stored:
+def _first(*args: Any, **kwargs: Any) -> HasDevice:
     return cast(Tensor, args[0])
 
 
@@ -88,14 +106,14 @@ class Operator(Generic[P, R]):
     c_supports: Callable[P, bool] = _always
     triton: str | None = None
     trains: bool = False
-    reads: Callable[P, Stored] = _first
+    reads: Callable[P, HasDevice] = _first
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the kernel of the backend, or the reference where it has none."""
         backend = backend_of(self.reads(*args, **kwargs))
         if backend is Backend.TRITON and self.triton is not None:
             if not (self.trains and torch.is_grad_enabled()):
-                kernel: Callable[P, R] = imported(self.triton)
+                kernel: Callable[P, R] = resolve_name(self.triton)
                 return kernel(*args, **kwargs)
         elif backend is Backend.C and self.c is not None and self.c_supports(*args, **kwargs):
             return self.c(*args, **kwargs)

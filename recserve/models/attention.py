@@ -18,14 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels import dispatch
-from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
-from recserve.kernels.cpu.exact_attention import ExactPool
-from recserve.kernels.cpu.native_attention import HeadLayout
-from recserve.kernels.cpu.native_layers import NativeLayers
-from recserve.kernels.fp8_attention import attention_to
-from recserve.kernels.paged_kv import KVPool, TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation, HeadNorms
+from recserve.kernels.attention.attention import BatchAttention, tree_attention
+from recserve.kernels.attention.cpu import CpuTreeAttention
+from recserve.kernels.attention.exact import ExactPool
+from recserve.kernels.attention.fp8 import attention_to
+from recserve.kernels.attention.native import HeadLayout
+from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.cache.kv_pool import KVPool
+from recserve.kernels.decoder.decoder import NativeLayers
+from recserve.kernels.layers import operators
+from recserve.kernels.layers.reference import HeadNorms
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.config import DecoderConfig
 
 
@@ -161,7 +164,7 @@ class PagedAttention:
         batch: TreeBatch,
         pool: KVPool,
         activation: Activation = SOFTMAX,
-        attention: dispatch.BatchAttention = dispatch.tree_attention,
+        attention: BatchAttention = tree_attention,
     ) -> None:
         """Prepares the attention of one batch.
 
@@ -200,7 +203,7 @@ class PagedAttention:
         if isinstance(self.pool, ExactPool):
             query = self.pool.rope_write(layer, qkv, rope.cos, rope.sin, self.slots, norms)
         else:
-            query = dispatch.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values, norms)
+            query = operators.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values, norms)
         # Kernels read keys and values of the computed nodes from the pool, so these are
         # placeholders.
         return self._attention(query, query, query, keys, values)

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recserve.kernels import dispatch
 from recserve.kernels.backend import Backend, backend_of
-from recserve.kernels.cpu.native_layers import NativeLayers
-from recserve.kernels.reference import HeadNorms
+from recserve.kernels.decoder.decoder import NativeLayers
+from recserve.kernels.layers import operators
+from recserve.kernels.layers.reference import HeadNorms
 from recserve.models.attention import Attend, PagedAttention, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.drafters.gated_lora import MaskRows
@@ -46,7 +46,7 @@ class Silu(nn.Module):
     def gate(self, gate_up: Tensor) -> Tensor:
         """Returns silu(gate) * up [..., n] of a tensor [..., 2 n] that holds the gate first."""
         if not self.placeless or backend_of(gate_up) is Backend.C:  # C does not depend on positions
-            return dispatch.silu_mul(gate_up)
+            return operators.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         product: Tensor = self(gate) * up
         return product
@@ -62,11 +62,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises x [..., size]."""
-        return dispatch.rms_norm(x, self.weight, self.eps)
+        return operators.rms_norm(x, self.weight, self.eps)
 
     def after_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Returns x + y and its norm, both [..., size]."""
-        return dispatch.add_rms_norm(x, y, self.weight, self.eps)
+        return operators.add_rms_norm(x, y, self.weight, self.eps)
 
 
 class DecoderLayer(nn.Module):

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recserve.kernels.backend import Backend, backend_of
-from recserve.kernels.cpu.native import Panels
+from recserve.kernels.linear.panels import Panels
 from recserve.kernels.trie.native import Cell, LevelCodes, NativeDescent
 from recserve.models.recommender import Recommender
 from recserve.models.weight_check import check_finite

@@ -1,11 +1,12 @@
 """Packs weights in the layout of the fastest matrix products, for serving on a CPU.
 
-The products are those of `kernels/cpu/native.py`, whose rows do not depend on the number of rows,
-or oneDNN's (`kernels/products.py` has the rule). oneDNN uses different arithmetic for a single
-row over long sums. `keep_rows_alike` turns this off.
+The products are those of `kernels/linear/panels.py`, whose rows do not depend on the number of
+rows, or oneDNN's (`kernels/linear/products.py` has the rule). oneDNN uses different arithmetic for
+a single row over long sums. `keep_rows_alike` turns this off.
 
-Weights can also be stored in a format of `kernels/formats.py`, on any device. C and Triton multiply
-them as they are where they have kernels for it. Elsewhere every product decodes the weight.
+Weights can also be stored in a format of `kernels/linear/formats.py`, on any device. C and Triton
+multiply them as they are where they have kernels for it. Elsewhere every product decodes the
+weight.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from recserve.kernels import products
-from recserve.kernels.cpu.float16_panels import Float16Panels
-from recserve.kernels.cpu.int8_panels import Int8Panels
-from recserve.kernels.cpu.native import LANES, Panels
-from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
-from recserve.kernels.formats import FORMATS
-from recserve.kernels.products import OneDnnWeight, Product, onednn_packs, stored_product
+from recserve.kernels.decoder.decoder import LayerShape, LayerWeights, NativeLayers
+from recserve.kernels.linear import products
+from recserve.kernels.linear.float16_panels import Float16Panels
+from recserve.kernels.linear.formats import FORMATS
+from recserve.kernels.linear.int8_panels import Int8Panels
+from recserve.kernels.linear.panels import Panels
+from recserve.kernels.linear.products import OneDnnWeight, Product, onednn_packs, stored_product
+from recserve.kernels.native.native import LANES
 from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
 

@@ -1,6 +1,6 @@
 """Times of C and of torch for the same work on this machine, for `recserve doctor --measure`.
 
-The server itself measures nothing: a fixed rule says who computes (kernels/products.py).
+The server itself measures nothing: a fixed rule says who computes (kernels/linear/products.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.cpu import native
-from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
-from recserve.kernels.cpu.int8_panels import Int8Panels
-from recserve.kernels.cpu.native import Panels
-from recserve.kernels.int8 import Int8Weight
-from recserve.kernels.paged_kv import TreeBatch
-from recserve.kernels.products import DecodedProduct, OneDnnWeight, onednn_packs
+from recserve.kernels.attention.cpu import CpuTreeAttention
+from recserve.kernels.linear.int8 import Int8Weight
+from recserve.kernels.linear.int8_panels import Int8Panels
+from recserve.kernels.linear.panels import Panels
+from recserve.kernels.linear.products import DecodedProduct, OneDnnWeight, onednn_packs
+from recserve.kernels.native import native
 from recserve.kernels.tree import chain, root_branch
+from recserve.kernels.tree_batch import TreeBatch
 
 SHAPES = ((768, 256), (256, 256), (1408, 256), (256, 704))  # a decoder of 256 with 4 heads
 HEADS, HEAD_DIM, LAYERS = 4, 64, 4

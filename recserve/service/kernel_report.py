@@ -9,10 +9,12 @@ from torch import nn
 
 from recserve.engine.engine import Engine
 from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
-from recserve.kernels import backend, dispatch, products
-from recserve.kernels.cpu import native, processor
-from recserve.kernels.cpu.native_attention import HeadLayout
-from recserve.kernels.formats import FORMATS
+from recserve.kernels import backend
+from recserve.kernels.attention import attention
+from recserve.kernels.attention.native import HeadLayout
+from recserve.kernels.linear import products
+from recserve.kernels.linear.formats import FORMATS
+from recserve.kernels.native import native, processor
 from recserve.models.packing import PackedLinear
 from recserve.service.kernel_comparison import compare_kernels
 
@@ -88,7 +90,7 @@ def _why_torch(module: PackedLinear) -> str:
 
 
 def _attention(runner: Runner, trunk: DecoderAdapter | RankerAdapter) -> str:
-    if runner.attention is not dispatch.tree_attention:
+    if runner.attention is not attention.tree_attention:
         return "torch: exact sums of the invariant mode"
     if runner.pool.keys.dtype != trunk.dtype:
         return "torch: keys and values have another type"

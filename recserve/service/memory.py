@@ -14,7 +14,7 @@ import torch
 from recserve.bundle.bundle import Bundle
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.cache_size import DEFAULT_BYTES
-from recserve.kernels.formats import FORMATS, settings
+from recserve.kernels.linear.formats import FORMATS, settings
 
 log = logging.getLogger(__name__)
 

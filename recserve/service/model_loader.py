@@ -14,7 +14,7 @@ from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.item_graph import ItemLinks
 from recserve.features.vectors.vector_index import FaissIndex
 from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.products import fastest_dtype
+from recserve.kernels.linear.products import fastest_dtype
 from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.item_heads import SelfDraftHead, load_self_draft
 from recserve.models.loading import DTYPES

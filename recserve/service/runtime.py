@@ -14,7 +14,7 @@ import torch
 from recserve.core.request import Timing
 from recserve.engine.engine import Engine
 from recserve.engine.stats import EngineStats
-from recserve.kernels.cpu.processor import instruction_set
+from recserve.kernels.native.processor import instruction_set
 from recserve.metrics import Gauges
 from recserve.schemas.items import UserRef
 from recserve.service.catalog.snapshot import Snapshot

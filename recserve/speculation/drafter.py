@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.plugins import Pluggable
-from recserve.kernels.paged_kv import KVPool, KVShape
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.models.drafters.gated_lora import GatedLora
 from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.language_model import LanguageModel
@@ -165,7 +165,7 @@ class Drafter(Pluggable, ABC):
     learns from one sequence for others keeps what it learns apart by `context.salt`.
 
     A drafter that draws tokens sets `draws` and keys its noise with
-    `kernels.noise.gumbel(seeds, noise.step_keys(lengths, ...), V, DRAFT)`. Under the rule `sample`
+    `noise.gumbel(seeds, noise.step_keys(lengths, ...), V, DRAFT)`. Under the rule `sample`
     the target's own noise, `gumbel(seeds, positions, V)`, is better. A draw with it from a similar
     distribution predicts the token that the target is about to draw.
 

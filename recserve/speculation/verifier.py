@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from recserve.core.plugins import Pluggable
-from recserve.kernels.accept_reference import DraftProbs
+from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.tree import TokenTree
 from recserve.speculation.draft import TextDraft
 

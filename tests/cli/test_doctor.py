@@ -4,8 +4,8 @@ import pytest
 
 from recserve.cli import doctor
 from recserve.kernels import backend
-from recserve.kernels.cpu import native, processor
-from recserve.kernels.cpu.processor import Processor
+from recserve.kernels.native import native, processor
+from recserve.kernels.native.processor import Processor
 from recserve.service import kernel_comparison
 from tests.support.tiny_llm import tiny_llm
 

@@ -14,7 +14,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
 from recserve.kernels import backend
-from recserve.kernels.fp8 import FP8, Fp8, parts
+from recserve.kernels.cache.fp8 import FP8, Fp8, parts
 from recserve.models.attention import DenseAttention
 from recserve.models.packing import packable
 from recserve.schemas.events import EventInput, EventsRequest

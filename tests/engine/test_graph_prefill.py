@@ -6,7 +6,7 @@ import torch
 from recserve.engine.runtime.graph_prefill import GraphPrefill, PrefillBucket, PrefillGraphs
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.kernels import backend
-from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
 from tests.support.device_worlds import assert_same, recommending

@@ -14,7 +14,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime import invariance
 from recserve.engine.runtime.invariance import NotInvariant
 from recserve.kernels import backend
-from recserve.kernels.cpu.exact_attention import ExactTreeAttention
+from recserve.kernels.attention.exact import ExactTreeAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import PackedLinear, packable
 from recserve.schemas.events import EventInput, EventsRequest

@@ -19,7 +19,7 @@ from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
 from recserve.kernels import backend
-from recserve.kernels.fp8 import parts
+from recserve.kernels.cache.fp8 import parts
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter

@@ -8,7 +8,7 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.kernels import backend
-from recserve.kernels.cpu import native
+from recserve.kernels.native import native
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import load_language_model

@@ -8,9 +8,9 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.kernels import backend
-from recserve.kernels.cpu import native
-from recserve.kernels.cpu.int8_panels import Int8Panels
-from recserve.kernels.int8 import Int8Weight
+from recserve.kernels.linear.int8 import Int8Weight
+from recserve.kernels.linear.int8_panels import Int8Panels
+from recserve.kernels.native import native
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig

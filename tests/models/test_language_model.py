@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.tree import chain
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import DenseAttention, PagedAttention
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.loading import UnsupportedModel, load_language_model, read_config

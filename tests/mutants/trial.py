@@ -23,7 +23,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 LOAD = """
 import pathlib, sys
 import recserve
-from recserve.kernels.cpu import native
+from recserve.kernels.native import native
 assert pathlib.Path(recserve.__file__).is_relative_to(pathlib.Path.cwd()), recserve.__file__
 assert len(sys.argv) == 1 or native.library() is not None, "the C sources do not compile"
 """

@@ -18,7 +18,7 @@ def test_an_editable_install_is_a_path(tmp_path):
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "recserve/__init__.py"):
         shutil.copy(ROOT / name, source / name)
     shutil.copy(ROOT / "recserve" / "py.typed", source / "recserve")
-    shutil.copytree(ROOT / "recserve/kernels/cpu", source / "recserve/kernels/cpu")
+    shutil.copytree(ROOT / "recserve/kernels", source / "recserve/kernels")
     (source / "tests").mkdir()
     built = subprocess.run(
         [sys.executable, "-c", BUILD, str(tmp_path)], cwd=source, capture_output=True, text=True

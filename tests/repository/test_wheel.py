@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from recserve.kernels.cpu import native_library
-from recserve.kernels.cpu.processor import LEVELS, best_level, instruction_set, missing_flags
+from recserve.kernels.native import library
+from recserve.kernels.native.processor import LEVELS, best_level, instruction_set, missing_flags
 from tests.support.c_results import GOLDEN, c_results, digest
 from tests.support.paths import ROOT
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 IN_THE_WHEEL = """
 import pathlib, recserve, sys
-from recserve.kernels.cpu import native_library as library, native
+from recserve.kernels.native import library, native
 home = pathlib.Path(recserve.__file__).parent
 assert home.is_relative_to(sys.argv[1]), home
 assert (home / "py.typed").is_file()
@@ -115,13 +115,13 @@ def test_a_wheel_with_compiled_kernels_names_its_platform(wheel):
     libraries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     python, abi, platform = wheel.stem.split("-")[2:]
     assert (python, abi) == ("py3", "none")
-    if native_library.find_compiler() is None:
+    if library.find_compiler() is None:
         assert (platform, libraries) == ("any", [])
         return
     assert platform.endswith(os.uname().machine) and "linux" in platform
-    folder = "recserve/kernels/cpu/compiled"
+    folder = "recserve/kernels/native/compiled"
     for level in LEVELS:
-        (found,) = (name for name in libraries if native_library.packaged_name(level) in name)
+        (found,) = (name for name in libraries if library.packaged_name(level) in name)
         assert found.startswith(f"{folder}/{level}-")
     assert len(libraries) == len(LEVELS)
 
@@ -133,7 +133,7 @@ def test_without_a_compiler_the_wheel_fits_every_machine(sdist, tmp_path, compil
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
 
 
-@pytest.mark.skipif(native_library.find_compiler() is None, reason="no C compiler here")
+@pytest.mark.skipif(library.find_compiler() is None, reason="no C compiler here")
 @pytest.mark.parametrize("level", [*LEVELS, None])
 def test_packaged_kernels_need_no_compiler_and_compute_the_same(installed, tmp_path, level):
     """None stands for the best level of this machine."""
@@ -146,7 +146,7 @@ def test_packaged_kernels_need_no_compiler_and_compute_the_same(installed, tmp_p
         PYTHONPATH=f"{installed}{os.pathsep}{ROOT}", PATH=str(nothing), CC="cc",
         RECSERVE_ISA=level or "",
     ).split()  # fmt: skip
-    assert name.startswith(native_library.packaged_name(level or best_level()))
+    assert name.startswith(library.packaged_name(level or best_level()))
     assert not list(tmp_path.rglob("*.so"))  # nothing was compiled
     level = level or best_level()
     if level == instruction_set():

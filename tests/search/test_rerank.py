@@ -7,7 +7,7 @@ import pytest
 
 from recserve.core.allowed import AllowedItems
 from recserve.kernels import backend
-from recserve.kernels.cpu import native
+from recserve.kernels.native import native
 from tests.support.device_worlds import recommending
 
 if native.library() is None:

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from recserve.kernels.cpu import processor
+from recserve.kernels.native import processor
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.saving import save_language_model

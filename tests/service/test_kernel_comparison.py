@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recserve.kernels import backend
-from recserve.kernels.cpu import native
+from recserve.kernels.native import native
 from recserve.service import kernel_comparison
 from recserve.service.kernel_comparison import Comparison, compare, compare_kernels
 

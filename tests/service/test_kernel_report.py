@@ -6,7 +6,7 @@ import torch
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels import backend
-from recserve.kernels.cpu import native
+from recserve.kernels.native import native
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import pack_weights

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from recserve.engine.text.limits import TextLimits
-from recserve.kernels.noise import gumbel
+from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.drafters.block import Block
 from recserve.models.drafters.block_files import save_block
 from recserve.models.packing import pack_weights

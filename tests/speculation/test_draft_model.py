@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from recserve.kernels.noise import DRAFT, gumbel, step_keys
+from recserve.kernels.acceptance.noise import DRAFT, gumbel, step_keys
 from recserve.kernels.tree import from_parents
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext

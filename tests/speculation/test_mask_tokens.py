@@ -11,8 +11,8 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.engine.text.graph_step import StepShape
 from recserve.kernels import backend
-from recserve.kernels.cpu import native
-from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.cache.kv_pool import KVPool
+from recserve.kernels.native import native
 from recserve.kernels.tree import CANDIDATE, chain, from_parents
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.kernels.noise import gumbel
+from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.drafters.medusa_files import load_accuracies

@@ -2,7 +2,7 @@
 
 import torch
 
-from recserve.kernels.noise import gumbel
+from recserve.kernels.acceptance.noise import gumbel
 from recserve.speculation.drafters.noisy import (
     LEAST_SCALE,
     NUM_NOISY_TOKENS,

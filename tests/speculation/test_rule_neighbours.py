@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.kernels.accept_reference import DraftProbs
+from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.tree import TokenTree, from_parents, merge
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.sampling_table import SamplingCapacity, sampling_table

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recserve.engine.text.limits import TextLimits
-from recserve.kernels.noise import gumbel
+from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.speculation.completion import SpeculationCounts, TextQuery
 from recserve.speculation.draft import Budget, TextDraft

@@ -15,8 +15,8 @@ import torch
 from scipy import stats
 
 from recserve.engine.text.trees import TreePacker
-from recserve.kernels.accept_reference import DraftProbs
-from recserve.kernels.noise import DRAFT, TARGET, gumbel_of_tokens, step_keys
+from recserve.kernels.acceptance.acceptance import DraftProbs
+from recserve.kernels.acceptance.noise import DRAFT, TARGET, gumbel_of_tokens, step_keys
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
 from recserve.speculation.draft import TextDraft, chain_draft
 from recserve.speculation.sampling_params import SamplingParams

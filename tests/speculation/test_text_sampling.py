@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.trees import TreePacker
-from recserve.kernels.noise import gumbel
+from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.loading import load_language_model
 from recserve.speculation import sampling
 from recserve.speculation.completion import TextQuery

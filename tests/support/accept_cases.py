@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from recserve.kernels.accept_reference import Keys
+from recserve.kernels.acceptance.acceptance import Keys
 from recserve.kernels.tree import AUXILIARY, from_parents, merge
 
 

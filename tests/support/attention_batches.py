@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from recserve.kernels.paged_kv import PrefixTable, TreeBatch
+from recserve.kernels.attention import triton_launch
 from recserve.kernels.tree import chain, from_parents, merge, root_branch
-from recserve.kernels.triton import attention_launch
+from recserve.kernels.tree_batch import PrefixTable, TreeBatch
 
 
 def draw_tree(kind: str, n: int, generator: torch.Generator):
@@ -113,6 +113,6 @@ def placed(batch, keys, values, layout):
 def split_short_roots(monkeypatch, keys, most=64):
     """Makes attention split prefixes into parts of `most` keys and blocks of 16."""
     for name, value in (("SPLIT_KEYS", keys), ("MAX_SPLITS", most), ("BLOCK_KEYS", 16)):
-        monkeypatch.setattr(attention_launch, name, value)
+        monkeypatch.setattr(triton_launch, name, value)
     for name in ("PROGRAM_KEYS", "MERGE_KEYS"):
-        monkeypatch.setattr(attention_launch, name, 0)
+        monkeypatch.setattr(triton_launch, name, 0)

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from recserve.kernels import backend
-from recserve.kernels.cpu import native
-from recserve.kernels.cpu.float16_panels import Float16Panels
-from recserve.kernels.cpu.int8_panels import Int8Panels
-from recserve.kernels.cpu.native_attention import NativeTreeAttention
-from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
-from recserve.kernels.int8 import Int8Weight
-from recserve.kernels.paged_kv import TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.attention.native import NativeTreeAttention
+from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.decoder.decoder import LayerShape, LayerWeights, NativeLayers
+from recserve.kernels.layers import native as layers_native
+from recserve.kernels.linear.float16_panels import Float16Panels
+from recserve.kernels.linear.int8 import Int8Weight
+from recserve.kernels.linear.int8_panels import Int8Panels
+from recserve.kernels.linear.panels import Panels
+from recserve.kernels.native import native
 from recserve.kernels.tree import chain, from_parents, merge
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.native import (
     ALIVE,
@@ -87,7 +89,7 @@ def _rows(dtype: torch.dtype) -> dict[str, Tensor]:
         x, weight = draw(40, inner, dtype=dtype, scale=3), draw(outer, inner, scale=0.3)
         bias = draw(outer)
         products = {
-            "product": native.Panels.of(weight.to(dtype), bias),
+            "product": Panels.of(weight.to(dtype), bias),
             "int8": Int8Panels.of(Int8Weight.of(weight), bias, dtype),
         }
         if dtype == torch.float32:
@@ -95,12 +97,14 @@ def _rows(dtype: torch.dtype) -> dict[str, Tensor]:
         for name, product in products.items():
             for rows in (1, 5, 40):
                 outs[f"{name} {inner} {rows}"] = product(x[:rows])
-        outs[f"norm {inner}"] = native.rms_norm(x, x[0].contiguous(), 1e-5)
-        outs[f"gate {inner}"] = native.silu_mul(x * 20)
+        outs[f"norm {inner}"] = layers_native.rms_norm(x, x[0].contiguous(), 1e-5)
+        outs[f"gate {inner}"] = layers_native.silu_mul(x * 20)
     keys, values = torch.zeros(2, 9, 2, 96, dtype=dtype)
     cos, sin = draw(5, 48), draw(5, 48)
     slots = torch.tensor([7, 0, 3, 8, 1])
-    outs["rope"] = native.rope_write(draw(5, 8, 96, dtype=dtype), cos, sin, slots, keys, values)
+    outs["rope"] = layers_native.rope_write(
+        draw(5, 8, 96, dtype=dtype), cos, sin, slots, keys, values
+    )
     outs["rope keys"], outs["rope values"] = keys, values
     return outs
 
@@ -147,8 +151,8 @@ def _layers(dtype: torch.dtype) -> dict[str, Tensor]:
     draw = Draws(2)
     batch, _, keys, values = _trees(heads, kv_heads, dim)
 
-    def panels(outer: int, width: int) -> native.Panels:
-        return native.Panels.of(draw(outer, width, dtype=dtype, scale=0.2), None)
+    def panels(outer: int, width: int) -> Panels:
+        return Panels.of(draw(outer, width, dtype=dtype, scale=0.2), None)
 
     layers = [
         LayerWeights(
@@ -184,7 +188,7 @@ def _searches(dtype: torch.dtype) -> dict[str, Tensor]:
     books = [draw(codes, size, dtype=dtype) for codes in sizes]
     inputs = [draw(codes, size, dtype=dtype) for codes in sizes[:-1]]
     weights = [draw(size, size, dtype=dtype, scale=0.3) for _ in sizes[:-1]]
-    cells = [Cell(native.Panels.of(w, None), x) for w, x in zip(weights, inputs, strict=True)]
+    cells = [Cell(Panels.of(w, None), x) for w, x in zip(weights, inputs, strict=True)]
     last, contexts = draw(2, size, dtype=dtype), draw(2, 3, size, dtype=dtype)
     keys = torch.arange(1, trie.num_nodes)
     keys = torch.cat([keys, keys + trie.num_nodes])

@@ -13,18 +13,12 @@ from contextlib import redirect_stdout
 import triton
 from triton.backends.compiler import GPUTarget
 
-from recserve.kernels.triton import (
-    accept,
-    accept_drawn,
-    attention_launch,
-    head_topk,
-    int8_linear,
-    layer_norm,
-    path_move,
-    rope_write,
-    tree_attention,
-    trie_topk,
-)
+from recserve.kernels.acceptance import triton_accept, triton_accept_drawn
+from recserve.kernels.attention import triton_attention, triton_launch
+from recserve.kernels.cache import triton_moves
+from recserve.kernels.layers import triton_norms, triton_rope_write
+from recserve.kernels.linear import triton_head_topk, triton_int8
+from recserve.kernels.trie import triton_topk
 
 # Bound on the shared memory of one program, in bytes.
 SHARED = {80: 166_912, 90: 232_448}
@@ -43,7 +37,7 @@ CHECKED = [
 
 def attention(
     dtype, dim, group, silu=False, limits=False, shared=False, nodes=64, fp8=None,
-    stages=attention_launch.STAGES,
+    stages=triton_launch.STAGES,
 ):  # fmt: skip
     """Returns a variant of the attention kernel with the arguments of its wrapper.
 
@@ -52,22 +46,22 @@ def attention(
     """
     block_group, row = triton.next_power_of_2(group), max(triton.next_power_of_2(dim), 16)
     row_bytes = row * (4 if dtype == "fp32" else 2)
-    rows = attention_launch.block_rows(nodes * block_group, block_group, row_bytes)
+    rows = triton_launch.block_rows(nodes * block_group, block_group, row_bytes)
     constants = {
         "GROUP": group, "BLOCK_GROUP": block_group,
         "BLOCK_Q": rows // block_group, "DIM": dim, "BLOCK_DIM": row,
-        "BLOCK_N": attention_launch.keys_of(row_bytes), "SPLIT": attention_launch.SPLIT_KEYS,
+        "BLOCK_N": triton_launch.keys_of(row_bytes), "SPLIT": triton_launch.SPLIT_KEYS,
         "SILU": silu, "HAS_LIMITS": limits, "HAS_SHARED": shared,
         "FP8": fp8 is not None, "NATIVE": bool(fp8),
-        "SCAN": tree_attention.SCAN_NODES,
+        "SCAN": triton_attention.SCAN_NODES,
     }  # fmt: skip
     kinds = {
         **stored("*u8" if fp8 is not None else "*" + dtype),
         "query": "*" + dtype, "out": "*fp32", "lse": "*fp32",
         "scale": "fp32", "inverse_normalizer": "fp32", "num_rows": "i32", "kv_heads": "i32",
     }  # fmt: skip
-    warps = attention_launch.warps_of(rows, row_bytes)
-    return tree_attention._attend, constants, kinds, warps, stages
+    warps = triton_launch.warps_of(rows, row_bytes)
+    return triton_attention._attend, constants, kinds, warps, stages
 
 
 def stored(kind):
@@ -86,19 +80,19 @@ def merge(dtype, dim, silu=False, splits=64):
         "num_rows": "i32",
         "num_splits": "i32",
     }
-    return tree_attention._merge, constants, kinds
+    return triton_attention._merge, constants, kinds
 
 
 def acceptance(dtype, kinds_of_nodes):
     """Yields the variants of the acceptance kernels."""
-    sizes = {"LANES": accept.LANES, "TILE": accept.TILE}
+    sizes = {"LANES": triton_accept.LANES, "TILE": triton_accept.TILE}
     floats = {"logits": "*" + dtype}
     small = dict.fromkeys(["vocabulary", "tiles_per_split", "num_splits", "max_depth"], "i32")
-    yield accept.choose_kernel, sizes, {
+    yield triton_accept.choose_kernel, sizes, {
         **floats, **small, "temperatures": "*fp32", "values": "*fp32", "tokens": "*i32"
     }  # fmt: skip
-    yield accept.walk_kernel, {
-        "BLOCK_SPLITS": 256, "BLOCK_NODES": accept.BLOCK_NODES, "HAS_KINDS": kinds_of_nodes
+    yield triton_accept.walk_kernel, {
+        "BLOCK_SPLITS": 256, "BLOCK_NODES": triton_accept.BLOCK_NODES, "HAS_KINDS": kinds_of_nodes
     }, {**small, "values": "*fp32", "choices": "*i32"}  # fmt: skip
     yield from drawn_acceptance(kinds_of_nodes, small)
 
@@ -109,20 +103,20 @@ def drawn_acceptance(kinds_of_nodes, small):
         **dict.fromkeys(["p", "q", "residuals", "totals", "values"], "*fp32"), **small,
         "choices": "*i32",
     }  # fmt: skip
-    sizes = {"TILE": accept.TILE}
-    yield accept_drawn.drawn_walk_kernel, {**sizes, "HAS_KINDS": kinds_of_nodes}, kinds
-    yield accept_drawn.bonus_kernel, {**sizes, "LANES": accept.LANES}, kinds
-    yield accept_drawn.pick_kernel, {"BLOCK_SPLITS": 256}, kinds
+    sizes = {"TILE": triton_accept.TILE}
+    yield triton_accept_drawn.drawn_walk_kernel, {**sizes, "HAS_KINDS": kinds_of_nodes}, kinds
+    yield triton_accept_drawn.bonus_kernel, {**sizes, "LANES": triton_accept.LANES}, kinds
+    yield triton_accept_drawn.pick_kernel, {"BLOCK_SPLITS": 256}, kinds
 
 
 def small_kernels(dtype):
     """Yields the variants of the small kernels for one dtype."""
     for fp8 in (False, True):
         pool = stored("*u8" if fp8 else "*" + dtype)
-        yield path_move.move_kernel, {
-            "BLOCK_DEPTH": path_move.BLOCK_DEPTH, "BLOCK_WIDTH": path_move.BLOCK_WIDTH
+        yield triton_moves.move_kernel, {
+            "BLOCK_DEPTH": triton_moves.BLOCK_DEPTH, "BLOCK_WIDTH": triton_moves.BLOCK_WIDTH
         }, {**pool, **dict.fromkeys(["longest", "width"], "i32"), "layer_size": "i64"}  # fmt: skip
-        yield rope_write.rope_kernel, {
+        yield triton_rope_write.rope_kernel, {
             "HEADS": 32, "KV_HEADS": 8, "BLOCK_HEADS": 64, "HALF": 48, "BLOCK_HALF": 64,
             "FP8": fp8, "NORM": fp8,
         }, {
@@ -130,18 +124,18 @@ def small_kernels(dtype):
             "query_weight": "*" + dtype, "key_weight": "*" + dtype, "eps": "fp32",
         }  # fmt: skip
     rows = dict.fromkeys(["x", "y", "weight", "total", "out", "gate_up"], "*" + dtype)
-    yield layer_norm.add_norm_kernel, {"SIZE": 2048, "BLOCK_SIZE": 2048}, {**rows, "eps": "fp32"}
-    yield layer_norm.gate_kernel, {"SIZE": 6144, "BLOCK_SIZE": layer_norm.BLOCK}, rows
-    yield head_topk.head_kernel, {
-        "K": 8, "SIZE": 2560, "BLOCK_ROWS": head_topk.MAX_ROWS,
-        "BLOCK_TOKENS": head_topk.BLOCK_TOKENS, "BLOCK_SIZE": head_topk.BLOCK_SIZE,
+    yield triton_norms.add_norm_kernel, {"SIZE": 2048, "BLOCK_SIZE": 2048}, {**rows, "eps": "fp32"}
+    yield triton_norms.gate_kernel, {"SIZE": 6144, "BLOCK_SIZE": triton_norms.BLOCK}, rows
+    yield triton_head_topk.head_kernel, {
+        "K": 8, "SIZE": 2560, "BLOCK_ROWS": triton_head_topk.MAX_ROWS,
+        "BLOCK_TOKENS": triton_head_topk.BLOCK_TOKENS, "BLOCK_SIZE": triton_head_topk.BLOCK_SIZE,
     }, {
         "hidden": "*" + dtype, "weight": "*" + dtype,
         "rows": "i32", "heads": "i32", "vocabulary": "i32", "weight_stride": "i64",
     }  # fmt: skip
-    yield int8_linear.int8_linear_kernel, {
-        "INNER": 2048, "HAS_BIAS": dtype != "fp32", "BLOCK_ROWS": int8_linear.MAX_ROWS,
-        "BLOCK_OUTPUTS": int8_linear.BLOCK_OUTPUTS, "BLOCK_SIZE": int8_linear.BLOCK_SIZE,
+    yield triton_int8.int8_linear_kernel, {
+        "INNER": 2048, "HAS_BIAS": dtype != "fp32", "BLOCK_ROWS": triton_int8.MAX_ROWS,
+        "BLOCK_OUTPUTS": triton_int8.BLOCK_OUTPUTS, "BLOCK_SIZE": triton_int8.BLOCK_SIZE,
     }, {
         "x": "*" + dtype, "bias": "*" + dtype, "out": "*" + dtype, "values": "*i8",
         "scales": "*fp32", "rows": "i32", "size": "i32",
@@ -152,22 +146,22 @@ def trie(dtype, kind, sums, insertions=False, block=256, ranks="*i32"):
     """Returns a variant of the trie step; in captured searches, `ranks` has 64 bits."""
     arrays = ["first_child", "node_codes", "first_leaf", "last_leaf", "ranks", "words", "counts"]
     constants = {
-        "BLOCK": block, "BLOCK_PARTS": trie_topk.PARTS, "FILTER": kind.value, "SUMS": sums.value,
+        "BLOCK": block, "BLOCK_PARTS": triton_topk.PARTS, "FILTER": kind.value, "SUMS": sums.value,
         "INSERTIONS": insertions,
     }  # fmt: skip
-    return trie_topk.children_kernel, constants, {
+    return triton_topk.children_kernel, constants, {
         **dict.fromkeys(arrays, "*i32"), "log_probs": "*fp32", "logits": "*" + dtype,
         "normalizers": "*fp32", "ranks": ranks, "peaks": "*fp32", "weights": "*fp32",
-        **dict.fromkeys(trie_topk.COUNTS, "i32"),
+        **dict.fromkeys(triton_topk.COUNTS, "i32"),
     }  # fmt: skip
 
 
 def trie_sums(dtype, insertions):
     """Returns a variant of the kernel that sums over the blocks of a beam's children."""
-    return trie_topk.weights_kernel, {"BLOCK": 512, "INSERTIONS": insertions}, {
+    return triton_topk.weights_kernel, {"BLOCK": 512, "INSERTIONS": insertions}, {
         **dict.fromkeys(["first_child", "node_codes"], "*i32"),
         **dict.fromkeys(["log_probs", "peaks", "weights"], "*fp32"), "logits": "*" + dtype,
-        **dict.fromkeys(trie_topk.COUNTS, "i32"),
+        **dict.fromkeys(triton_topk.COUNTS, "i32"),
     }  # fmt: skip
 
 
@@ -179,7 +173,7 @@ def forms(capability):
     yield merge("bf16", 128)
     yield from acceptance("bf16", True)
     yield from small_kernels("bf16")
-    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE)
+    yield trie("bf16", triton_topk.EXCLUDED, triton_topk.AT_ONCE)
     yield trie_sums("fp32", False)
     if capability >= 90:
         yield attention("fp32", 128, 1, silu=True, limits=True, shared=True)
@@ -190,17 +184,17 @@ def forms(capability):
         yield attention("bf16", 64, 7, nodes=2000)
         yield attention("bf16", 96, 8, silu=True)
         yield from acceptance("fp32", False)
-        yield trie("fp32", trie_topk.ALLOWED, trie_topk.GIVEN)
-        yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE, insertions=True)
-        yield trie("bf16", trie_topk.ALLOWED, trie_topk.GIVEN, insertions=True)
-        yield trie("bf16", trie_topk.NO_FILTER, trie_topk.AT_ONCE)
+        yield trie("fp32", triton_topk.ALLOWED, triton_topk.GIVEN)
+        yield trie("bf16", triton_topk.EXCLUDED, triton_topk.AT_ONCE, insertions=True)
+        yield trie("bf16", triton_topk.ALLOWED, triton_topk.GIVEN, insertions=True)
+        yield trie("bf16", triton_topk.NO_FILTER, triton_topk.AT_ONCE)
 
 
 def few_forms(capability):
     """Yields attention over FP8, one acceptance kernel and the trie step."""
     yield attention("bf16", 64, 2, fp8=capability >= 89)
     yield next(acceptance("bf16", True))
-    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE)
+    yield trie("bf16", triton_topk.EXCLUDED, triton_topk.AT_ONCE)
 
 
 def rare_forms():
@@ -217,7 +211,7 @@ def rare_forms():
     for nodes in (8, 16):  # blocks of 32 and 64 rows; blocks of 16 and 128 are above
         yield attention("bf16", 128, 4, nodes=nodes)
         yield attention("bf16", 128, 4, nodes=nodes, fp8=True)
-    yield attention("bf16", 128, 4, stages=attention_launch.FEW_STAGES)
+    yield attention("bf16", 128, 4, stages=triton_launch.FEW_STAGES)
     yield attention("bf16", 128, 2)
     yield attention("bf16", 64, 1)
     yield attention("bf16", 64, 2)
@@ -228,11 +222,25 @@ def rare_forms():
     yield merge("fp32", 128, splits=2)
     yield from small_kernels("fp16")
     yield from small_kernels("fp32")
-    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.AT_ONCE, True, block=512, ranks="*i64")
-    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.IN_PARTS, True, block=512, ranks="*i64")
-    yield trie("fp32", trie_topk.ALLOWED, trie_topk.IN_PARTS, True, block=512)
+    yield trie(
+        "bf16",
+        triton_topk.EXCLUDED,
+        triton_topk.AT_ONCE,
+        True,
+        block=512,
+        ranks="*i64",
+    )
+    yield trie(
+        "bf16",
+        triton_topk.EXCLUDED,
+        triton_topk.IN_PARTS,
+        True,
+        block=512,
+        ranks="*i64",
+    )
+    yield trie("fp32", triton_topk.ALLOWED, triton_topk.IN_PARTS, True, block=512)
     yield trie_sums("bf16", True)
-    yield trie("bf16", trie_topk.EXCLUDED, trie_topk.GIVEN, True, block=4)
+    yield trie("bf16", triton_topk.EXCLUDED, triton_topk.GIVEN, True, block=4)
 
 
 def distinct(wanted):
@@ -294,7 +302,7 @@ def compile_for(capability, few):
         assert shared <= SHARED[capability], f"{kernel.__name__} {constants}: {shared} bytes shared"
         if not options["enable_fp_fusion"]:
             assert "fma.rn.f32" not in code, f"{kernel.__name__}: a fused multiply-add rounds once"
-        half = kernel is tree_attention._attend and kinds["query"] != "*fp32"
+        half = kernel is triton_attention._attend and kinds["query"] != "*fp32"
         if half and capability >= 90:  # bounded only here: on sm_80 a few dozen bytes spill
             spilled = spilled_bytes(told)
             assert spilled <= most_spilled, f"{constants}: {spilled} bytes spilled"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from recserve.kernels.formats import Codec, WeightFormat
+from recserve.kernels.linear.formats import Codec, WeightFormat
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 import torch
 
-from recserve.kernels.fp8 import FP8
-from recserve.kernels.paged_kv import KVPool, KVShape
+from recserve.kernels.cache.fp8 import FP8
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
 
 CODES = torch.arange(256, dtype=torch.uint8)
 

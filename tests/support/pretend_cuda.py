@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.paths import ROOT
 
 PACKAGE = str(ROOT / "recserve") + os.sep
-ATTENTION = PACKAGE + os.path.join("kernels", "dispatch.py")
+ATTENTION = PACKAGE + os.path.join("kernels", "attention", "attention.py")
 OPERATORS = PACKAGE + os.path.join("kernels", "backend.py")
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten

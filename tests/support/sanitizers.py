@@ -21,15 +21,23 @@ from tests.support.paths import ROOT
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
 RUNTIMES = ("libasan.so", "libubsan.so")
-TESTS = ("tests/kernels/cpu", "tests/kernels/trie", "tests/service/catalog/test_live_filters.py")
+TESTS = (
+    "tests/kernels/attention/test_native_attention.py",
+    "tests/kernels/layers/test_native_layers.py",
+    "tests/kernels/linear",
+    "tests/kernels/native",
+    "tests/kernels/trie",
+    "tests/service/catalog/test_live_filters.py",
+)
 # These start compilers or sanitizers of their own.
 LEFT_OUT = tuple(
-    f"--ignore=tests/kernels/cpu/{name}.py" for name in ("test_native_library", "test_sanitizers")
+    f"--ignore=tests/kernels/native/{name}.py"
+    for name in ("test_native_library", "test_sanitizers")
 )
 # Fails if the sources are not compiled, so that torch would do their work.
 CHECK = """
 import os, pathlib
-from recserve.kernels.cpu import native
+from recserve.kernels.native import native
 assert native.library() is not None
 (cached,) = pathlib.Path(os.environ["XDG_CACHE_HOME"], "recserve").glob("*.so")
 assert b"__asan_init" in cached.read_bytes()

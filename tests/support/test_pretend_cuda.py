@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.kernels import backend, dispatch
+from recserve.kernels import backend
+from recserve.kernels.cache import moves
 from tests.support.pretend_cuda import PretendCuda, PretendTensor
 
 
@@ -135,7 +136,7 @@ def test_a_twin_s_own_waiting_is_not_recorded(device, monkeypatch):
     pool = torch.zeros(2, 1, 5, 1, 2, device="cuda")
     path = numbers()[None, :2]
     length = path.sum(1)
-    dispatch.move_paths(*pool, path + 1, path, length)
+    moves.move_paths(*pool, path + 1, path, length)
     assert kinds(device) == []
 
 

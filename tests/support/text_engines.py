@@ -9,7 +9,7 @@ import torch
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels.paged_kv import KVShape
+from recserve.kernels.cache.kv_pool import KVShape
 from recserve.models.decoder import FINAL_LAYER, RMSNorm
 from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads

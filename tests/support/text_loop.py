@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from recserve.kernels.accept_reference import DraftProbs
+from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig

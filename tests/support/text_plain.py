@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from recserve.kernels.noise import gumbel
+from recserve.kernels.acceptance.noise import gumbel
 from recserve.kernels.tree import AUXILIARY, CANDIDATE
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.campaign.check import Budget, Figure, Finding, check
 from benchmarks.campaign.site import Site
-from recserve.kernels.accept_reference import DraftProbs
+from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.tree import TokenTree, from_parents
 from recserve.speculation.verifier import ScoredTrees
 from recserve.speculation.verifiers import block, rejection

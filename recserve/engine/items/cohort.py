@@ -20,7 +20,7 @@ from recserve.core.request import PromptScores, Result, Scores, Slate
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, Strategy, TreeStrategy
 from recserve.engine.runtime.runner import BatchSlice
-from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.cache.kv_pool import KVPool
 
 
 @dataclass

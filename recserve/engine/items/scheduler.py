@@ -35,8 +35,8 @@ from recserve.engine.runtime.scheduler import (
     Scheduler,
     expired,
 )
+from recserve.kernels.cache.kv_pool import slots_of_pages
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import slots_of_pages
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
 from recserve.models.inputs import NodeInputs
 

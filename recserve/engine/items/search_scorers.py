@@ -14,9 +14,9 @@ from torch import Tensor
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.engine.runtime.runner import Runner
-from recserve.kernels.paged_kv import PrefixTable, TreeBatch
-from recserve.kernels.reference import SOFTMAX
+from recserve.kernels.attention.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree_batch import PrefixTable, TreeBatch
 from recserve.kernels.trie.fixed_trie import FixedTrie
 from recserve.models.attention import PagedAttention
 from recserve.models.item_heads import SelfDraftHead

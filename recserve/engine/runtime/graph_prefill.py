@@ -23,9 +23,9 @@ from recserve.engine.runtime.cuda_graphs import (
     is_cuda,
 )
 from recserve.engine.runtime.runner import BatchSlice, Runner
-from recserve.kernels.paged_kv import PrefixTable, TreeBatch
-from recserve.kernels.reference import SOFTMAX
+from recserve.kernels.attention.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree_batch import PrefixTable, TreeBatch
 from recserve.models.attention import PagedAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender

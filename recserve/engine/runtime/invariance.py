@@ -1,8 +1,8 @@
 """The invariant mode: the bits of a result depend on the request alone.
 
 Matrix products never compute a single row by itself (models/packing.py), and attention sums exactly
-(exact_attention.py). Whether products of two rows and of hundreds of rows agree depends on the
-machine's library, on the shapes and on the number of threads. The mode therefore tests this at
+(kernels/attention/exact.py). Whether products of two rows and of hundreds of rows agree depends on
+the machine's library, on the shapes and on the number of threads. The mode therefore tests this at
 start on the served weights, and refuses to serve where it does not hold.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, RankerAdapter, Runner
-from recserve.kernels.cpu.exact_attention import ExactPool, ExactTreeAttention
+from recserve.kernels.attention.exact import ExactPool, ExactTreeAttention
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel

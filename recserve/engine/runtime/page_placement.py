@@ -10,7 +10,7 @@ from recserve.core.request import PrefixKeys
 from recserve.engine.runtime.pages import PageAllocator
 from recserve.engine.runtime.prefix_cache import Match, PrefixCache
 from recserve.engine.runtime.scheduler import PageOwner
-from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.cache.kv_pool import KVPool
 
 
 class PagePlacement:

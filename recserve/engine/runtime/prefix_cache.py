@@ -32,7 +32,7 @@ from torch import Tensor
 from recserve.core.prefix_metadata import PrefixMetadata
 from recserve.core.request import PrefixKeys
 from recserve.engine.runtime.pages import PageAllocator
-from recserve.kernels.paged_kv import KVPool, slots_of_pages
+from recserve.kernels.cache.kv_pool import KVPool, slots_of_pages
 
 Digest = bytes
 

@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from recserve.kernels import dispatch
+from recserve.kernels.attention.attention import BatchAttention, tree_attention
+from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
-from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import TokenTree, merge
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import Attend, PagedAttention
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.drafters.gated_lora import GatedLora, MaskRows
@@ -147,7 +148,7 @@ class Runner:
         self,
         trunk: ModelAdapter,
         pool: KVPool,
-        attention: dispatch.BatchAttention = dispatch.tree_attention,
+        attention: BatchAttention = tree_attention,
     ) -> None:
         self.trunk = trunk
         self.pool = pool

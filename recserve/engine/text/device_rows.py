@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recserve.engine.text.sequence import NO_SLOTS, TextSequence
-from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.cache.kv_pool import KVPool
 
 PAD_ROW = 0
 

@@ -42,9 +42,9 @@ from recserve.engine.text.trees import (
     drawn_rows,
     pack_trees,
 )
-from recserve.kernels.accept_reference import DraftProbs
-from recserve.kernels.paged_kv import PrefixTable, TreeBatch
+from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree_batch import PrefixTable, TreeBatch
 from recserve.models.drafters.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel

@@ -19,8 +19,8 @@ from recserve.engine.text.step import (
     move_paths,
     outputs_of,
 )
+from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.draft import TextDraft, empty_draft

@@ -12,8 +12,8 @@ from recserve.core.request import PrefixKeys
 from recserve.engine.runtime.page_placement import PagePlacement
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.sequence import NO_SLOTS, TextSequence
+from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool
 
 log = logging.getLogger(__name__)
 

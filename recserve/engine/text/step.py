@@ -12,10 +12,10 @@ from torch import Tensor
 
 from recserve.core.finite import all_finite
 from recserve.engine.text.trees import drawn_rows
-from recserve.kernels import dispatch
-from recserve.kernels.accept_reference import DraftProbs
+from recserve.kernels.acceptance.acceptance import DraftProbs
+from recserve.kernels.cache import moves as path_moves
+from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
 from recserve.models.decoder import AuxHiddenStates
 from recserve.speculation.completion import TokenLogprobs
@@ -168,7 +168,7 @@ def move_accepted(pool: KVPool, tree: TokenTree, accepted: Accepted, slots: Tens
     # Places after the end of a path are not read, so any valid index will do.
     place = (tree.offsets[:-1, None] + step).clamp(max=tree.num_nodes - 1)
     sources, targets = slots[nodes.clamp(min=0)], slots[place]
-    dispatch.move_paths(pool.keys, pool.values, sources, targets, accepted.lengths)
+    path_moves.move_paths(pool.keys, pool.values, sources, targets, accepted.lengths)
 
 
 def move_paths(pool: KVPool, paths: Seq[Seq[int]], slots: Tensor) -> None:

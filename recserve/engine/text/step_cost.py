@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
-from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import root_branch
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel

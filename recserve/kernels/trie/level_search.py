@@ -92,7 +92,7 @@ def best_children_reference(trie: Trie, query: ChildQuery) -> BestChildren:
 
 best_children = Operator(
     best_children_reference,
-    triton="recserve.kernels.triton.trie_topk:best_children",
+    triton="recserve.kernels.trie.triton_topk:best_children",
     reads=lambda trie, query: query.nodes,
 )
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu.float16_panels import Float16Panels
-from recserve.kernels.cpu.int8_panels import Int8Panels
-from recserve.kernels.cpu.native import FLOAT, TYPES, N, P, Panels, Product, compiled
+from recserve.kernels.linear.float16_panels import Float16Panels
+from recserve.kernels.linear.int8_panels import Int8Panels
+from recserve.kernels.linear.panels import Panels, Product
+from recserve.kernels.native.native import FLOAT, TYPES, N, P, compiled
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie.trie import LeafBits, LeafFilter, Trie
 

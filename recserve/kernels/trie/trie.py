@@ -35,8 +35,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu.native import N, P
 from recserve.kernels.host import on_device
+from recserve.kernels.native.native import N, P
 
 
 @dataclass(frozen=True)

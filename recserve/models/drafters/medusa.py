@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recserve.kernels import dispatch
+from recserve.kernels.linear import head_topk
 from recserve.models.language_model import LanguageModel
 
 MOST_RANKS = 32  # ranks that the kernel extracts from a tile of tokens one after another
@@ -126,7 +126,7 @@ class MedusaHeads(nn.Module):
         if self._stacked is None or count > MOST_RANKS:
             return self.forward(hidden).topk(count).indices
         states = torch.stack(self.states(hidden), dim=1)
-        return dispatch.head_topk(states, self._stacked, count).tokens.transpose(0, 1)
+        return head_topk.head_topk(states, self._stacked, count).tokens.transpose(0, 1)
 
     def tokens(self, words: Tensor) -> Tensor:
         """Converts the heads' token numbers to the target's; any shape."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from recserve.kernels.products import fastest_dtype
+from recserve.kernels.linear.products import fastest_dtype
 from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import DTYPES, UnsupportedModel, load_language_model, read_folder

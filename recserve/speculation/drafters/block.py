@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import PagedAttention
 from recserve.models.drafters.block import Block
 from recserve.models.drafters.block_files import load_block

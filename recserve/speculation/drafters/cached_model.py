@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import PagedAttention
 from recserve.models.language_model import LanguageModel
 

@@ -19,8 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from recserve.kernels.acceptance.noise import DRAFT, gumbel, step_keys
 from recserve.kernels.host import on_device
-from recserve.kernels.noise import DRAFT, gumbel, step_keys
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights

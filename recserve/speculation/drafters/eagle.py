@@ -24,9 +24,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain, merge
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import PagedAttention
 from recserve.models.drafters.eagle_files import load_eagle
 from recserve.models.drafters.eagle_questions import eagle_questions

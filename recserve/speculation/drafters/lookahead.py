@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from recserve.kernels.acceptance.noise import DRAFT, uniform
 from recserve.kernels.host import on_device
-from recserve.kernels.noise import DRAFT, uniform
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.drafters.draft_tree import ROOT, DraftTree

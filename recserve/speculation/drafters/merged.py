@@ -15,8 +15,8 @@ from itertools import islice
 
 import torch
 
+from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import CANDIDATE
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, RankedHeads, StateSpan, TextContext, TextOutcome

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.kernels.acceptance.noise import gumbel_of_tokens
 from recserve.kernels.host import on_device
-from recserve.kernels.noise import gumbel_of_tokens
 from recserve.speculation.drafter import TextContext
 
 # s above is the temperature, and at least this. Trees of the drafters in docs/results/drafters.md

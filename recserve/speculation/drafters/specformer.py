@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import chain, merge
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import PagedAttention
 from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.drafters.specformer import Specformer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels import accept_reference
+from recserve.kernels.acceptance import acceptance
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE, TokenTree
 from recserve.speculation.draft import TextDraft
@@ -111,7 +111,7 @@ def _leads(
 
 def follow_chosen(scored: ScoredTrees, chosen: Tensor) -> Accepted:
     """Returns the paths for tokens chosen at all nodes. chosen: [T]."""
-    walk = accept_reference.follow(chosen, scored.tree, scored.depth)
+    walk = acceptance.follow(chosen, scored.tree, scored.depth)
     return Accepted(walk.nodes, walk.lengths, walk.bonus)
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recserve.kernels import dispatch
-from recserve.kernels.accept_reference import DraftProbs, Keys
-from recserve.kernels.noise import ACCEPT, RESIDUAL, gumbel, step_keys, uniform
+from recserve.kernels.acceptance import acceptance
+from recserve.kernels.acceptance.acceptance import DraftProbs, Keys
+from recserve.kernels.acceptance.noise import ACCEPT, RESIDUAL, gumbel, step_keys, uniform
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.verifier import Accepted, ScoredTrees, UnfitDraft, Verifier
 from recserve.speculation.verifiers.path import first_children
@@ -43,7 +43,7 @@ def verify_drawn(scored: ScoredTrees) -> Accepted:
     p = scored.target(torch.arange(tree.num_nodes, device=tree.tokens.device)).softmax(-1).float()
     q = DraftProbs.none(tree, scored.vocab_size) if scored.probs is None else scored.probs
     keys = Keys(scored.seeds, scored.lengths - 1)
-    walk = dispatch.accept_drawn(p, q, tree, keys, scored.depth)
+    walk = acceptance.accept_drawn(p, q, tree, keys, scored.depth)
     return Accepted(walk.nodes, walk.lengths, walk.bonus)
 
 

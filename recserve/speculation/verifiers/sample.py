@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recserve.kernels import dispatch
-from recserve.kernels.accept_reference import Keys
-from recserve.kernels.noise import gumbel, gumbel_of_tokens
+from recserve.kernels.acceptance import acceptance
+from recserve.kernels.acceptance.acceptance import Keys
+from recserve.kernels.acceptance.noise import gumbel, gumbel_of_tokens
 from recserve.speculation.sampling import largest
 from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import follow
@@ -46,7 +46,7 @@ def _sample_everywhere(scored: ScoredTrees) -> Accepted:
         logits = scored.target(torch.arange(tree.num_nodes, device=tree.tokens.device))
         temperatures = torch.ones_like(scored.seeds, dtype=torch.float32)
     keys = Keys(scored.seeds, scored.lengths - 1)
-    walk = dispatch.accept(logits, tree, keys, temperatures, scored.depth)
+    walk = acceptance.accept(logits, tree, keys, temperatures, scored.depth)
     return Accepted(walk.nodes, walk.lengths, walk.bonus)
 
 

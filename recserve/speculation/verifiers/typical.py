@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recserve.kernels.noise import gumbel
+from recserve.kernels.acceptance.noise import gumbel
 from recserve.kernels.tree import CANDIDATE
 from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import path_to

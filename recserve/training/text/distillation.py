@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels.paged_kv import KVShape
+from recserve.kernels.cache.kv_pool import KVShape
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model, read_folder
 from recserve.models.packing import pack_weights

@@ -15,7 +15,8 @@ from recserve.engine.runtime.cuda_graphs import (
     CudaRecorder,
     GraphCapture,
 )
-from recserve.kernels.triton import attention_launch, fp8_kernel
+from recserve.kernels.attention import triton_launch
+from recserve.kernels.cache import triton_fp8
 from tests.support import triton_interpreter  # noqa: F401
 
 
@@ -202,10 +203,10 @@ def test_a_device_is_asked_what_it_has(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda requested: properties)
-    attention_launch.machine_of.cache_clear()
-    assert attention_launch.machine_of(device) == attention_launch.Machine(114, 102_400)
-    assert attention_launch.machine_of(torch.device("cpu")) == attention_launch.HOPPER
-    attention_launch.machine_of.cache_clear()
+    triton_launch.machine_of.cache_clear()
+    assert triton_launch.machine_of(device) == triton_launch.Machine(114, 102_400)
+    assert triton_launch.machine_of(torch.device("cpu")) == triton_launch.HOPPER
+    triton_launch.machine_of.cache_clear()
     for capability, native in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        assert fp8_kernel.has_native(device) is native
+        assert triton_fp8.has_native(device) is native

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from recserve.engine.items.graph_search import SearchShape
-from recserve.kernels import backend, dispatch
-from recserve.kernels.paged_kv import PrefixTable
+from recserve.kernels import backend
+from recserve.kernels.attention import attention
+from recserve.kernels.layers import operators
+from recserve.kernels.tree_batch import PrefixTable
 from recserve.kernels.trie import level_search
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.device_worlds import recommending
@@ -14,11 +16,9 @@ from tests.support.recorded_searches import assert_same, with_searches
 
 pytest.importorskip("triton")
 
-from recserve.kernels.triton import (
-    rope_write,
-    tree_attention,
-    trie_topk,  # noqa: E402
-)
+from recserve.kernels.attention import triton_attention
+from recserve.kernels.layers import triton_rope_write
+from recserve.kernels.trie import triton_topk
 
 SHAPES = (SearchShape(3, 8, 24, weighed=True), SearchShape(3, 8, 24), SearchShape(3, 8, None))
 
@@ -32,13 +32,13 @@ def test_kernels_find_what_the_twins_find(variant, monkeypatch):
         if not isinstance(batch.prefix_slots, PrefixTable):
             return stock(batch, *rest)
         launched.append(batch.num_queries)
-        return tree_attention.TritonTreeAttention(batch, *rest)
+        return triton_attention.TritonTreeAttention(batch, *rest)
 
     def kernel_children(trie, *rest):
         levels.append(trie.insertions is not None)
-        return trie_topk.best_children(trie, *rest)
+        return triton_topk.best_children(trie, *rest)
 
-    stock = dispatch.tree_attention
+    stock = attention.tree_attention
     with torch.inference_mode():
         launching, world = recommending("cpu"), recommending("cpu")
         world.trie = launching.trie
@@ -46,7 +46,7 @@ def test_kernels_find_what_the_twins_find(variant, monkeypatch):
         monkeypatch.setattr(backend, "FORCED", "torch")
         world.engine.schedulers["recommender"].runner.attention = kernel_attention
         graphs = with_searches(world, world.trie, lambda step: step, SHAPES)
-    monkeypatch.setattr(dispatch, "rope_write", rope_write.rope_write)
+    monkeypatch.setattr(operators, "rope_write", triton_rope_write.rope_write)
     monkeypatch.setattr(level_search, "best_children", kernel_children)
     assert_same(wanted, world.engine.run_many(launching.ask("beam", variant)))
     assert graphs.counts["replayed"] == 1

@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.step_graphs import TABLES, GraphLimits, TextStepGraphs
-from recserve.kernels import dispatch
+from recserve.kernels.acceptance import acceptance
+from recserve.kernels.cache import moves
 from recserve.speculation.drafters.none import NoDrafter
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.text_engines import engine_for
@@ -16,11 +17,8 @@ from tests.support.walking_model import drawn_language_model
 
 pytest.importorskip("triton")
 
-from recserve.kernels.triton import (
-    accept,
-    accept_drawn,
-    path_move,  # noqa: E402
-)
+from recserve.kernels.acceptance import triton_accept, triton_accept_drawn
+from recserve.kernels.cache import triton_moves
 
 SHAPE = StepShape(40, 4, 16)
 
@@ -73,9 +71,9 @@ def test_what_is_too_large_is_launched_and_the_rest_recorded():
 @torch.inference_mode()
 def test_a_step_holds_so_many_tables(monkeypatch):
     """What the fused kernels need no memory for is not counted, as on a GPU."""
-    monkeypatch.setattr(dispatch, "accept", accept.accept)
-    monkeypatch.setattr(dispatch, "accept_drawn", accept_drawn.accept_drawn)
-    monkeypatch.setattr(dispatch, "move_paths", path_move.move_paths)
+    monkeypatch.setattr(acceptance, "accept", triton_accept.accept)
+    monkeypatch.setattr(acceptance, "accept_drawn", triton_accept_drawn.accept_drawn)
+    monkeypatch.setattr(moves, "move_paths", triton_moves.move_paths)
     vocabulary, tables = 2003, []  # a number that no other axis has
     model = drawn_language_model(64, 1, vocabulary, torch.float32)
 

@@ -3,8 +3,10 @@
 import pytest
 
 from recserve.engine.text.graph_step import StepShape
-from recserve.kernels import dispatch
-from recserve.kernels.paged_kv import PrefixTable
+from recserve.kernels.acceptance import acceptance
+from recserve.kernels.attention import attention
+from recserve.kernels.cache import moves
+from recserve.kernels.tree_batch import PrefixTable
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -16,12 +18,9 @@ from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, plai
 
 triton = pytest.importorskip("triton")
 
-from recserve.kernels.triton import (  # noqa: E402
-    accept,
-    accept_drawn,
-    path_move,
-    tree_attention,  # noqa: E402
-)
+from recserve.kernels.acceptance import triton_accept, triton_accept_drawn  # noqa: E402
+from recserve.kernels.attention import triton_attention  # noqa: E402
+from recserve.kernels.cache import triton_moves  # noqa: E402
 
 SHAPES = (StepShape(2, 1, 0), StepShape(16, 1, 6), StepShape(14, 3, 5), StepShape(30, 3, 6))
 
@@ -42,13 +41,13 @@ def engine():
         if not isinstance(batch.prefix_slots, PrefixTable):
             return stock(batch, *rest)
         launched.append(batch.tree.num_nodes)
-        return tree_attention.TritonTreeAttention(batch, *rest)
+        return triton_attention.TritonTreeAttention(batch, *rest)
 
-    stock = dispatch.tree_attention
+    stock = attention.tree_attention
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "accept", accept.accept)
-        patch.setattr(dispatch, "accept_drawn", accept_drawn.accept_drawn)
-        patch.setattr(dispatch, "move_paths", path_move.move_paths)
+        patch.setattr(acceptance, "accept", triton_accept.accept)
+        patch.setattr(acceptance, "accept_drawn", triton_accept_drawn.accept_drawn)
+        patch.setattr(moves, "move_paths", triton_moves.move_paths)
         made = with_graphs(model, Counted(lambda step: step), SHAPES, drafters=drawing(model))
         made.schedulers["text"].runner.attention = kernel_attention
         yield model, made, launched

@@ -11,7 +11,7 @@ from scipy import stats
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels.noise import DRAFT, gumbel_of_tokens, step_keys
+from recserve.kernels.acceptance.noise import DRAFT, gumbel_of_tokens, step_keys
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter

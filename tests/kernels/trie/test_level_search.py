@@ -140,16 +140,16 @@ def options_of(form, trie, logits, allowed, excluded):
 
 def small_blocks(monkeypatch):
     """Makes nodes of many children take many programs, whose sums are merged in several turns."""
-    from recserve.kernels.triton import trie_topk
+    from recserve.kernels.trie import triton_topk
 
-    monkeypatch.setattr(trie_topk, "MOST_CHILDREN", 4)
-    monkeypatch.setattr(trie_topk, "PARTS", 2)
+    monkeypatch.setattr(triton_topk, "MOST_CHILDREN", 4)
+    monkeypatch.setattr(triton_topk, "PARTS", 2)
 
 
 @pytest.mark.parametrize("blocks", ["one", "many"])
 @pytest.mark.parametrize("codes,form", covering(CATALOGUES, FORMS))
 def test_triton_matches_torch(codes, form, blocks, monkeypatch):
-    from recserve.kernels.triton import trie_topk
+    from recserve.kernels.trie import triton_topk
     from tests.support import triton_interpreter  # noqa: F401
 
     if blocks == "many":
@@ -163,7 +163,7 @@ def test_triton_matches_torch(codes, form, blocks, monkeypatch):
         options = options_of(form, trie, logits, allowed, excluded)
         query = ChildQuery(nodes, log_probs, logits, width, 12, **options)
         expected = best_children_reference(trie, query)
-        got = trie_topk.best_children(trie, query)
+        got = triton_topk.best_children(trie, query)
         torch.testing.assert_close(got.log_probs, expected.log_probs)
         assert torch.equal(got.nodes, expected.nodes)
         assert torch.equal(got.parents, expected.parents)
@@ -175,7 +175,7 @@ def test_triton_matches_torch(codes, form, blocks, monkeypatch):
 )
 def test_triton_matches_torch_with_insertions(name, form, blocks, monkeypatch):
     """Later ids below every level, as they come and in a place with room to spare; and none."""
-    from recserve.kernels.triton import trie_topk
+    from recserve.kernels.trie import triton_topk
     from tests.support import triton_interpreter  # noqa: F401
 
     if blocks == "many":
@@ -204,7 +204,7 @@ def test_triton_matches_torch_with_insertions(name, form, blocks, monkeypatch):
             expected = best_children_reference(version, query)
             fixed.load(version)
             for trie in (version, fixed.trie) if level == 1 else (fixed.trie,):
-                got = trie_topk.best_children(trie, query)
+                got = triton_topk.best_children(trie, query)
                 torch.testing.assert_close(got.log_probs, expected.log_probs)
                 assert torch.equal(got.nodes, expected.nodes)
                 assert torch.equal(got.parents, expected.parents)
@@ -213,7 +213,7 @@ def test_triton_matches_torch_with_insertions(name, form, blocks, monkeypatch):
 @pytest.mark.parametrize("filtered", [False, True])
 def test_requests_without_listed_leaves_search_no_list(filtered, monkeypatch):
     """A captured search has places for 1,024 leaves, of which most requests use none."""
-    from recserve.kernels.triton import trie_topk
+    from recserve.kernels.trie import triton_topk
     from tests.support import triton_interpreter
 
     trie = build(CATALOGUES["drawn"])
@@ -233,7 +233,7 @@ def test_requests_without_listed_leaves_search_no_list(filtered, monkeypatch):
         return load(self, pointers, mask, *rest)
 
     monkeypatch.setattr(builder, "create_masked_load", counted)
-    found = trie_topk.best_children(trie, query)
+    found = triton_topk.best_children(trie, query)
     assert torch.equal(found.nodes, best_children_reference(trie, query).nodes)
     assert any(searches) == filtered
 
@@ -243,7 +243,7 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
     """The first beam is far down the batch: logits, keys and filters of those above are not there,
     but their numbers count.
     """
-    from recserve.kernels.triton import trie_topk
+    from recserve.kernels.trie import triton_topk
     from tests.support import triton_interpreter
 
     trie = build(CATALOGUES["drawn"])
@@ -262,7 +262,7 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
     expected = best_children_reference(trie, query)
     size = words.shape[1] if form == "allowed" else ranks.shape[1]
     assert shift * codes > 2**31 < shift * width and shift // beams * size > 2**31
-    kind = trie_topk.ALLOWED if form == "allowed" else trie_topk.EXCLUDED
+    kind = triton_topk.ALLOWED if form == "allowed" else triton_topk.EXCLUDED
 
     def far(tensor, row):
         return triton_interpreter.Far(tensor, shift * row, monkeypatch)
@@ -273,13 +273,13 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
     ]
     keys = torch.full((2, beams * width), -(2**62))
     triton_interpreter.start_programs_at(shift, monkeypatch)
-    trie_topk.children_kernel[(2 * beams,)](
+    triton_topk.children_kernel[(2 * beams,)](
         trie.first_child, trie.node_codes, trie.first_leaf, trie.last_leaf, *[nodes] * 7,
         far(nodes, 1), far(log_probs, 1), far(logits, codes), *[far(log_probs, 1)] * 3, *filters,
         far(keys, width), beams, codes, width, ranks.shape[1] * (form != "allowed"),
         words.shape[1], trie.num_nodes, 0, 0, 0 if form == "allowed" else size.bit_length(), 0,
-        BLOCK=2 ** (width - 1).bit_length(), BLOCK_PARTS=trie_topk.PARTS, FILTER=kind.value,
-        SUMS=trie_topk.AT_ONCE.value, INSERTIONS=False,
+        BLOCK=2 ** (width - 1).bit_length(), BLOCK_PARTS=triton_topk.PARTS, FILTER=kind.value,
+        SUMS=triton_topk.AT_ONCE.value, INSERTIONS=False,
     )  # fmt: skip
     got = unpacked(keys, width, 12)
     torch.testing.assert_close(got.log_probs, expected.log_probs)

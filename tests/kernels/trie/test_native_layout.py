@@ -6,7 +6,7 @@ import torch
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.kernels import backend
-from recserve.kernels.cpu import native
+from recserve.kernels.native import native
 from recserve.kernels.trie.trie import build_trie
 from recserve.search.beams import Beams
 from recserve.search.filters import RequestFilters

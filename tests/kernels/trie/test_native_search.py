@@ -11,7 +11,7 @@ from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels import backend
-from recserve.kernels.cpu import native
+from recserve.kernels.native import native
 from recserve.kernels.trie.level_search import ChildQuery, best_children
 from recserve.kernels.trie.native import KNOWN, MISSING, LevelCodes, NativeDescent
 from recserve.kernels.trie.trie import build_trie

@@ -10,22 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.kernels import backend, fp8
-from recserve.kernels.accept_reference import DraftProbs, Keys
-from recserve.kernels.paged_kv import KVPool, KVShape, PrefixTable, TreeBatch
+from recserve.kernels import backend
+from recserve.kernels.acceptance import triton_accept, triton_accept_drawn
+from recserve.kernels.acceptance.acceptance import DraftProbs, Keys
+from recserve.kernels.attention import triton_attention
+from recserve.kernels.cache import fp8, triton_moves
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
+from recserve.kernels.layers import triton_rope_write
+from recserve.kernels.linear import triton_head_topk
 from recserve.kernels.tree import merge
+from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.trie import triton_topk
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.level_search import ChildQuery
 from recserve.kernels.trie.trie import BatchFilter, build_trie, pack_leaves
-from recserve.kernels.triton import (
-    accept,
-    accept_drawn,
-    head_topk,
-    path_move,
-    rope_write,
-    tree_attention,
-    trie_topk,
-)
 from tests.support import triton_interpreter
 from tests.support.attention_batches import draw_tree
 from tests.support.device_worlds import text_engine, texts
@@ -38,12 +36,13 @@ from triton.runtime.interpreter import GridExecutor  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 KERNELS = (
-    tree_attention._attend, tree_attention._merge, path_move.move_kernel, rope_write.rope_kernel,
+    triton_attention._attend, triton_attention._merge, triton_moves.move_kernel,
+    triton_rope_write.rope_kernel,
 )  # fmt: skip
 OTHERS = (
-    accept.choose_kernel, accept.walk_kernel, accept_drawn.drawn_walk_kernel,
-    accept_drawn.bonus_kernel, accept_drawn.pick_kernel, head_topk.head_kernel,
-    trie_topk.children_kernel, trie_topk.weights_kernel,
+    triton_accept.choose_kernel, triton_accept.walk_kernel, triton_accept_drawn.drawn_walk_kernel,
+    triton_accept_drawn.bonus_kernel, triton_accept_drawn.pick_kernel, triton_head_topk.head_kernel,
+    triton_topk.children_kernel, triton_topk.weights_kernel,
 )  # fmt: skip
 
 
@@ -109,14 +108,16 @@ def test_attention_over_a_day_of_texts(dtype, keys, monkeypatch):
     for number, batch in enumerate(batches(300)):
         query = torch.empty(batch.num_queries, heads, dim, dtype=torch.float16)
         layer = number % 2
-        attention = tree_attention.TritonTreeAttention(batch)
+        attention = triton_attention.TritonTreeAttention(batch)
         attention(query, query, query, pool.keys[layer], pool.values[layer])
         paths = torch.zeros(batch.tree.num_trees, 1 + number % 17, dtype=torch.int64)
         lengths = torch.zeros(len(paths) + 1, dtype=torch.int64)[number % 2 :][: len(paths)]
-        path_move.move_paths(pool.keys, pool.values, paths, paths, lengths)
+        triton_moves.move_paths(pool.keys, pool.values, paths, paths, lengths)
         qkv = torch.empty(len(batch.slots), heads + 2 * kv_heads, dim, dtype=torch.float16)
         turns = torch.empty(len(batch.slots), dim // 2)
-        rope_write.rope_write(qkv, turns, turns, batch.slots, pool.keys[layer], pool.values[layer])
+        triton_rope_write.rope_write(
+            qkv, turns, turns, batch.slots, pool.keys[layer], pool.values[layer]
+        )
     counts = {name: len(found) for name, found in keys.found.items()}
     blocks = {4 * 2**n for n in range(4)}
     assert counts.pop("_attend") <= 2 * len(blocks)
@@ -142,7 +143,7 @@ def test_attention_of_an_engine(keys, monkeypatch):
         text_engine("cuda", ("ngram",)).run_many(
             texts("ngram", "sample", "greedy", count=2, most=4)
         )
-    place = tree_attention._attend.arg_names.index("BLOCK_Q")
+    place = triton_attention._attend.arg_names.index("BLOCK_Q")
     blocks = {key[place] for key in keys.found["_attend"]}
     assert len(keys.found["_attend"]) == len(blocks) <= 4  # no root is long enough to be split
     assert len(keys.found["rope_kernel"]) == 1
@@ -180,10 +181,10 @@ def test_acceptance_and_heads_over_a_day(vocabulary, monkeypatch):
     )
     matrix = torch.empty(1, vocabulary, 16)
     for logits, tree, seeds, warmth, depth, g in judged(60, vocabulary):
-        accept.accept(logits, tree, seeds, warmth, depth)
+        triton_accept.accept(logits, tree, seeds, warmth, depth)
         q = DraftProbs(logits, slid(torch.arange(tree.num_nodes), g))
-        accept_drawn.accept_drawn(logits, q, tree, seeds, depth)
-        head_topk.head_topk(torch.zeros(len(warmth), 3, 16), matrix, 4)
+        triton_accept_drawn.accept_drawn(logits, q, tree, seeds, depth)
+        triton_head_topk.head_topk(torch.zeros(len(warmth), 3, 16), matrix, 4)
     counts = {name: len(found) for name, found in keys.found.items() if found}
     assert counts == {name: len(made) for name, made in keys.constants.items() if made}
     # Shares of the vocabulary, fewer where many nodes are judged; rows of a block 16 to 64.
@@ -223,4 +224,4 @@ def step(trie, batch, beams, codes, width, g):
     bits = pack_leaves(torch.ones(batch, trie.base.num_items, dtype=torch.bool))
     for filters in (BatchFilter(), BatchFilter(excluded), BatchFilter(bits=bits)):
         query = ChildQuery(nodes, scores, logits, width, 5, filters=filters)
-        trie_topk.best_children(trie, query)
+        triton_topk.best_children(trie, query)

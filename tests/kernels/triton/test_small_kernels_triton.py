@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from recserve.kernels import reference
-from recserve.kernels.triton import head_topk, path_move, rope_write
+from recserve.kernels.cache import moves, triton_moves
+from recserve.kernels.layers import reference, triton_rope_write
+from recserve.kernels.linear import head_topk, triton_head_topk
 from tests.support import triton_interpreter
 from tests.support.path_moves import draw_paths
 
@@ -33,8 +34,8 @@ def test_paths_are_moved(paths, longest, layers, kv_heads, dim):
             expected_keys[:, targets[b, step]] = keys[:, sources[b, step]]
             expected_values[:, targets[b, step]] = values[:, sources[b, step]]
     twin_keys, twin_values = keys.clone(), values.clone()
-    reference.move_paths(twin_keys, twin_values, sources, targets, lengths)
-    path_move.move_paths(keys, values, sources, targets, lengths)
+    moves.move_paths_reference(twin_keys, twin_values, sources, targets, lengths)
+    triton_moves.move_paths(keys, values, sources, targets, lengths)
     for got in (twin_keys, keys):
         assert torch.equal(got, expected_keys)
     for got in (twin_values, values):
@@ -53,7 +54,7 @@ def test_rope_and_write(rows, heads, kv_heads, dim, dtype):
     keys, values = torch.full((2, rows + 9, kv_heads, dim), 5.0, dtype=dtype)
     twin_keys, twin_values = keys.clone(), values.clone()
     expected = reference.rope_write(qkv, angles.cos(), angles.sin(), slots, twin_keys, twin_values)
-    got = rope_write.rope_write(qkv, angles.cos(), angles.sin(), slots, keys, values)
+    got = triton_rope_write.rope_write(qkv, angles.cos(), angles.sin(), slots, keys, values)
     tolerance = {"rtol": 2e-3, "atol": 2e-3} if dtype == torch.float16 else {}
     for one, two in ((got, expected), (keys, twin_keys), (values, twin_values)):
         torch.testing.assert_close(one, two, **tolerance)
@@ -84,8 +85,8 @@ def test_heads_best_tokens(rows, heads, size, vocabulary, k, shared):
     g = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, heads, size, generator=g)
     weight = torch.randn(1 if shared else heads, vocabulary, size, generator=g)
-    expected = reference.head_topk(hidden, weight, k)
-    got = head_topk.head_topk(hidden, weight, k)
+    expected = head_topk.head_topk_reference(hidden, weight, k)
+    got = triton_head_topk.head_topk(hidden, weight, k)
     assert torch.equal(got.tokens, expected.tokens)
     torch.testing.assert_close(got.values, expected.values, rtol=1e-5, atol=1e-4)
     logits = hidden[0, 0] @ weight[0].T
@@ -96,7 +97,7 @@ def test_equal_logits_go_to_the_lowest_token():
     weight = torch.zeros(1, 400, 16)
     weight[0, [5, 130, 131, 399], 0] = 1.0
     hidden = torch.ones(2, 1, 16)
-    got = head_topk.head_topk(hidden, weight, 3)
+    got = triton_head_topk.head_topk(hidden, weight, 3)
     assert got.tokens.tolist() == [[[5, 130, 131]]] * 2
 
 
@@ -111,7 +112,7 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     qkv, angles = torch.randn(4, 6, dim), torch.randn(4, dim // 2)
     twin = keys.clone(), values.clone()
     expected = reference.rope_write(qkv, angles.cos(), angles.sin(), torch.arange(4), *twin)
-    got = rope_write.rope_write(
+    got = triton_rope_write.rope_write(
         qkv, angles.cos(), angles.sin(), torch.arange(4) + shift, far_keys, far_values
     )
     torch.testing.assert_close(got, expected)
@@ -122,7 +123,7 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     sources = torch.tensor([[3, 7]]) + shift
     targets = torch.tensor([[0, 1]]) + shift
     far_keys.shape = far_values.shape = (1, 2**25, kv_heads, dim)
-    path_move.move_paths(far_keys, far_values, sources, targets, torch.tensor([2]))
+    triton_moves.move_paths(far_keys, far_values, sources, targets, torch.tensor([2]))
     assert torch.equal(keys, moved)
 
 
@@ -130,7 +131,7 @@ def test_states_past_2_31_elements_are_addressed(monkeypatch):
     """Rows far down a batch: those before are not there."""
     rows, size, vocabulary, k = 5, 60, 300, 4
     hidden, weight = torch.randn(rows, 1, size), torch.randn(1, vocabulary, size)
-    expected = reference.head_topk(hidden, weight, k)
+    expected = head_topk.head_topk_reference(hidden, weight, k)
     blocks, tiles = 2**31 // (size * 16) + 3, 3
     shift = blocks * 16
     best = torch.full((rows, 1, tiles * k), -(2**62))
@@ -141,7 +142,7 @@ def test_states_past_2_31_elements_are_addressed(monkeypatch):
 
     with monkeypatch.context() as patch:
         triton_interpreter.start_programs_at(blocks, patch)
-        head_topk.head_kernel[1, tiles, 1](
+        triton_head_topk.head_kernel[1, tiles, 1](
             far(hidden, size), weight, far(best, tiles * k),
             shift + rows, 1, vocabulary, vocabulary * size,
             K=k, SIZE=size, BLOCK_ROWS=16, BLOCK_TOKENS=128, BLOCK_SIZE=64,
@@ -155,7 +156,7 @@ def test_the_weights_of_heads_past_2_31_elements_are_addressed(monkeypatch):
     rows, size, vocabulary, k, tiles = 5, 60, 300, 4, 3
     hidden, weight = torch.randn(rows, 2, size), torch.randn(2, vocabulary, size)
     stride = 2**31 + 5
-    expected = reference.head_topk(hidden, weight, k).tokens
+    expected = head_topk.head_topk_reference(hidden, weight, k).tokens
     best = torch.full((rows, 2, tiles * k), -(2**62))
     builder = type(triton_interpreter.interpreter.interpreter_builder)
     far = triton_interpreter.Far(weight[1], stride, monkeypatch)
@@ -166,7 +167,7 @@ def test_the_weights_of_heads_past_2_31_elements_are_addressed(monkeypatch):
                 "set_grid_idx",
                 lambda self, x, y, z, head=head: setattr(self, "grid_idx", (x, y, head)),
             )
-            head_topk.head_kernel[1, tiles, 1](
+            triton_head_topk.head_kernel[1, tiles, 1](
                 hidden, matrices, best, rows, 2, vocabulary, stride,
                 K=k, SIZE=size, BLOCK_ROWS=16, BLOCK_TOKENS=128, BLOCK_SIZE=64,
             )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Attention to a KV pool of any storage type.
+
+Triton reads FP8 directly. Other devices decode what a batch reads once per layer, each tree next to
+its root. Attention in the query's own type then reads the decoded copy. The copy includes the keys
+and values of the nodes computed now. So a node has the same values for nodes scored with it and
+for nodes scored later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.attention.attention import BatchAttention
+from recserve.kernels.attention.reference import Activation
+from recserve.kernels.backend import Backend, backend_of
+from recserve.kernels.cache.fp8 import Fp8, Stored
+from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+
+PoolAttention = Callable[[TreeBatch, Activation], Callable[..., Tensor]]
+
+
+def attention_to(stored: Stored, attention: BatchAttention) -> PoolAttention:
+    """Returns the same attention for layers of keys and values that are stored like `stored`."""
+    if isinstance(stored, Tensor) or backend_of(stored) is Backend.TRITON:
+        return attention
+
+    def attend(batch: TreeBatch, activation: Activation) -> Callable[..., Tensor]:
+        if isinstance(batch.prefix_slots, PrefixTable):
+            return attention(batch, activation)  # the reference, which accepts any type
+        return DecodedAttention(batch, activation, attention)
+
+    return attend
+
+
+class DecodedAttention:
+    """Attention of one batch to an FP8 pool, laid out once and called once per layer."""
+
+    def __init__(
+        self,
+        batch: TreeBatch,
+        activation: Activation,
+        attention: BatchAttention,
+    ) -> None:
+        assert not isinstance(batch.prefix_slots, PrefixTable)
+        read, roots, nodes, begin = [], [], [], 0
+        bounds = pairwise(batch.tree.offsets.tolist())
+        for root, (start, stop) in zip(batch.prefix_slots, bounds, strict=True):
+            read += [root, batch.slots[start:stop]]
+            end = begin + root.shape[0] + stop - start
+            places = torch.arange(begin, end, device=root.device)
+            roots.append(places[: root.shape[0]])
+            nodes.append(places[root.shape[0] :])
+            begin = end
+        moved = TreeBatch(batch.tree, batch.queries, torch.cat(nodes), tuple(roots))
+        self._read, self._computed = torch.cat(read), moved.query_slots()
+        self._attention = attention(moved, activation)
+
+    def __call__(
+        self, query: Tensor, _key: Tensor, _value: Tensor, keys: Stored, values: Stored
+    ) -> Tensor:
+        """Attends as `attention.tree_attention`; new nodes are read from the pool as well."""
+        assert isinstance(keys, Fp8) and isinstance(values, Fp8)
+        key, value = (pool.rows(self._read).to(query.dtype) for pool in (keys, values))
+        own = self._computed
+        return self._attention(query, key[own], value[own], key, value)

@@ -1,0 +1,37 @@
+"""Accepted paths move to their final slots: the reference against a loop over rows."""
+
+import pytest
+import torch
+
+from recserve.kernels.cache.moves import move_paths_reference
+
+LAYERS, SLOTS, HEADS, DIM = 2, 60, 2, 3
+
+
+def loop(pool, sources, targets, lengths):
+    moved = pool.clone()
+    for path, place, length in zip(sources, targets, lengths.tolist(), strict=True):
+        for step in range(length):
+            moved[:, place[step]] = pool[:, path[step]]
+    return moved
+
+
+@pytest.mark.parametrize("lengths", [[0], [4], [0, 0, 0], [3, 0, 4], [1, 2, 3], [4, 4, 4]])
+def test_paths_move_to_their_slots_and_nothing_else_does(lengths):
+    """Each path lies in 20 slots of its own, its nodes at or behind their targets."""
+    g = torch.Generator().manual_seed(sum(lengths))
+    keys, values = (torch.randn(LAYERS, SLOTS, HEADS, DIM, generator=g) for _ in range(2))
+    starts = 20 * torch.arange(len(lengths))[:, None]
+    targets = starts + 2 + torch.arange(4)
+    sources = starts + 2 + torch.randperm(16, generator=g)[:4].sort().values
+    lengths = torch.tensor(lengths)
+    expected = [loop(pool, sources, targets, lengths) for pool in (keys, values)]
+    move_paths_reference(keys, values, sources, targets, lengths)
+    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
+
+
+def test_no_path_moves_nothing():
+    pool = torch.randn(LAYERS, SLOTS, HEADS, DIM)
+    before, none = pool.clone(), torch.empty(0, 3, dtype=torch.int64)
+    move_paths_reference(pool, pool, none, none, torch.empty(0, dtype=torch.int64))
+    assert torch.equal(pool, before)
