@@ -23,10 +23,9 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.support.timing import alternating, machine
-from recserve.kernels.linear import panels
-from recserve.kernels.linear.float16_panels import Float16Panels
+from recserve.kernels.linear import int8
 from recserve.kernels.linear.int8 import Int8Weight
-from recserve.kernels.linear.int8_panels import Int8Panels
+from recserve.kernels.linear.panels import Panels
 from recserve.kernels.linear.products import OneDnnWeight, onednn_packs
 from recserve.kernels.native import native
 
@@ -49,12 +48,12 @@ def methods(size: int, inner: int, copies: int) -> dict[str, tuple[torch.dtype, 
         name = str(dtype).removeprefix("torch.")
         found[f"{name}, torch"] = dtype, [torch_product(w) for w in weights]
         if native.library() is not None:
-            found[f"{name}, C"] = dtype, [panels.Panels.of(w, None) for w in weights]
+            found[f"{name}, C"] = dtype, [Panels.of(w, None) for w in weights]
             if dtype == torch.float32:
-                halves = [Float16Panels.of(w.half(), None) for w in weights]
+                halves = [Panels.of(w.half(), None, torch.float32) for w in weights]
                 found["float16 x float32, C"] = dtype, halves
             rounded = map(Int8Weight.of, weights)
-            found[f"int8 x {name}, C"] = dtype, [Int8Panels.of(w, None, dtype) for w in rounded]
+            found[f"int8 x {name}, C"] = dtype, [int8.panels(w, None, dtype) for w in rounded]
     return found
 
 

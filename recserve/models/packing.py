@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from recserve.kernels.decoder.decoder import LayerShape, LayerWeights, NativeLayers
 from recserve.kernels.linear import products
-from recserve.kernels.linear.float16_panels import Float16Panels
 from recserve.kernels.linear.formats import FORMATS
-from recserve.kernels.linear.int8_panels import Int8Panels
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.linear.products import OneDnnWeight, Product, onednn_packs, stored_product
 from recserve.kernels.native.native import LANES
@@ -58,10 +56,10 @@ class PackedLinear(nn.Module):
         self._product = stored_product(weight, bias, stored) if stored else _packed(weight, bias)
 
     @property
-    def panels(self) -> Panels | Int8Panels | Float16Panels | None:
+    def panels(self) -> Panels | None:
         """The packed weight if the product runs in C, else None."""
         product = self._product
-        return product if isinstance(product, Panels | Int8Panels | Float16Panels) else None
+        return product if isinstance(product, Panels) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiplies x [..., m] and returns [..., n]."""

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.attention.cpu import CpuTreeAttention
+from recserve.kernels.linear import int8
 from recserve.kernels.linear.int8 import Int8Weight
-from recserve.kernels.linear.int8_panels import Int8Panels
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.linear.products import DecodedProduct, OneDnnWeight, onednn_packs
 from recserve.kernels.native import native
@@ -115,7 +115,7 @@ def _plain_pair(weight: Tensor) -> tuple[Product, Product]:
 def _int8_pair(weight: Tensor) -> tuple[Product, Product]:
     rounded = Int8Weight.of(weight)
     decoded = DecodedProduct(rounded, None, Int8Weight.dequantize)
-    return Int8Panels.of(rounded, None, weight.dtype), decoded
+    return int8.panels(rounded, None, weight.dtype), decoded
 
 
 def _attention(dtype: torch.dtype) -> Comparison:

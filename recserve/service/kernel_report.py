@@ -84,7 +84,7 @@ def _why_torch(module: PackedLinear) -> str:
     why = _without_c(module.dtype)
     if why is None and module.dtype == torch.bfloat16 and processor.has_amx():
         why = "oneDNN uses AMX"
-    if why is None and module.stored is not None and FORMATS[module.stored].open().c is None:
+    if why is None and module.stored is not None and FORMATS[module.stored].open().panels is None:
         why = f"C has no products of {module.stored}"
     return why or f"C has no products of {module.shape[1]} inputs"
 

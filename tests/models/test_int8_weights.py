@@ -9,7 +9,6 @@ import torch
 from recserve.engine.build import EngineModels, build_engine
 from recserve.kernels import backend
 from recserve.kernels.linear.int8 import Int8Weight
-from recserve.kernels.linear.int8_panels import Int8Panels
 from recserve.kernels.native import native
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
@@ -50,7 +49,7 @@ def test_logits_are_those_of_the_rounded_weights(tied, kernels):
     in_c = kernels == "c" and native.library() is not None
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert len(packed) == 3 * 4 + 1
-    assert all(isinstance(layer.panels, Int8Panels) == in_c for layer in packed)
+    assert all((layer.panels is not None) == in_c for layer in packed)
     assert (model.decoder.whole_decoder is not None) == in_c
     tokens, positions = torch.randint(0, 200, (1, 50)), torch.arange(50)[None]
     with torch.inference_mode():
@@ -90,7 +89,7 @@ def test_a_recommender_keeps_its_codes_and_packs_its_decoder(kernels):
     model.pack()
     in_c = kernels == "c" and native.library() is not None
     layers = [m for m in model.decoder.modules() if isinstance(m, PackedLinear)]
-    assert layers and all(isinstance(layer.panels, Int8Panels) == in_c for layer in layers)
+    assert layers and all((layer.panels is not None) == in_c for layer in layers)
     assert torch.equal(model.level_codes(0), codes)
     with torch.inference_mode():
         tokens = torch.arange(1, 9)[None]

@@ -21,9 +21,8 @@ from recserve.kernels.attention.native import NativeTreeAttention
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.decoder.decoder import LayerShape, LayerWeights, NativeLayers
 from recserve.kernels.layers import native as layers_native
-from recserve.kernels.linear.float16_panels import Float16Panels
+from recserve.kernels.linear import int8
 from recserve.kernels.linear.int8 import Int8Weight
-from recserve.kernels.linear.int8_panels import Int8Panels
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain, from_parents, merge
@@ -90,10 +89,10 @@ def _rows(dtype: torch.dtype) -> dict[str, Tensor]:
         bias = draw(outer)
         products = {
             "product": Panels.of(weight.to(dtype), bias),
-            "int8": Int8Panels.of(Int8Weight.of(weight), bias, dtype),
+            "int8": int8.panels(Int8Weight.of(weight), bias, dtype),
         }
         if dtype == torch.float32:
-            products["halves"] = Float16Panels.of(weight.half(), bias)
+            products["halves"] = Panels.of(weight.half(), bias, torch.float32)
         for name, product in products.items():
             for rows in (1, 5, 40):
                 outs[f"{name} {inner} {rows}"] = product(x[:rows])

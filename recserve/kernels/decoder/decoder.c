@@ -33,7 +33,7 @@ void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *s
     for (int64_t i = 0; i < count; i++, keys += pool * bytes, values += pool * bytes) {
         const Layer *layer = layers + i;
         rms_norm(type, x, layer->attention_norm, normed, rows, shape->size, eps);
-        apply_product(type, &layer->qkv, normed, qkv, rows);
+        linear(type, &layer->qkv, normed, qkv, rows);
         if (layer->query_norm) {
             norm_heads(type, qkv, layer->query_norm, rows, wide, shape->heads, dim, eps);
             norm_heads(type, qkv + all * bytes, layer->key_norm, rows, wide, shape->kv_heads, dim,
@@ -43,12 +43,12 @@ void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *s
                    shape->kv_heads, dim);
         tree_attention(type, query, keys, values, mixed, trees, num_trees, shape->heads,
                        shape->kv_heads, dim, shape->scale, 0, together);
-        apply_product(type, &layer->output, mixed, normed, rows);
+        linear(type, &layer->output, mixed, normed, rows);
         add(type, x, normed, rows * shape->size);
         rms_norm(type, x, layer->mlp_norm, normed, rows, shape->size, eps);
-        apply_product(type, &layer->gate_up, normed, gate_up, rows);
+        linear(type, &layer->gate_up, normed, gate_up, rows);
         silu_mul(type, gate_up, gated, rows, shape->inner);
-        apply_product(type, &layer->down, gated, normed, rows);
+        linear(type, &layer->down, gated, normed, rows);
         add(type, x, normed, rows * shape->size);
     }
     if (norm) rms_norm(type, x, norm, x, rows, shape->size, eps);

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.attention.native import NativeTreeAttention
-from recserve.kernels.linear.float16_panels import Float16Panels
-from recserve.kernels.linear.int8_panels import Int8Panels
 from recserve.kernels.linear.panels import Panels, Product
 from recserve.kernels.native.native import FLOAT, TYPES, N, P, compiled
 
@@ -39,10 +37,10 @@ class LayerWeights:
     query_norm: Tensor | None
     key_norm: Tensor | None
     mlp_norm: Tensor
-    qkv: Panels | Int8Panels | Float16Panels
-    output: Panels | Int8Panels | Float16Panels
-    gate_up: Panels | Int8Panels | Float16Panels
-    down: Panels | Int8Panels | Float16Panels
+    qkv: Panels
+    output: Panels
+    gate_up: Panels
+    down: Panels
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.linear.formats import Codec
+from recserve.kernels.linear.panels import Panels
+from recserve.kernels.native.native import library
 
 
 def encode(weight: Tensor) -> Tensor:
@@ -22,4 +24,14 @@ def decode(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
-FLOAT16 = Codec(encode, decode, c="recserve.kernels.linear.float16_panels:Float16Panels")
+def c_supports(weight: Tensor) -> bool:
+    """Returns whether C multiplies in place of a weight [n, m]: float32, exact in float16."""
+    if not weight.is_cpu or weight.dtype != torch.float32 or weight.ndim != 2:
+        return False
+    if library() is None:
+        return False
+    half = weight.half()
+    return bool(half.isfinite().all()) and torch.equal(half.float(), weight)
+
+
+FLOAT16 = Codec(encode, decode, Panels.of, c_supports)

@@ -10,23 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-
-class PanelsOfFormat(Protocol):
-    """Weights of a format in the layout that C reads."""
-
-    def supports(self, weight: Tensor) -> bool:
-        """Returns whether C multiplies in place of this weight [n, m], before it is encoded."""
-        ...
-
-    def of(self, encoded: Any, bias: Tensor | None, dtype: torch.dtype) -> Any:
-        """Packs an encoded weight and a bias [n] for activations of a type."""
-        ...
+    from recserve.kernels.linear.panels import Panels
 
 
 @dataclass(frozen=True)
@@ -36,13 +26,17 @@ class Codec:
     Attributes:
         encode: Returns a weight [n, m] of any float type in the format.
         decode: Returns an encoded weight [n, m] in a float type.
-        c: Class with the methods of `PanelsOfFormat`, as "module:class". None without C kernels.
+        panels: Packs an encoded weight and a bias [n] for activations of a type, for C. None where
+            C has no case for the format.
+        c_supports: Returns whether C multiplies in place of this weight [n, m], before it is
+            encoded. None with `panels` None.
         triton: Class of products (encoded, bias), as "module:class". None without a Triton kernel.
     """
 
     encode: Callable[[Tensor], Any]
     decode: Callable[[Any, torch.dtype], Tensor]
-    c: str | None = None
+    panels: Callable[[Any, Tensor | None, torch.dtype], Panels] | None = None
+    c_supports: Callable[[Tensor], bool] | None = None
     triton: str | None = None
 
 

@@ -145,10 +145,10 @@ int int8_depth(int type, int64_t inner) {
     return 1;
 }
 
-/* x: [rows, inner]. panels: [ceil(size / PANEL), inner / depth, PANEL, depth]. scales, bias:
- * [ceil(size / PANEL) * PANEL] float32. out: [rows, size]. */
-void linear_int8(int type, const char *x, const int8_t *panels, const float *scales,
-                 const float *bias, char *out, int64_t rows, int64_t inner, int64_t size) {
+void linear_int8(int type, const Product *weights, const char *x, char *out, int64_t rows) {
+    const int8_t *panels = (const int8_t *)weights->panels;
+    const float *scales = weights->scales, *bias = weights->bias;
+    int64_t inner = weights->inner, size = weights->size;
     int64_t count = (size + PANEL - 1) / PANEL, bytes = type == FLOAT32 ? 4 : 2;
     int64_t depth = int8_depth(type, inner), steps = inner / depth;
     int64_t most = rows < BLOCK_ROWS ? rows : BLOCK_ROWS;

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.linear.formats import Codec
+from recserve.kernels.linear.panels import Panels
+from recserve.kernels.native.native import TYPES, library
 
 LARGEST = 127
 
@@ -43,9 +45,22 @@ class Int8Weight:
         return (self.values * self.scales[:, None]).to(dtype)
 
 
+def panels(weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype) -> Panels:
+    """Packs a weight [n, m] and a bias [n] for activations of a type of `TYPES`."""
+    return Panels.of(weight.values, bias, dtype, weight.scales)
+
+
+def c_supports(weight: Tensor) -> bool:
+    """Returns whether C multiplies activations of this weight's device and type with 8 bits."""
+    if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2:
+        return False
+    return library() is not None
+
+
 INT8 = Codec(
     Int8Weight.of,
     Int8Weight.dequantize,
-    c="recserve.kernels.linear.int8_panels:Int8Panels",
+    panels,
+    c_supports,
     triton="recserve.kernels.linear.triton_int8:TritonInt8Product",
 )

@@ -16,6 +16,8 @@ INLINE int strip_width(int count) {
     return width;
 }
 
+void linear_int8(int type, const Product *weights, const char *x, char *out, int64_t rows);
+
 /* Writes `count` bfloat16 numbers as floats. */
 INLINE void widen(const char *x, float *to, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES)

@@ -1,4 +1,4 @@
-"""Products with packed weights in C (products.c)."""
+"""Products with packed weights in C, in every format that C multiplies (products.c, int8.c)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from recserve.kernels.native.native import PANEL, TYPES, N, P, compiled, library
 
+# What panels hold: numbers of the activations' type, or of one of these.
+STORED = {torch.float16: 1, torch.int8: 2}
+
 
 def multiplies(weight: Tensor) -> bool:
-    """Returns whether `Panels` can hold a weight [n, m]."""
+    """Returns whether C multiplies activations of the type of a weight [n, m] with it."""
     if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2 or weight.shape[1] % 2:
         return False
     return library() is not None
@@ -22,94 +25,105 @@ def multiplies(weight: Tensor) -> bool:
 class Product(ctypes.Structure):
     """`Product` of functions.h."""
 
-    _fields_ = [("panels", P), ("bias", P), ("scales", P), ("steps", N), ("size", N), ("halves", N)]
+    _fields_ = [("panels", P), ("bias", P), ("scales", P), ("inner", N), ("size", N), ("stored", N)]
 
 
-def in_panels(weight: Tensor, each: int) -> Tensor:
-    """Returns a weight [n, m] as panels [ceil(n / PANEL), m / each, PANEL, each], zeros at the end.
+@dataclass(frozen=True)
+class Panels:
+    """A weight [size, inner] and its bias in the layout that the C products read.
 
-    Args:
-        weight: The weight, of any type.
-        each: Numbers of an output that follow each other.
+    Attributes:
+        weight: [ceil(size / PANEL), inner / e, PANEL, e], where e numbers of an output follow each
+            other. Zero rows pad the last panel. The type is that of the activations, float16 for
+            float32 activations, or int8.
+        bias: [ceil(size / PANEL) * PANEL] float32.
+        scales: The same shape, for int8. None for other types.
+        size: n, the number of outputs.
+        dtype: Type of the activations.
     """
-    rows = F.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
-    return rows.view(-1, PANEL, rows.shape[1] // each, each).transpose(1, 2).contiguous()
+
+    weight: Tensor
+    bias: Tensor
+    scales: Tensor | None
+    size: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype | None = None,
+        scales: Tensor | None = None,
+    ) -> Panels:
+        """Packs a weight.
+
+        Args:
+            weight: [n, m] of the activations' type, float16 or int8.
+            bias: [n], or None.
+            dtype: Type of the activations. None means the type of the weight.
+            scales: [n] float32, of each output of an int8 weight.
+        """
+        size, inner = weight.shape
+        dtype = dtype or weight.dtype
+        each = 4 // weight.itemsize
+        if weight.dtype == torch.int8:
+            each = compiled().int8_depth(TYPES[dtype], inner)
+        elif weight.dtype in STORED:
+            each = 1
+        rows = F.pad(weight, (0, 0, 0, -size % PANEL))
+        packed = rows.view(-1, PANEL, inner // each, each).transpose(1, 2).contiguous()
+        whole = None if scales is None else _whole_panels(scales, size)
+        return Panels(packed, _whole_panels(bias, size), whole, size, dtype)
+
+    @property
+    def inner(self) -> int:
+        """Returns m, the width of the inputs."""
+        return self.weight.shape[1] * self.weight.shape[3]
+
+    @property
+    def product(self) -> Product:
+        """Struct for a C function. It holds addresses, so these panels must outlive it."""
+        return Product(
+            self.weight.data_ptr(),
+            self.bias.data_ptr(),
+            None if self.scales is None else self.scales.data_ptr(),
+            self.inner,
+            self.size,
+            STORED.get(self.weight.dtype, 0),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns x W^T + b, summed in float32.
+
+        Args:
+            x: [..., m] of `dtype`.
+
+        Returns:
+            [..., size] of the same type.
+
+        Raises:
+            ValueError: If x has another type or width.
+        """
+        inner = self.inner
+        if x.dtype != self.dtype or x.shape[-1] != inner:
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)}; expected {self.dtype} [..., {inner}]"
+            )
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self.size)
+        compiled().linear(
+            TYPES[x.dtype],
+            ctypes.byref(self.product),
+            x.data_ptr(),
+            out.data_ptr(),
+            x.numel() // inner,
+        )
+        return out
 
 
-def padded(values: Tensor | None, size: int) -> Tensor:
+def _whole_panels(values: Tensor | None, size: int) -> Tensor:
     """Returns values [size], or zeros for None, as [ceil(size / PANEL) * PANEL] float32."""
     whole = torch.zeros(size + -size % PANEL)
     if values is not None:
         whole[:size] = values
     return whole
-
-
-def checked_rows(x: Tensor, dtype: torch.dtype, inner: int) -> Tensor:
-    """Returns rows x [..., inner] contiguous. Raises ValueError for another type or width."""
-    if x.dtype != dtype or x.shape[-1] != inner:
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; expected {dtype} [..., {inner}]")
-    return x.contiguous()
-
-
-@dataclass(frozen=True)
-class Panels:
-    """A weight [size, m] and its bias in the layout that the C products read.
-
-    Attributes:
-        weight: [ceil(size / PANEL), m / e, PANEL, e], where e elements take four bytes. Zero rows
-            pad the last panel.
-        bias: [ceil(size / PANEL) * PANEL] float32.
-        size: n, the number of outputs.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    size: int
-
-    @staticmethod
-    def of(weight: Tensor, bias: Tensor | None) -> Panels:
-        """Packs a weight [n, m] and a bias [n]."""
-        size = weight.shape[0]
-        packed = in_panels(weight, 4 // weight.itemsize)
-        return Panels(packed, padded(bias, size), size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights and of the activations."""
-        return self.weight.dtype
-
-    @property
-    def product(self) -> Product:
-        """Struct for a C function. It holds addresses, so these panels must outlive it."""
-        weight = self.weight
-        return Product(
-            weight.data_ptr(), self.bias.data_ptr(), None, weight.shape[1], self.size, False
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns x W^T + b.
-
-        Args:
-            x: [..., m] of the weight's type.
-
-        Returns:
-            [..., size].
-
-        Raises:
-            ValueError: If x has another type or width than the weight.
-        """
-        steps = self.weight.shape[1]
-        inner = steps * self.weight.shape[3]
-        x = checked_rows(x, self.weight.dtype, inner)
-        out = x.new_empty(*x.shape[:-1], self.size)
-        compiled().linear(
-            TYPES[x.dtype],
-            x.data_ptr(),
-            self.weight.data_ptr(),
-            self.bias.data_ptr(),
-            out.data_ptr(),
-            x.numel() // inner,
-            steps,
-            self.size,
-        )
-        return out

@@ -113,11 +113,12 @@ INLINE void widen_panel(const char *panel, float *to, int64_t steps) {
         }
 }
 
-/* x: [rows, steps (x 2)]. panels: [ceil(size / PANEL), steps, PANEL (x 2)]. bias: [ceil(size /
- * PANEL) * PANEL] float32. out: [rows, size]. */
-void linear(int type, const char *x, const char *panels, const float *bias, char *out, int64_t rows,
-            int64_t steps, int64_t size) {
-    int64_t count = (size + PANEL - 1) / PANEL;
+static void linear_own_type(int type, const Product *weights, const char *x, char *out,
+                            int64_t rows) {
+    const char *panels = weights->panels;
+    const float *bias = weights->bias;
+    int64_t steps = type == FLOAT32 ? weights->inner : weights->inner / 2;
+    int64_t size = weights->size, count = (size + PANEL - 1) / PANEL;
     float *wide = NULL;
 #ifndef DOT_BF16
     if (type == BFLOAT16 && rows >= MANY_ROWS) wide = malloc(rows * steps * 2 * sizeof *wide);
@@ -142,11 +143,10 @@ void linear(int type, const char *x, const char *panels, const float *bias, char
     free(wide);
 }
 
-/* x: [rows, steps] float32. panels: [ceil(size / PANEL), steps, PANEL] float16. bias: [ceil(size /
- * PANEL) * PANEL] float32. out: [rows, size] float32. */
-void linear_halves(const char *x, const char *panels, const float *bias, char *out, int64_t rows,
-                   int64_t steps, int64_t size) {
-    int64_t count = (size + PANEL - 1) / PANEL;
+static void linear_float16(const Product *weights, const char *x, char *out, int64_t rows) {
+    const char *panels = weights->panels;
+    const float *bias = weights->bias;
+    int64_t steps = weights->inner, size = weights->size, count = (size + PANEL - 1) / PANEL;
     PARALLEL_FOR(schedule(static) if (rows * steps * size >= MANY))
     for (int64_t i = 0; i < count; i++) {
         const char *panel = panels + i * steps * 2 * PANEL;
@@ -166,13 +166,10 @@ void linear_halves(const char *x, const char *panels, const float *bias, char *o
 }
 
 /* x: [rows, m]. out: [rows, weights->size]. */
-void apply_product(int type, const Product *weights, const char *x, char *out, int64_t rows) {
-    const Product *w = weights;
-    if (w->halves)
-        linear_halves(x, w->panels, w->bias, out, rows, w->steps, w->size);
-    else if (w->scales)
-        linear_int8(type, x, (const int8_t *)w->panels, w->scales, w->bias, out, rows, w->steps,
-                    w->size);
-    else
-        linear(type, x, w->panels, w->bias, out, rows, w->steps, w->size);
+void linear(int type, const Product *weights, const char *x, char *out, int64_t rows) {
+    switch (weights->stored) {
+    case OWN_TYPE: linear_own_type(type, weights, x, out, rows); break;
+    case FLOAT16: linear_float16(weights, x, out, rows); break;
+    case INT8: linear_int8(type, weights, x, out, rows); break;
+    }
 }

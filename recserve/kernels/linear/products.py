@@ -76,8 +76,8 @@ def stored_product(weight: Tensor, bias: Tensor | None, stored: str) -> Product:
     """
     codec = FORMATS[stored].open()
     encoded = codec.encode(weight)
-    if codec.c is not None and (FORMATS[stored].exact or runs_in_c(weight, stored)):
-        product: Product = resolve_name(codec.c).of(encoded, bias, weight.dtype)
+    if codec.panels is not None and (FORMATS[stored].exact or runs_in_c(weight, stored)):
+        product: Product = codec.panels(encoded, bias, weight.dtype)
     elif codec.triton is not None and backend_of(weight) is Backend.TRITON:
         product = resolve_name(codec.triton)(encoded, bias)
     else:
@@ -97,8 +97,8 @@ def runs_in_c(weight: Tensor, stored: str | None = None) -> bool:
     if not backend.c_is_allowed():
         return False
     if stored is not None:
-        c = FORMATS[stored].open().c
-        return c is not None and bool(resolve_name(c).supports(weight))
+        supports = FORMATS[stored].open().c_supports
+        return supports is not None and supports(weight)
     in_amx = weight.dtype == torch.bfloat16 and processor.has_amx() and onednn_packs(weight.dtype)
     return panels.multiplies(weight) and (backend.FORCED == "c" or not in_amx)
 

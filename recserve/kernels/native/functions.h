@@ -14,13 +14,16 @@ typedef struct {
     int64_t row, count;     /* its first row among all computed nodes, and the number of rows */
 } Tree;
 
-/* x W^T + b. panels: [ceil(size / PANEL), steps, PANEL (x 2)]. bias, scales: [ceil(size / PANEL) *
- * PANEL] float32. scales: NULL, or the scales of 8-bit panels. halves: whether the panels hold
- * float16, one for each step, for float32 x. */
+/* What panels hold: pairs of bfloat16, or floats, as x has; float16 for float32 x; integers. */
+enum { OWN_TYPE, FLOAT16, INT8 };
+
+/* x W^T + b for rows x [inner]. panels: [ceil(size / PANEL), inner / each, PANEL, each], where each
+ * is 2 for bfloat16 pairs, int8_depth() for integers, else 1. bias, scales: [ceil(size / PANEL) *
+ * PANEL] float32; only INT8 has scales. */
 typedef struct {
     const char *panels;
     const float *bias, *scales;
-    int64_t steps, size, halves;
+    int64_t inner, size, stored;
 } Product;
 
 /* Weights of a layer. query_norm, key_norm: [dim], or NULL without these norms. */
@@ -40,13 +43,7 @@ void silu_mul(int type, const char *x, char *out, int64_t rows, int64_t size);
 void rope_write(int type, const char *qkv, const float *cos, const float *sin, const int64_t *slots,
                 char *keys, char *values, char *query, int64_t rows, int64_t heads,
                 int64_t kv_heads, int64_t dim);
-void linear(int type, const char *x, const char *panels, const float *bias, char *out, int64_t rows,
-            int64_t steps, int64_t size);
-void linear_halves(const char *x, const char *panels, const float *bias, char *out, int64_t rows,
-                   int64_t steps, int64_t size);
-void linear_int8(int type, const char *x, const int8_t *panels, const float *scales,
-                 const float *bias, char *out, int64_t rows, int64_t steps, int64_t size);
-void apply_product(int type, const Product *weights, const char *x, char *out, int64_t rows);
+void linear(int type, const Product *weights, const char *x, char *out, int64_t rows);
 void tree_attention(int type, const char *query, const char *keys, const char *values, char *out,
                     const Tree *trees, int64_t num_trees, int64_t heads, int64_t kv_heads,
                     int64_t dim, float scale, float normalizer, int together);

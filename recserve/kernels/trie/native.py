@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.linear.float16_panels import Float16Panels
-from recserve.kernels.linear.int8_panels import Int8Panels
 from recserve.kernels.linear.panels import Panels, Product
 from recserve.kernels.native.native import FLOAT, TYPES, N, P, compiled
 from recserve.kernels.tree import TokenTree
@@ -56,10 +54,10 @@ class LevelCodes:
     """Codes of a level [C, E], in the layouts for products with few codes and with all codes."""
 
     rows: Tensor
-    panels: Panels | Int8Panels | Float16Panels
+    panels: Panels
 
     @staticmethod
-    def of(codes: Tensor, panels: Panels | Int8Panels | Float16Panels | None = None) -> LevelCodes:
+    def of(codes: Tensor, panels: Panels | None = None) -> LevelCodes:
         """Lays out codes [C, E], which must not change. panels: the packed codes if they exist."""
         return LevelCodes(codes.detach().contiguous(), panels or Panels.of(codes, None))
 

@@ -279,10 +279,6 @@ static void activate(int type, const char *turned, const char *input, char *out,
     }
 }
 
-INLINE void product(const Search *s, const Product *by, const char *x, char *out, int64_t rows) {
-    apply_product(s->type, by, x, out, rows);
-}
-
 INLINE int64_t place_of(const Search *s, int64_t level, int64_t b) {
     return (level * s->batch + b) * s->columns;
 }
@@ -298,7 +294,7 @@ static void step_states(const Search *s, int64_t level, Work *work) {
         memcpy(work->rows + count * each, work->states + above * each, each);
         work->turned[above] = count++;
     }
-    product(s, s->cells + level, work->rows, work->states, count);
+    linear(s->type, s->cells + level, work->rows, work->states, count);
     for (int64_t i = 0; i < work->count; i++)
         if (work->own[i] >= 0)
             activate(s->type, work->states + work->turned[work->above[i]] * each,
@@ -385,7 +381,7 @@ static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
             memcpy(row, context ? context : state, each);
         }
     }
-    if (!missing || !s->stops) product(s, s->heads + level, work->rows, work->logits, count);
+    if (!missing || !s->stops) linear(s->type, s->heads + level, work->rows, work->logits, count);
     return missing;
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recserve.kernels import backend
-from recserve.kernels.linear.float16_panels import Float16Panels
+from recserve.kernels.linear import float16
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.native import native
 from recserve.models.packing import PackedLinear, pack_weights
@@ -31,8 +31,8 @@ def drawn(size: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_products_have_the_bits_of_float32_weights(inner, size):
     weight, bias = drawn(size, inner)
     x = torch.randn(150, inner, generator=torch.Generator().manual_seed(1))
-    assert Float16Panels.supports(weight)
-    packed, wide = Float16Panels.of(weight.half(), bias), Panels.of(weight, bias)
+    assert float16.c_supports(weight)
+    packed, wide = Panels.of(weight.half(), bias, torch.float32), Panels.of(weight, bias)
     assert packed.weight.dtype == torch.float16
     expected = wide(x)
     for rows in (0, 1, 2, 3, 4, 5, 6, 7, 23, 24, 150):
@@ -49,11 +49,11 @@ def test_weights_that_float16_rounds_are_not_stored_in_it(wrong, monkeypatch):
     layers = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4, bias=False))
     layers[0].weight.copy_(weight)
     layers[1].weight.fill_(0.5)
-    assert Float16Panels.supports(weight)
+    assert float16.c_supports(weight)
     weight[3, 5] = wrong
-    assert not Float16Panels.supports(weight) and not Float16Panels.supports(weight.half())
+    assert not float16.c_supports(weight) and not float16.c_supports(weight.half())
     monkeypatch.setattr(backend, "FORCED", "c")
     layers[1].weight[0, 0] = wrong
     pack_weights(layers, "float16")
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
-    assert packed and not any(isinstance(layer.panels, Float16Panels) for layer in packed)
+    assert packed and not any(layer.panels.weight.dtype == torch.float16 for layer in packed)

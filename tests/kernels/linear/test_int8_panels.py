@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from recserve.kernels.linear import int8
 from recserve.kernels.linear.int8 import Int8Weight
-from recserve.kernels.linear.int8_panels import Int8Panels
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.linear.products import DecodedProduct
 from recserve.kernels.native import native
@@ -23,7 +23,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 )
 def test_products_of_any_number_of_rows(inner, outer, dtype):
     weight, bias = Int8Weight.of(drawn(outer, inner)), drawn(outer, seed=1)
-    panels = Int8Panels.of(weight, bias, dtype)
+    panels = int8.panels(weight, bias, dtype)
     x = drawn(300, inner, seed=2).to(dtype)
     whole = panels(x)
     assert whole.dtype == dtype and whole.shape == (300, outer)
@@ -43,18 +43,18 @@ def test_products_of_any_number_of_rows(inner, outer, dtype):
 
 
 def test_what_does_not_fit_is_refused():
-    panels = Int8Panels.of(Int8Weight.of(drawn(5, 8)), None, torch.float32)
+    panels = int8.panels(Int8Weight.of(drawn(5, 8)), None, torch.float32)
     for x in (torch.zeros(1, 9), torch.zeros(1, 8, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"expected torch.float32 \[\.\.\., 8\]"):
             panels(x)
-    assert Int8Panels.supports(torch.zeros(2, 3))
-    assert not Int8Panels.supports(torch.zeros(2, 3, dtype=torch.float16))
-    assert not Int8Panels.supports(torch.zeros(2, 3, device="meta"))
+    assert int8.c_supports(torch.zeros(2, 3))
+    assert not int8.c_supports(torch.zeros(2, 3, dtype=torch.float16))
+    assert not int8.c_supports(torch.zeros(2, 3, device="meta"))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_threads_change_no_bit(dtype):
-    panels = Int8Panels.of(Int8Weight.of(drawn(1000, 512)), None, dtype)
+    panels = int8.panels(Int8Weight.of(drawn(1000, 512)), None, dtype)
     x, before, found = drawn(100, 512, seed=1).to(dtype), torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -69,5 +69,5 @@ def test_the_panels_take_a_quarter_of_float32():
     weight = drawn(640, 256)
     packed = Panels.of(weight, None)
     for dtype in TYPES:
-        panels = Int8Panels.of(Int8Weight.of(weight), None, dtype)
+        panels = int8.panels(Int8Weight.of(weight), None, dtype)
         assert 4 * panels.weight.nbytes == packed.weight.nbytes

@@ -70,7 +70,6 @@ static void same_bits(const char *what, const void *row, const void *alone, size
     }
 }
 
-enum { AS_X, INT8, HALVES }; /* how weights are stored; HALVES are float16 for float32 x */
 
 /* float16 in 1, 5 and 10 bits. All numbers of `bits` are finite. */
 static double from_half(uint16_t bits) {
@@ -81,12 +80,12 @@ static double from_half(uint16_t bits) {
 
 static void check_products(int type, int64_t rows, int64_t inner, int64_t size, int how) {
     int is_int8 = how == INT8;
-    int64_t each = is_int8 ? int8_depth(type, inner) : how == HALVES ? 1 : 4 / (int64_t)size_of(type);
+    int64_t each = is_int8 ? int8_depth(type, inner) : how == FLOAT16 ? 1 : 4 / (int64_t)size_of(type);
     int64_t steps = inner / each, padded = (size + PANEL - 1) / PANEL * PANEL;
     char *x = numbers(type, rows * inner), *weight = numbers(type, size * inner);
     int8_t *integers = calloc(padded * inner, 1);
     uint16_t *halves = calloc(size * inner, sizeof *halves);
-    char *panels = calloc(padded * inner, is_int8 ? 1 : how == HALVES ? 2 : size_of(type));
+    char *panels = calloc(padded * inner, is_int8 ? 1 : how == FLOAT16 ? 2 : size_of(type));
     float *bias = numbers(FLOAT32, padded), *scales = numbers(FLOAT32, padded);
     for (int64_t n = 0; n < size; n++)
         for (int64_t k = 0; k < inner; k++) {
@@ -94,7 +93,7 @@ static void check_products(int type, int64_t rows, int64_t inner, int64_t size, 
             integers[n * inner + k] = below(255) - 127;
             /* any sign and fraction; sizes up to 8, zeros and subnormal numbers among them */
             halves[n * inner + k] = below(2) << 15 | below(19) << 10 | below(1024);
-            if (how == HALVES)
+            if (how == FLOAT16)
                 ((uint16_t *)panels)[at] = halves[n * inner + k];
             else if (is_int8)
                 panels[at] = integers[n * inner + k];
@@ -106,12 +105,7 @@ static void check_products(int type, int64_t rows, int64_t inner, int64_t size, 
         int64_t from = r < 0 ? 0 : r, count = r < 0 ? rows : 1;
         char *to = r < 0 ? out : alone;
         const char *row = x + from * inner * size_of(type);
-        if (how == HALVES)
-            linear_halves(row, panels, bias, to, count, inner, size);
-        else if (is_int8)
-            linear_int8(type, row, (int8_t *)panels, scales, bias, to, count, inner, size);
-        else
-            linear(type, row, panels, bias, to, count, steps, size);
+        linear(type, &(Product){panels, bias, scales, inner, size, how}, row, to, count);
         if (r >= 0) same_bits("product", out + r * size * size_of(type), alone, size * size_of(type));
     }
     for (int64_t r = 0; r < rows; r++)
@@ -119,14 +113,14 @@ static void check_products(int type, int64_t rows, int64_t inner, int64_t size, 
             double expected = 0, most = fabs(bias[n]);
             for (int64_t k = 0; k < inner; k++) {
                 double w = is_int8         ? integers[n * inner + k] * (double)scales[n]
-                           : how == HALVES ? from_half(halves[n * inner + k])
+                           : how == FLOAT16 ? from_half(halves[n * inner + k])
                                            : get(type, weight, n * inner + k);
                 expected += get(type, x, r * inner + k) * w;
                 most += fabs(get(type, x, r * inner + k) * w);
             }
             expected += bias[n];
             double near = eps_of(type) * fabs(expected) + 4e-7 * most;
-            compare(is_int8 ? "int8 product" : how == HALVES ? "half product" : "product", type, get(type, out, r * size + n),
+            compare(is_int8 ? "int8 product" : how == FLOAT16 ? "half product" : "product", type, get(type, out, r * size + n),
                     expected, near);
         }
     free(x), free(weight), free(integers), free(halves), free(panels), free(bias), free(scales);
@@ -223,7 +217,7 @@ static void check_rows(int type, int64_t rows, int64_t size) {
 int main(int count, char **arguments) {
     if (count > 1 && !strcmp(arguments[1], "wrong")) shift = 0.05;
     for (int type = FLOAT32; type <= BFLOAT16; type++) {
-        for (int how = AS_X; how <= (type == FLOAT32 ? HALVES : INT8); how++) {
+        for (int how = OWN_TYPE; how <= (type == FLOAT32 ? FLOAT16 : INT8); how++) {
             int64_t shapes[][3] = {{1, 2, 1}, {7, 64, 63}, {13, 130, 65}, {100, 384, 200}};
             for (int i = 0; i < 4; i++)
                 check_products(type, shapes[i][0], shapes[i][1], shapes[i][2], how);
