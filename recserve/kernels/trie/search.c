@@ -273,7 +273,7 @@ static int64_t of_use(const Search *s, int64_t b, const Candidate *best, int64_t
 static void activate(int type, const char *turned, const char *input, char *out, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) {
         floats x = load_some(type, turned, i, size - i) + load_some(type, input, i, size - i);
-        x = choose(x > 10.0f, all(10.0f), choose(x < -10.0f, all(-10.0f), x));
+        x = choose(x > 10.0f, broadcast(10.0f), choose(x < -10.0f, broadcast(-10.0f), x));
         floats power = exponential(x + x);
         store_some(type, out, i, (power - 1.0f) / (power + 1.0f), size - i);
     }
