@@ -74,9 +74,9 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
     if models.recommender is not None:
         _add_recommender(engine, models.recommender, models.heads or Heads())
     if models.ranker is not None:
-        scheduler = ItemScheduler(_runner(RankerAdapter(models.ranker.eval()), config))
-        engine.schedulers["ranker"] = scheduler
-        engine.background["ranker"] = ItemScheduler(scheduler.runner, sharing=scheduler)
+        engine.schedulers["ranker"] = ItemScheduler(
+            _runner(RankerAdapter(models.ranker.eval()), config)
+        )
         engine.offer("ranker", RankStrategy(models.ranker))
     engine.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
     if models.text is not None:
@@ -111,9 +111,7 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
     config = engine.config
     runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)
-    scheduler = ItemScheduler(runner)
-    engine.schedulers["recommender"] = scheduler
-    engine.background["recommender"] = ItemScheduler(runner, sharing=scheduler)
+    engine.schedulers["recommender"] = ItemScheduler(runner)
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}

@@ -55,7 +55,7 @@ def test_one_at_a_time_is_begun():
     engine, model, _ = make_engine()
     futures = [engine.submit(warm(model, number, 9 + number)) for number in range(9)]
     while engine.step():
-        assert engine.background["recommender"].num_running <= 1
+        assert engine.schedulers["recommender"].num_running <= 1
         waiting = sum(not future.done() for future in futures)
         assert engine.stats().background == waiting
     assert all(future.done() for future in futures)
