@@ -34,8 +34,11 @@ from recserve.search.strategies.text_scores import TextScoreStrategy
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.none import NoDrafter
 
-# Most tokens of reranking, scoring and embeddings in a step, by device. Other requests wait for it.
+# Most tokens in a step of items, and of reranking, scoring and embeddings, by device. Other
+# requests wait for it.
+ITEM_TOKENS = {"cpu": 4096, "cuda": 32_768}
 SCORE_TOKENS = {"cpu": 256, "cuda": 2048}
+ADMITTED_STEPS = 8  # of scores: longer work waits in the queue, without pages
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,8 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
     if models.recommender is not None:
         _add_recommender(engine, models.recommender, models.heads or Heads())
     if models.ranker is not None:
-        engine.schedulers["ranker"] = ItemScheduler(
-            _runner(RankerAdapter(models.ranker.eval()), config)
-        )
+        runner = _runner(RankerAdapter(models.ranker.eval()), config)
+        engine.schedulers["ranker"] = _item_scheduler(runner)
         engine.offer("ranker", RankStrategy(models.ranker))
     engine.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
     if models.text is not None:
@@ -111,7 +113,7 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
     config = engine.config
     runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)
-    engine.schedulers["recommender"] = ItemScheduler(runner)
+    engine.schedulers["recommender"] = _item_scheduler(runner)
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}
@@ -137,9 +139,15 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     scheduler = TextScheduler(runner, model, TextLimits(load_aware=config.load_aware), graphs)
     engine.schedulers["text"] = scheduler
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
-    engine.schedulers["text_scores"] = ItemScheduler(runner, scheduler, step_tokens)
+    engine.schedulers["text_scores"] = ItemScheduler(
+        runner, scheduler, step_tokens, ADMITTED_STEPS * step_tokens
+    )
     engine.offer("text_scores", TextScoreStrategy(model))
     engine.offer("prompt_scores", PromptStrategy(model))
+
+
+def _item_scheduler(runner: Runner) -> ItemScheduler:
+    return ItemScheduler(runner, step_tokens=ITEM_TOKENS[runner.pool.keys.device.type])
 
 
 def _runner(

@@ -42,10 +42,6 @@ from recserve.models.inputs import NodeInputs
 
 log = logging.getLogger(__name__)
 
-# With `step_tokens`, requests are admitted for about so many steps. Those that wait in the queue
-# hold no pages, and leave it when they expire.
-ADMITTED_STEPS = 8
-
 FinishedItem = tuple[Sequence, Result | Exception]
 
 
@@ -56,18 +52,26 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         cohorts: Requests whose search runs.
         cold: Admitted requests whose root still needs a forward pass, with their strategies.
         warm: Admitted requests whose root is computed, with their strategies.
-        step_tokens: Most tokens that a step computes, so that requests of other models need not
-            wait. A longer root is still computed in one step. None computes everything at once.
+        step_tokens: Most tokens that a step computes, so that other requests need not wait. Longer
+            roots and drafts are computed in several steps. Root tokens that see each other are
+            computed in one. None computes everything at once.
+        admitted_tokens: Most tokens that the admitted requests have still to compute. Those that
+            wait in the queue hold no pages, and leave it when they expire. None sets no bound.
     """
 
     def __init__(
-        self, runner: Runner, sharing: PageOwner | None = None, step_tokens: int | None = None
+        self,
+        runner: Runner,
+        sharing: PageOwner | None = None,
+        step_tokens: int | None = None,
+        admitted_tokens: int | None = None,
     ) -> None:
         """Shares the pages and the prefix cache of `sharing`, a scheduler of the same runner, if
         given.
         """
         super().__init__()
-        self.runner, self.step_tokens = runner, step_tokens
+        self.runner = runner
+        self.step_tokens, self.admitted_tokens = step_tokens, admitted_tokens
         self.page_size = runner.pool.page_size
         self._pages = PagePlacement(runner.pool, sharing)
         self.allocator, self.cache = self._pages.allocator, self._pages.cache
@@ -107,9 +111,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         rows, (pages, found) = root.keys.shape[0], placed
         slots = slots_of_pages(pages, self.page_size, self.runner.pool.keys.device)
         tree_slots = slots[self._pages.pages_of(rows) * self.page_size :]
-        if self.step_tokens is not None and self.num_admitted:
+        if self.admitted_tokens is not None and self.num_admitted:
             tokens = rows - found.length + tree_slots.shape[0]
-            if self._num_open_tokens() + tokens > ADMITTED_STEPS * self.step_tokens:
+            if self._num_open_tokens() + tokens > self.admitted_tokens:
                 self.allocator.release(pages)
                 return False
         sequence = Sequence(
@@ -150,7 +154,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         drafted = time.perf_counter()
         for cohort, draft in zip(new, drafts, strict=True):
             cohort.round = Round(draft, self._place(cohort, draft))
-        cold, left = self._next_roots()
+        chunks, left = self._next_chunks()
         parts: list[tuple[SearchBatch, Round, BatchSlice]] = []
         for cohort in self.cohorts:
             if left is not None and left <= 0:
@@ -159,32 +163,35 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             part = cohort.round.next_piece(left)
             left = None if left is None else left - len(part.inputs)
             parts.append((cohort, cohort.round, part))
-        pieces = [self._prefill_piece(sequence) for sequence, _ in cold]
+        pieces = [self._prefill_piece(sequence, stop) for sequence, _, stop in chunks]
         pieces += [part for _, _, part in parts]
         if not pieces:
             return []
         hidden = self.runner.forward(pieces)
         started, flawed = list[tuple[Sequence, Strategy]](), list[FinishedItem]()
-        for (sequence, strategy), states in zip(cold, hidden, strict=False):
-            if self._store_root(sequence, states):
+        for (sequence, strategy, stop), states in zip(chunks, hidden, strict=False):
+            if stop < sequence.root_length:
+                sequence.num_computed = stop
+            elif self._store_root(sequence, states):
                 started.append((sequence, strategy))
             else:
                 flawed.append((sequence, NotFinite()))
-        for (cohort, one, part), states in zip(parts, hidden[len(cold) :], strict=True):
+        for (cohort, one, part), states in zip(parts, hidden[len(chunks) :], strict=True):
             whole = one.add(isolate(cohort.sequences, part, states, self.runner.pool))
             if whole is not None:
                 slots = one.piece.slots
                 cohort.state = cohort.tree_strategy.verify(cohort.state, one.draft, slots, whole)
                 cohort.round = None
         ended = time.perf_counter()
-        for sequence, _ in cold:
+        for sequence, _, _ in chunks:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
         for cohort, _, _ in parts:
             for sequence in cohort.sequences:
                 sequence.timing.draft_ms += (drafted - began) * 1e3
                 sequence.timing.verify_ms += (ended - drafted) * 1e3
                 sequence.timing.forwards += 1
-        self.cold = self.cold[len(cold) :]
+        # Only the last chunk can leave a root unfinished.
+        self.cold = self.cold[len(started) + len(flawed) :]
         self._discard(flawed)
         return flawed + self._start(started) + self._finish()
 
@@ -216,21 +223,23 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 cohort.sequences = []
         self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
 
-    def _next_roots(self) -> tuple[list[tuple[Sequence, Strategy]], int | None]:
-        """Returns the roots to compute in the next step, and how many tokens it has left.
+    def _next_chunks(self) -> tuple[list[tuple[Sequence, Strategy, int]], int | None]:
+        """Returns the roots that the next step computes, and how many tokens it has left for trees.
 
-        There is at least one root if any is cold. None: the step has no bound.
+        With each root comes the number of its tokens that are computed after the step. None: the
+        step has no bound.
         """
-        left = self.step_tokens
-        if left is None:
-            return self.cold, None
-        count = 0
-        for sequence, _ in self.cold:
-            rows = sequence.root_length - sequence.num_computed
-            if count and rows > left:
-                break
-            count, left = count + 1, left - rows
-        return self.cold[:count], left
+        left, chunks = self.step_tokens, []
+        for sequence, strategy in self.cold:
+            stop = sequence.root_length
+            if left is not None:
+                if left <= 0:
+                    break
+                least = sequence.request.root.shared
+                stop = min(stop, max(sequence.num_computed + left, least))
+                left -= stop - sequence.num_computed
+            chunks.append((sequence, strategy, stop))
+        return chunks, left
 
     def _num_open_tokens(self) -> int:
         """Returns how many tokens of the admitted requests are not computed, in whole pages."""
@@ -239,17 +248,22 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         return sum(s.root_length - s.num_computed + s.tree_slots.shape[0] for s in sequences)
 
     def _drop_late(self) -> list[FinishedItem]:
-        """Removes cohorts between two parts of a round, once nobody waits for their results.
+        """Removes requests between two parts of their root or of a round, once they are late.
+
+        A round ends only if nobody waits for any of its results.
 
         Returns:
-            The errors of their requests.
+            The errors of the requests.
         """
         late: list[FinishedItem] = []
+        error = DeadlineExceeded("the deadline passed while the request ran")
+        if self.cold and (gone := [s for s, _ in self.cold if expired(s.request)]):
+            late += [(sequence, error) for sequence in gone]
+            self.cold = [pair for pair in self.cold if pair[0] not in gone]
         for cohort in self.cohorts:
             if cohort.round is not None and all(
                 s.future.cancelled() or expired(s.request) for s in cohort.sequences
             ):
-                error = DeadlineExceeded("the deadline passed while the request ran")
                 late += [(sequence, error) for sequence in cohort.sequences]
                 cohort.sequences = []
         if late:
@@ -366,13 +380,18 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             counts=counts,
         )
 
-    def _prefill_piece(self, sequence: Sequence) -> BatchSlice:
-        """Returns the uncomputed rows of a root as a chain, followed by the placeholders."""
+    def _prefill_piece(self, sequence: Sequence, stop: int) -> BatchSlice:
+        """Returns the next tokens of a root as a chain, with the placeholders after the last one.
+
+        Args:
+            sequence: The request.
+            stop: Number of root tokens that are computed after the step.
+        """
         root, start = sequence.request.root, sequence.num_computed
-        inputs, slots = root.inputs.select(slice(start, None)), sequence.prefix_slots
-        places, kinds = slots[start:], None
+        inputs, slots = root.inputs.select(slice(start, stop)), sequence.prefix_slots
+        places, kinds = slots[start:stop], None
         num_states = min(len(inputs), 1)
-        if sequence.placeholders is not None:
+        if sequence.placeholders is not None and stop == sequence.root_length:
             count = len(sequence.placeholders)
             num_states += count
             kinds = torch.full((len(inputs) + count,), AUXILIARY, device=slots.device)
