@@ -13,5 +13,5 @@ def test_an_engine_serves_what_it_is_built_from():
     engine = build_engine(EngineModels(model), SMALL)
     assert list(engine.schedulers) == list(engine.background) == ["recommender"]
     shared, own = engine.background["recommender"], engine.schedulers["recommender"]
-    assert shared.cache is own.cache and shared.allocator is own.allocator
+    assert shared.kv is own.kv
     assert engine.strategies == ("beam",) and list(engine.drafters) == ["none"]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from recserve.kernels.layers.decoder import LayerShape, LayerWeights, NativeLayers
 
 from recserve.kernels.attention.native import NativeTreeAttention
 from recserve.kernels.layers import native as layers_native
 from recserve.kernels.layers import reference as layers_reference
-from recserve.kernels.layers.decoder import LayerShape, LayerWeights, NativeLayers
 from recserve.kernels.linear import panels
 from recserve.kernels.native import native
 from tests.support.attention_batches import draw_batch
