@@ -59,8 +59,8 @@ def reset(engine: Engine) -> None:
     """
     with engine.held():
         for scheduler in engine.schedulers.values():
-            scheduler.cache.clear()
-            scheduler.allocator.sort_free()
+            scheduler.kv.prefixes.clear()
+            scheduler.kv.allocator.sort_free()
 
 
 def submit_together(

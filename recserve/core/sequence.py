@@ -9,10 +9,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from recserve.core.prefix_metadata import PrefixMetadata
 from recserve.core.request import Continuation, Request, Result, Timing
 from recserve.core.slate_tree import TracedRound
 from recserve.models.inputs import NodeInputs
+
+
+@dataclass(eq=False)
+class CachedPrefix:
+    """What the prefix cache stores with a whole prefix. All sequences on the prefix share it.
+
+    Attributes:
+        last_hidden: [E] state of the last token. None until it is computed.
+        placeholder_states: [P, E] states of the placeholders. None until they are computed.
+        drafter_states: [F] what a text's drafter reads of the last token. None if it reads nothing.
+        draft: What a strategy keeps for its next request on the prefix. The engine does not read
+            it.
+    """
+
+    last_hidden: Tensor | None = None
+    placeholder_states: Tensor | None = None
+    drafter_states: Tensor | None = None
+    draft: object = None
 
 
 @dataclass(eq=False)
@@ -32,7 +49,7 @@ class Sequence:
         rounds: Forwards that scored a node of the request's trees.
         placeholders: Inputs that the strategy reads after the root. None: it reads none.
         placeholder_states: [P, E] states of the placeholders. None until they are computed.
-        metadata: Data of the cached root, shared by all sequences on it.
+        cached_prefix: What is cached with the root.
         timing: Time and work so far.
         flawed: True if a state of the trees was not finite. The request then fails.
         chosen: Items that earlier searches chose for the request. None in the first search.
@@ -51,7 +68,7 @@ class Sequence:
     rounds: int = 0
     placeholders: NodeInputs | None = None
     placeholder_states: Tensor | None = None
-    metadata: PrefixMetadata = field(default_factory=PrefixMetadata)
+    cached_prefix: CachedPrefix = field(default_factory=CachedPrefix)
     timing: Timing = field(default_factory=Timing)
     flawed: bool = False
     chosen: Continuation | None = None

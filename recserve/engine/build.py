@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import cuda_searches
-from recserve.engine.runtime.cache_size import cache_bytes, warn_if_slow
+from recserve.engine.kv_cache import cache_bytes
 from recserve.engine.runtime.graph_prefill import cuda_prefills
 from recserve.engine.runtime.invariance import invariant_runner
 from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
@@ -34,6 +35,10 @@ from recserve.search.strategies.text_scores import TextScoreStrategy
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.none import NoDrafter
 
+log = logging.getLogger(__name__)
+
+# Requests of the greatest length that a cache holds at least, for batches to form.
+FEW_REQUESTS = 16
 # Most tokens in a step of items, and of reranking, scoring and embeddings, by device. Other
 # requests wait for it.
 ITEM_TOKENS = {"cpu": 4096, "cuda": 32_768}
@@ -102,6 +107,26 @@ def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:
     return replace(config, kv_bytes=cache_bytes(device, len(trunks), graph_bytes))
 
 
+def warn_if_slow(name: str, dtype: torch.dtype, num_slots: int, longest: int) -> None:
+    """Logs what makes a model slow on CUDA.
+
+    Args:
+        name: Name of the model.
+        dtype: Type of its weights.
+        num_slots: Tokens that its key-value cache holds.
+        longest: Tokens of its longest request.
+    """
+    if dtype == torch.float32:
+        log.warning(
+            "the %s computes in float32, which is several times slower than bfloat16 on CUDA", name
+        )
+    if num_slots < FEW_REQUESTS * longest:
+        log.warning(
+            "the cache of the %s holds %d tokens, fewer than %d requests of %d; raise kv_bytes",
+            name, num_slots, FEW_REQUESTS, longest,
+        )  # fmt: skip
+
+
 def _warn(name: str, runner: Runner, model: Recommender | LanguageModel) -> None:
     """Logs what makes a model slow on CUDA."""
     if runner.pool.keys.is_cuda:
@@ -140,7 +165,7 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     engine.schedulers["text"] = scheduler
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
     engine.schedulers["text_scores"] = ItemScheduler(
-        runner, scheduler, step_tokens, ADMITTED_STEPS * step_tokens
+        runner, scheduler.kv, step_tokens, ADMITTED_STEPS * step_tokens
     )
     engine.offer("text_scores", TextScoreStrategy(model))
     engine.offer("prompt_scores", PromptStrategy(model))

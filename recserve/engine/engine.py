@@ -149,7 +149,7 @@ class Engine:
         """Removes roots from every prefix cache, all of them between the same two steps."""
         if not roots:
             return
-        caches = [scheduler.cache for scheduler in self.schedulers.values()]
+        caches = [scheduler.kv.prefixes for scheduler in self.schedulers.values()]
         gone = [(cache, cache.digests_of(root)) for cache in caches for root in roots]
         with self._stepping:
             for cache, digests in gone:
@@ -159,7 +159,7 @@ class Engine:
         """Removes all roots from every prefix cache."""
         with self._stepping:
             for scheduler in self.schedulers.values():
-                scheduler.cache.clear()
+                scheduler.kv.prefixes.clear()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -201,7 +201,7 @@ class Engine:
         Args:
             model: `recommender`, `ranker` or `text`.
         """
-        return self.schedulers[model].allocator.num_pages * self.config.page_size
+        return self.schedulers[model].kv.allocator.num_pages * self.config.page_size
 
     def stats(self) -> EngineStats:
         """Returns the engine's statistics. It is safe to call from any thread.
@@ -213,17 +213,17 @@ class Engine:
         searches = self.searches
         captured = [*(graphs.captured if graphs else ()), *(searches.captured if searches else ())]
         schedulers, begun = list(self.schedulers.values()), self.queue.num_background_begun
-        # Schedulers that share a pool count once.
-        pools = list({id(scheduler.cache): scheduler for scheduler in schedulers}.values())
+        # Caches that schedulers share count once.
+        caches = list({id(scheduler.kv): scheduler.kv for scheduler in schedulers}.values())
         drafts = text.draft_health() if isinstance(text, TextScheduler) else {}
         return EngineStats(
             queue_depth=len(self.queue),
             running=sum(scheduler.num_running for scheduler in schedulers) - begun,
-            pages_free=sum(pool.allocator.num_free for pool in pools),
-            pages_cached=sum(pool.cache.num_pages for pool in pools),
-            pages_total=sum(pool.allocator.num_pages for pool in pools),
-            prefix_hit_tokens=sum(pool.cache.num_hit_tokens for pool in pools),
-            prefix_missed_tokens=sum(pool.cache.num_missed_tokens for pool in pools),
+            pages_free=sum(kv.allocator.num_free for kv in caches),
+            pages_cached=sum(kv.prefixes.num_pages for kv in caches),
+            pages_total=sum(kv.allocator.num_pages for kv in caches),
+            prefix_hit_tokens=sum(kv.prefixes.num_hit_tokens for kv in caches),
+            prefix_missed_tokens=sum(kv.prefixes.num_missed_tokens for kv in caches),
             background=len(self.queue.background) + begun,
             graph_steps={str(name): n for name, n in graphs.counts.items()} if graphs else {},
             graph_searches={str(name): n for name, n in searches.counts.items()}

@@ -6,23 +6,86 @@ needs neither the draft head nor another round.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.prefix_metadata import CachedDraft, is_plain
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
+from recserve.kernels.trie.trie import Trie
 from recserve.search.beams import Beams
+
+
+@dataclass(frozen=True)
+class CachedDraft:
+    """Prefixes that proved a slate. Scored in one forward, they prove the same slate again.
+
+    Attributes:
+        trie: Catalogue version of the request. The reference is weak.
+        width: Beam width of the request.
+        k: Number of items of the slate.
+        dense_weight: Weight of the dense head.
+        excluded: Digest of the excluded rows. A request may name thousands of rows.
+        nodes: [n] int64 ascending trie nodes. The tensor owns its memory.
+        trimmed: True once unneeded nodes have been removed.
+    """
+
+    trie: weakref.ref[Trie]
+    width: int
+    k: int
+    dense_weight: float
+    excluded: bytes
+    nodes: Tensor
+    trimmed: bool = False
+
+    @staticmethod
+    def of(request: SlateQuery, nodes: Tensor) -> CachedDraft:
+        """Returns the draft for a request whose slate these nodes proved."""
+        return CachedDraft(
+            weakref.ref(request.trie),
+            request.width,
+            request.k,
+            request.dense_weight,
+            _digest(request.excluded),
+            nodes.clone(),  # a view would keep the tensor of the whole step alive
+        )
+
+    def fits(self, request: SlateQuery) -> bool:
+        """Returns whether a plain request on the same root equals the draft's request."""
+        return (
+            self.trie() is request.trie
+            and (self.width, self.k) == (request.width, request.k)
+            and self.dense_weight == request.dense_weight
+            and is_plain(request)
+            and self.excluded == _digest(request.excluded)
+        )
+
+
+def is_plain(request: SlateQuery) -> bool:
+    """Returns whether a request has neither filter nor caps. Only its drafts are cached."""
+    return request.allowed is None and not request.caps
+
+
+def _digest(excluded: np.ndarray | None) -> bytes:
+    """Returns a digest of excluded rows in their order. None counts as an empty array."""
+    rows = np.empty(0, np.int64) if excluded is None else excluded.astype(np.int64)
+    return blake2b(rows.tobytes(), digest_size=16).digest()
 
 
 def cached_drafts(sequences: Seq[Sequence]) -> list[CachedDraft | None]:
     """Returns the cached draft of each recommend request. None where there is none."""
-    drafts = [(sequence.metadata.draft, sequence.request) for sequence in sequences]
+    drafts = [(sequence.cached_prefix.draft, sequence.request) for sequence in sequences]
     return [
-        draft if draft and isinstance(request, SlateQuery) and draft.fits(request) else None
+        draft
+        if isinstance(draft, CachedDraft)
+        and isinstance(request, SlateQuery)
+        and draft.fits(request)
+        else None
         for draft, request in drafts
     ]
 
@@ -46,7 +109,7 @@ def cache_scored(beams: Beams) -> None:
         beams.sequences, beams.requests, nodes, drafts, strict=True
     ):
         if draft is None and is_plain(request):
-            sequence.metadata.draft = CachedDraft.of(request, own)
+            sequence.cached_prefix.draft = CachedDraft.of(request, own)
 
 
 def cache_proof(beams: Beams, needed: Tensor) -> None:
@@ -64,4 +127,4 @@ def cache_proof(beams: Beams, needed: Tensor) -> None:
     nodes = torch.split(needed % size, sizes)
     for sequence, request, own in zip(beams.sequences, beams.requests, nodes, strict=True):
         if is_plain(request):
-            sequence.metadata.draft = replace(CachedDraft.of(request, own), trimmed=True)
+            sequence.cached_prefix.draft = replace(CachedDraft.of(request, own), trimmed=True)

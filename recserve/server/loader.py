@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from recserve.bundle.bundle import Bundle
 from recserve.config import ServerConfig
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.cache_size import DEFAULT_BYTES
+from recserve.engine.kv_cache import DEFAULT_BYTES
 from recserve.service import Service, ServiceOptions
 from recserve.service.model_loader import resolve_device
 from recserve.service.succession import check_successor, open_successor

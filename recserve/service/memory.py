@@ -13,7 +13,7 @@ import torch
 
 from recserve.bundle.bundle import Bundle
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.cache_size import DEFAULT_BYTES
+from recserve.engine.kv_cache import DEFAULT_BYTES
 from recserve.kernels.linear.formats import FORMATS, format_names
 
 log = logging.getLogger(__name__)

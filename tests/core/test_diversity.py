@@ -173,7 +173,7 @@ def test_company_does_not_matter(world, strategy):
         if not request.caps and strategy == "beam":
             assert other.rounds <= world.trie.num_levels
     lane = world.engine.schedulers["recommender"]
-    assert lane.allocator.num_free + lane.cache.num_pages == lane.allocator.num_pages
+    assert lane.kv.allocator.num_free + lane.kv.prefixes.num_pages == lane.kv.allocator.num_pages
 
 
 def test_one_search_where_the_first_is_enough(world, monkeypatch):
@@ -227,4 +227,4 @@ def test_a_deadline_ends_the_searches(world, monkeypatch):
     late = [type(future.exception()).__name__ for future in futures if future.exception()]
     assert late and set(late) == {"DeadlineExceeded"} and len(late) < len(futures)
     lane = world.engine.schedulers["recommender"]
-    assert lane.allocator.num_free + lane.cache.num_pages == lane.allocator.num_pages
+    assert lane.kv.allocator.num_free + lane.kv.prefixes.num_pages == lane.kv.allocator.num_pages

@@ -81,7 +81,7 @@ def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_preempted(
     few = build_engine(
         EngineModels(text=model), replace(SIZES, kv_bytes=14 * 4 * 2 * 2 * 2 * 8 * dtype.itemsize)
     )
-    assert few.schedulers["text"].allocator.num_pages == 14
+    assert few.schedulers["text"].kv.allocator.num_pages == 14
     assert report(few, text_queries()) == alone, "with so few pages that some are preempted"
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
+from recserve.core.request import PrefixKeys
 from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.items.search_graphs import BeamSearchGraphs, SearchLimits
 from recserve.engine.items.search_scorers import TargetScorer
@@ -96,15 +97,16 @@ def assert_clean(scheduler):
         for part in parts(stored):
             assert torch.isfinite(part.float()).cpu().all()
     assert scheduler.num_running == 0
-    held = {e.page for e in scheduler.cache._entries.values() if e.page is not None}
-    assert scheduler.allocator.num_free + len(held) == scheduler.allocator.num_pages
+    allocator = scheduler.kv.allocator
+    assert allocator.num_free + allocator.num_idle == allocator.num_pages
 
 
 def num_cached(scheduler, request):
     """Rows of a request's root that the prefix cache holds."""
-    found = scheduler.cache.match(request.root.keys, request.root.shared)
-    scheduler.allocator.release(found.pages + ([] if found.partial is None else [found.partial]))
-    return found.length if found.last_hidden is not None else 0
+    keys = PrefixKeys(request.root.keys, request.root.shared)
+    pages, length, cached = scheduler.kv.prefixes.match(keys)
+    scheduler.kv.allocator.release(pages)
+    return length if cached is not None else 0
 
 
 def assert_one_fails(engine, scheduler, requests, which, forward, **fault):

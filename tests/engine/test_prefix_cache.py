@@ -1,12 +1,14 @@
 """Pages and the prefix cache: what is found, what is shared, what is given back."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from recserve.core.request import PrefixKeys
-from recserve.engine.runtime.pages import OutOfPages, PageAllocator
-from recserve.engine.runtime.prefix_cache import PrefixCache
+from recserve.core.sequence import CachedPrefix
+from recserve.engine.kv_cache import OutOfPages, PageAllocator, PrefixCache
 
 SIZE = 4
 TAIL = torch.zeros(1)
@@ -19,15 +21,15 @@ def keys(*values: int) -> np.ndarray:
 def store(cache, allocator, row_keys, shared=0):
     """Compute a root and leave it to the cache alone."""
     pages = allocator.allocate(-(-len(row_keys) // SIZE))
-    cache.insert(PrefixKeys(row_keys, shared), pages, TAIL)
+    cache.insert(PrefixKeys(row_keys, shared), pages, CachedPrefix(TAIL))
     allocator.release(pages)
     return pages
 
 
 def found(cache, allocator, row_keys, shared=0):
-    match = cache.match(row_keys, shared)
-    allocator.release(match.pages + ([match.partial] if match.partial is not None else []))
-    return match
+    pages, length, cached = cache.match(PrefixKeys(row_keys, shared))
+    allocator.release(pages)
+    return pages, length, cached
 
 
 def test_allocate_share_release():
@@ -46,10 +48,8 @@ def test_a_whole_root_is_found_with_its_tail(length):
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
     pages = store(cache, allocator, np.arange(length))
-    match = found(cache, allocator, np.arange(length))
-    assert match.length == length and match.last_hidden is TAIL
-    assert match.pages + ([match.partial] if length % SIZE else []) == pages
-    assert (match.partial is None) == (length % SIZE == 0)
+    own, num_found, cached = found(cache, allocator, np.arange(length))
+    assert num_found == length and cached.last_hidden is TAIL and own == pages
 
 
 def test_a_longer_root_finds_pages_and_the_partly_filled_one():
@@ -57,19 +57,17 @@ def test_a_longer_root_finds_pages_and_the_partly_filled_one():
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
     pages = store(cache, allocator, np.arange(6))
-    match = found(cache, allocator, np.arange(9))
-    assert (match.length, match.pages, match.partial) == (6, pages[:1], pages[1])
-    assert match.last_hidden is None
-    assert found(cache, allocator, keys(0, 1, 2, 3, 9)).length == 4
-    assert found(cache, allocator, keys(0, 1, 2, 9)).length == 0
+    assert found(cache, allocator, np.arange(9)) == (pages, 6, None)
+    assert found(cache, allocator, keys(0, 1, 2, 3, 9)) == (pages[:1], 4, None)
+    assert found(cache, allocator, keys(0, 1, 2, 9)) == ([], 0, None)
 
 
 def test_two_users_share_a_beginning():
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
     store(cache, allocator, keys(1, 2, 3, 4, 5))
-    match = cache.match(keys(1, 2, 3, 4, 6, 7))
-    assert match.length == 4 and allocator.references(match.pages[0]) == 2
+    pages, length, _ = cache.match(PrefixKeys(keys(1, 2, 3, 4, 6, 7)))
+    assert length == 4 and allocator.references(pages[0]) == 2
 
 
 def test_shared_rows_are_cached_as_one_piece():
@@ -77,11 +75,11 @@ def test_shared_rows_are_cached_as_one_piece():
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
     store(cache, allocator, np.arange(9), shared=6)
-    assert found(cache, allocator, np.arange(9), shared=6).length == 9
-    assert found(cache, allocator, keys(0, 1, 2, 3, 4, 5, 6, 9), shared=6).length == 0
-    assert found(cache, allocator, np.append(np.arange(9), 11), shared=6).length == 9
-    assert found(cache, allocator, keys(0, 1, 2, 3, 99, 5, 6), shared=6).length == 0
-    assert found(cache, allocator, np.arange(9), shared=0).length == 0
+    assert found(cache, allocator, np.arange(9), shared=6)[1] == 9
+    assert found(cache, allocator, keys(0, 1, 2, 3, 4, 5, 6, 9), shared=6)[1] == 0
+    assert found(cache, allocator, np.append(np.arange(9), 11), shared=6)[1] == 9
+    assert found(cache, allocator, keys(0, 1, 2, 3, 99, 5, 6), shared=6)[1] == 0
+    assert found(cache, allocator, np.arange(9), shared=0)[1] == 0
 
 
 def test_eviction_takes_the_least_recent_and_never_a_running_page():
@@ -89,16 +87,56 @@ def test_eviction_takes_the_least_recent_and_never_a_running_page():
     cache = PrefixCache(allocator, SIZE)
     for user in range(4):
         store(cache, allocator, np.arange(4) + 10 * user)
-    held = cache.match(np.arange(4))
-    cache.evict(1)
-    assert allocator.num_free == 1
-    assert found(cache, allocator, np.arange(4) + 10).length == 0
-    assert found(cache, allocator, np.arange(4) + 30).length == 4
-    cache.evict(4)
+    held, _, _ = cache.match(PrefixKeys(np.arange(4)))
+    assert cache.evict(1) and allocator.num_free == 1
+    assert found(cache, allocator, np.arange(4) + 10)[1] == 0
+    assert found(cache, allocator, np.arange(4) + 30)[1] == 4
+    assert not cache.evict(4)
     assert allocator.num_free == 1, "one page is held, so four cannot be had and none is dropped"
-    allocator.release(held.pages)
-    cache.evict(4)
+    allocator.release(held)
+    assert cache.evict(4)
     assert allocator.num_free == 4 and cache.num_pages == 0
+
+
+class CountedPages(list):
+    """Counts how many pages are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, page):
+        CountedPages.looks += 1
+        return super().__getitem__(page)
+
+
+def calls_of(function, *arguments):
+    """Returns a function's result and the number of calls, Python's and C's, inside it."""
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(event) if "call" in event else None)
+    try:
+        found = function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return found, len(calls)
+
+
+def test_eviction_costs_the_same_in_a_large_cache():
+    """Eight pages of old prefixes are evicted, and eight more than there are, in two sizes."""
+    costs = []
+    for num_pages in (143, 32_000):
+        allocator = PageAllocator(num_pages)
+        cache = PrefixCache(allocator, SIZE)
+        for number in range(num_pages // 2):
+            store(cache, allocator, np.arange(6) + 10 * number)
+        held, _, _ = cache.match(PrefixKeys(np.arange(6)))
+        free = allocator.num_free
+        allocator._users = CountedPages(allocator._users)
+        allocator._entries = CountedPages(allocator._entries)
+        CountedPages.looks = 0
+        evicted, calls = calls_of(cache.evict, free + 8)
+        refused, more = calls_of(cache.evict, num_pages)
+        assert evicted and not refused and allocator.num_free == free + 8 and len(held) == 2
+        costs.append((calls, more, CountedPages.looks))
+    assert costs[0] == costs[1], "calls of both evictions, and looks at pages"
 
 
 def test_forget_drops_every_length_of_a_root():
@@ -108,7 +146,7 @@ def test_forget_drops_every_length_of_a_root():
     store(cache, allocator, np.arange(7))
     cache.drop(cache.digests_of(PrefixKeys(np.arange(7))))
     assert allocator.num_free == 10 and cache.num_pages == 0
-    assert found(cache, allocator, np.arange(5)).length == 0
+    assert found(cache, allocator, np.arange(5))[1] == 0
 
 
 @pytest.mark.parametrize("shared", [0, 2])
@@ -117,12 +155,12 @@ def test_roots_of_another_salt_are_not_found(shared):
     cache = PrefixCache(allocator, SIZE)
     root = PrefixKeys(np.arange(6), shared, salt=b"one")
     pages = allocator.allocate(2)
-    cache.insert(root, pages, TAIL)
+    cache.insert(root, pages, CachedPrefix(TAIL))
     allocator.release(pages)
     for salt, length in ((b"", 0), (b"two", 0), (b"one", 6)):
-        match = cache.match(root.keys, shared, salt=salt)
-        assert match.length == length
-        allocator.release(match.pages + ([match.partial] if match.partial is not None else []))
+        pages, num_found, _ = cache.match(PrefixKeys(root.keys, shared, salt=salt))
+        assert num_found == length
+        allocator.release(pages)
 
 
 def test_forget_drops_a_root_under_every_salt():
@@ -130,7 +168,7 @@ def test_forget_drops_a_root_under_every_salt():
     cache = PrefixCache(allocator, SIZE)
     for salt in (b"", b"one", b"two"):
         pages = allocator.allocate(2)
-        cache.insert(PrefixKeys(np.arange(6), salt=salt), pages, TAIL)
+        cache.insert(PrefixKeys(np.arange(6), salt=salt), pages, CachedPrefix(TAIL))
         allocator.release(pages)
     cache.drop(cache.digests_of(PrefixKeys(np.arange(6), salt=b"one")))
     assert allocator.num_free == 8, "the roots of the other salts stay"
@@ -151,16 +189,18 @@ def test_there_are_no_more_roots_than_pages():
             kept = int(rng.integers(len(root)))
             cache.drop(cache.digests_of(PrefixKeys(root, 0, kept)))
             continue
-        match = cache.match(root)
-        pages = -(-len(root) // SIZE)
-        if match.length < len(root):
-            cache.evict(pages - len(match.pages))
-            own = allocator.allocate(pages - len(match.pages))
-            cache.insert(PrefixKeys(root), match.pages + own, TAIL)
+        held, length, _ = cache.match(PrefixKeys(root))
+        shared, count = held[: length // SIZE], -(-len(root) // SIZE)
+        if length < len(root):
+            cache.evict(count - len(shared))
+            own = allocator.allocate(count - len(shared))
+            cache.insert(PrefixKeys(root), shared + own, CachedPrefix(TAIL))
             allocator.release(own)
-        allocator.release(match.pages + ([match.partial] if match.partial is not None else []))
-        tails = sum(entry.last_hidden is not None for entry in cache._entries.values())
-        assert tails <= len({entry.page for entry in cache._entries.values()} - {None})
+        allocator.release(held)
+        tails = sum(cached is not None for _, cached in cache._entries.values())
+        assert tails <= len({page for page, _ in cache._entries.values()} - {None})
+        assert allocator.num_free + allocator.num_idle == allocator.num_pages
+        assert cache.num_pages == sum(page is not None for page, _ in cache._entries.values())
         most = max(most, tails)
     assert most > 6
 
@@ -174,9 +214,9 @@ def test_forget_keeps_the_first_rows(kept):
         store(cache, allocator, np.arange(length))
     cache.drop(cache.digests_of(PrefixKeys(np.arange(8), 0, kept)))
     for length in range(1, 9):
-        tail = found(cache, allocator, np.arange(length)).last_hidden
-        assert (tail is TAIL) == (length <= kept)
-    assert found(cache, allocator, np.append(np.arange(kept), [77] * 9)).length == kept
+        cached = found(cache, allocator, np.arange(length))[2]
+        assert (cached is not None) == (length <= kept)
+    assert found(cache, allocator, np.append(np.arange(kept), [77] * 9))[1] == kept
     assert allocator.num_free == 20 - cache.num_pages == 20 - kept
 
 
@@ -185,9 +225,9 @@ def test_a_root_of_whole_pages_that_lost_its_tail_computes_its_last_page_again()
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
     store(cache, allocator, np.arange(8))
-    tails = [digest for digest, entry in cache._entries.items() if entry.page is None]
+    tails = [digest for digest, (page, _) in cache._entries.items() if page is None]
     assert len(tails) == 1
     del cache._entries[tails[0]]
-    match = found(cache, allocator, np.arange(8))
-    assert (match.length, len(match.pages), match.last_hidden) == (4, 1, None)
-    assert found(cache, allocator, np.append(np.arange(8), 9)).length == 8
+    pages, length, cached = found(cache, allocator, np.arange(8))
+    assert (length, len(pages), cached) == (4, 1, None)
+    assert found(cache, allocator, np.append(np.arange(8), 9))[1] == 8

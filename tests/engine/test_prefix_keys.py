@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from recserve.core.request import PrefixKeys
-from recserve.engine.runtime.pages import PageAllocator
-from recserve.engine.runtime.prefix_cache import PrefixCache
+from recserve.core.sequence import CachedPrefix
+from recserve.engine.kv_cache import PageAllocator, PrefixCache
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import eagle, engine_for, prompts
@@ -21,9 +21,8 @@ def filled(shared: int, drafter: str, salt: bytes) -> tuple[PageAllocator, Prefi
     allocator = PageAllocator(8)
     cache = PrefixCache(allocator, SIZE)
     pages = allocator.allocate(2)
-    cache.insert(
-        PrefixKeys(np.arange(ROWS), shared, drafter=drafter, salt=salt), pages, torch.ones(1)
-    )
+    prefix = PrefixKeys(np.arange(ROWS), shared, drafter=drafter, salt=salt)
+    cache.insert(prefix, pages, CachedPrefix(torch.ones(1)))
     allocator.release(pages)
     return allocator, cache
 
@@ -33,10 +32,11 @@ def filled(shared: int, drafter: str, salt: bytes) -> tuple[PageAllocator, Prefi
 def test_a_prefix_is_found_by_its_own_drafter_and_salt_only(shared, stored):
     _, cache = filled(shared, *stored)
     for drafter, salt in NAMES:
-        match = cache.match(np.arange(ROWS), shared, drafter, salt)
+        prefix = PrefixKeys(np.arange(ROWS), shared, drafter=drafter, salt=salt)
+        _, length, cached = cache.match(prefix)
         same = (drafter, salt) == stored
-        assert match.length == (ROWS if same else 0), (stored, drafter, salt)
-        assert (match.last_hidden is not None) == same
+        assert length == (ROWS if same else 0), (stored, drafter, salt)
+        assert (cached is not None) == same
 
 
 @pytest.mark.parametrize("stored", NAMES, ids=str)
@@ -98,14 +98,10 @@ def test_a_beginning_with_a_drafter_is_found_without_its_last_row(cached):
         allocator = PageAllocator(8)
         cache = PrefixCache(allocator, SIZE)
         pages = allocator.allocate(-(-cached // SIZE))
-        cache.insert(PrefixKeys(np.arange(cached), drafter=drafter), pages, torch.ones(1))
+        prefix = PrefixKeys(np.arange(cached), drafter=drafter)
+        cache.insert(prefix, pages, CachedPrefix(torch.ones(1)))
         allocator.release(pages)
-        match = cache.match(np.arange(cached + 3), drafter=drafter)
-        assert match.length == length and match.last_hidden is None
-        held = match.pages + ([] if match.partial is None else [match.partial])
-        assert held == pages and len(match.pages) == length // SIZE
-        assert all(allocator.references(page) == cache_references(cache, page) + 1 for page in held)
-
-
-def cache_references(cache: PrefixCache, page: int) -> int:
-    return sum(entry.page == page for entry in cache._entries.values())
+        before = [allocator.references(page) for page in pages]
+        longer = PrefixKeys(np.arange(cached + 3), drafter=drafter)
+        assert cache.match(longer) == (pages, length, None)
+        assert [allocator.references(page) for page in pages] == [n + 1 for n in before]

@@ -115,8 +115,8 @@ def test_mixed_requests(count, load_aware):
     stats = engine.stats()
     assert (stats.queue_depth, stats.running) == (0, 0)
     for lane in engine.schedulers.values():
-        lane.cache.clear()
-        assert lane.allocator.num_free == lane.allocator.num_pages
+        lane.kv.prefixes.clear()
+        assert lane.kv.allocator.num_free == lane.kv.allocator.num_pages
     for name in MAKERS:
         assert_forgotten(drafters[name])
     if load_aware:

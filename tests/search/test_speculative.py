@@ -25,6 +25,11 @@ from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
 
 
+def cached(engine, request):
+    """Returns what is cached with a request's root."""
+    return engine.schedulers["recommender"].kv.prefixes.match(PrefixKeys(request.root.keys))[2]
+
+
 @pytest.mark.parametrize(
     "codes,form,kind",
     covering(
@@ -171,7 +176,7 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
         assert all(slate.rounds == 1 for slate in slates[1:])
         nodes = [slate.timing.nodes for slate in slates]
         assert nodes[0] == nodes[1] >= nodes[2] == nodes[3] and nodes[2] <= plain.timing.nodes
-    draft = engine.schedulers["recommender"].cache.match(requests[0].root.keys).metadata.draft
+    draft = cached(engine, requests[0]).draft
     assert draft.trimmed and len(draft.nodes) == third[0].timing.nodes
 
 
@@ -204,11 +209,8 @@ def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, tri
     if trims:
         nodes = [slate.timing.nodes for slate in mixed[:3]]
         assert nodes == [slate.timing.nodes for slate in before]
-    notes = [
-        engine.schedulers["recommender"].cache.match(request.root.keys).metadata
-        for request in requests
-    ]
-    assert [note.draft is not None for note in notes] == [True, True, True, False, True, True]
+    notes = [cached(engine, request).draft for request in requests]
+    assert [note is not None for note in notes] == [True, True, True, False, True, True]
 
 
 def test_a_kept_draft_is_not_used_for_another_question(drafts):
@@ -274,14 +276,9 @@ def test_a_cached_root_holds_its_last_state_and_the_nodes_of_its_draft_alone():
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
     asked = [SlateQuery(draw_root(model, n, n), trie, 5, 9, "speculative") for n in range(1, 9)]
     engine.run_many(asked)
-    entries = [
-        e
-        for e in engine.schedulers["recommender"].cache._entries.values()
-        if e.last_hidden is not None
-    ]
-    assert len(entries) == 8
-    for entry in entries:
-        nodes = entry.metadata.draft.nodes
+    for request in asked:
+        entry = cached(engine, request)
+        nodes = entry.draft.nodes
         assert entry.last_hidden.untyped_storage().nbytes() == 4 * model.config.decoder.hidden_size
         assert entry.placeholder_states is None
         assert nodes.untyped_storage().nbytes() == 8 * nodes.numel() > 0

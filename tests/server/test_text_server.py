@@ -187,8 +187,8 @@ def test_clients_that_leave_leave_no_page_behind(server, client):
         time.sleep(0.02)
     lane = engine.schedulers["text"]
     with engine.held():
-        lane.cache.evict(lane.allocator.num_pages)
-        assert lane.allocator.num_free == lane.allocator.num_pages
+        lane.kv.prefixes.evict(lane.kv.allocator.num_pages)
+        assert lane.kv.allocator.num_free == lane.kv.allocator.num_pages
     assert client.completions.create(**ASK, temperature=0).choices[0].text.startswith(KNOWN)
 
 

@@ -85,10 +85,10 @@ def assert_no_leak(engine: Engine) -> None:
     """Asserts that every page is free or held only by the prefix cache."""
     lane = engine.schedulers["text"]
     assert lane.num_running == 0
-    held = {e.page for e in lane.cache._entries.values() if e.page is not None}
-    assert lane.allocator.num_free + len(held) == lane.allocator.num_pages
-    lane.cache.evict(lane.allocator.num_pages)
-    assert lane.allocator.num_free == lane.allocator.num_pages
+    allocator = lane.kv.allocator
+    assert allocator.num_free + allocator.num_idle == allocator.num_pages
+    assert lane.kv.prefixes.evict(allocator.num_pages)
+    assert allocator.num_free == allocator.num_pages
 
 
 def medusa(model) -> MedusaDrafter:

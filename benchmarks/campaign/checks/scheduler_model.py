@@ -119,7 +119,7 @@ def machine() -> type[RuleBasedStateMachine]:
         def pages_are_conserved(self) -> None:
             Counts.steps += 1
             for scheduler in self.engine.schedulers.values():
-                free, total = scheduler.allocator.num_free, scheduler.allocator.num_pages
+                free, total = scheduler.kv.allocator.num_free, scheduler.kv.allocator.num_pages
                 Counts.leaks += not 0 <= free <= total
 
         def teardown(self) -> None:
@@ -144,8 +144,8 @@ def machine() -> type[RuleBasedStateMachine]:
                 Counts.late += texts[number].expired
                 order[priority] = max(order.get(priority, -1), number)
             for scheduler in self.engine.schedulers.values():
-                scheduler.cache.clear()
-                Counts.leaks += scheduler.allocator.num_free != scheduler.allocator.num_pages
+                scheduler.kv.prefixes.clear()
+                Counts.leaks += scheduler.kv.allocator.num_free != scheduler.kv.allocator.num_pages
                 Counts.leaks += scheduler.num_running
 
     return Schedulers

@@ -23,19 +23,12 @@ from recserve.core.request import (
     SlateQuery,
     Timing,
 )
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import CachedPrefix, Sequence
 from recserve.core.strategy import Draft, Strategy
 from recserve.engine.items.cohort import Round, SearchBatch, checked, computed_nodes, isolate
-from recserve.engine.runtime.page_placement import PagePlacement
+from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import BatchSlice, Runner
-from recserve.engine.runtime.scheduler import (
-    Dropped,
-    PageOwner,
-    RequestTooLarge,
-    Scheduler,
-    expired,
-)
-from recserve.kernels.cache.kv_pool import slots_of_pages
+from recserve.engine.runtime.scheduler import Dropped, RequestTooLarge, Scheduler, expired
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
 from recserve.models.inputs import NodeInputs
@@ -62,19 +55,15 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
     def __init__(
         self,
         runner: Runner,
-        sharing: PageOwner | None = None,
+        kv: KVCache | None = None,
         step_tokens: int | None = None,
         admitted_tokens: int | None = None,
     ) -> None:
-        """Shares the pages and the prefix cache of `sharing`, a scheduler of the same runner, if
-        given.
-        """
+        """Shares `kv` with another scheduler of the same runner, if given."""
         super().__init__()
         self.runner = runner
         self.step_tokens, self.admitted_tokens = step_tokens, admitted_tokens
-        self.page_size = runner.pool.page_size
-        self._pages = PagePlacement(runner.pool, sharing)
-        self.allocator, self.cache = self._pages.allocator, self._pages.cache
+        self.kv = kv or KVCache(runner.pool)
         self.cohorts: list[SearchBatch] = []
         self.cold: list[tuple[Sequence, Strategy]] = []
         self.warm: list[tuple[Sequence, Strategy]] = []
@@ -86,12 +75,12 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
 
     def check(self, request: Request, strategy: Strategy) -> None:
         """Raises RequestTooLarge if the request needs more pages than the pool has."""
-        rows = len(request.root.inputs)
-        pages = self._pages.pages_of(rows) + self._pages.pages_of(strategy.tree_capacity(request))
-        if pages > self.allocator.num_pages:
+        kv, rows = self.kv, len(request.root.inputs)
+        pages = kv.pages_of(rows) + kv.pages_of(strategy.tree_capacity(request))
+        if pages > kv.allocator.num_pages:
             raise RequestTooLarge(
-                f"the request needs {pages} pages of {self.page_size} tokens ({rows} of history), "
-                f"the pool has {self.allocator.num_pages}; request less or raise kv_bytes"
+                f"the request needs {pages} pages of {kv.page_size} tokens ({rows} of history), "
+                f"the pool has {kv.allocator.num_pages}; request less or raise kv_bytes"
             )
 
     def admit(
@@ -100,21 +89,18 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         """Takes a request in and reserves all pages that it will need. Returns False if too few
         are free, or if the admitted requests suffice for the next steps.
         """
-        root = request.root
-        placed = self._pages.place(
-            PrefixKeys(root.keys, root.shared, salt=root.salt),
-            strategy.tree_capacity(request),
-            separate=True,
-        )
+        kv, rows = self.kv, request.root.keys.shape[0]
+        placed = kv.place(_keys(request), strategy.tree_capacity(request), separate=True)
         if placed is None:
             return False
-        rows, (pages, found) = root.keys.shape[0], placed
-        slots = slots_of_pages(pages, self.page_size, self.runner.pool.keys.device)
-        tree_slots = slots[self._pages.pages_of(rows) * self.page_size :]
+        pages, length, cached = placed
+        cached = cached or CachedPrefix()
+        slots = kv.slots_of(pages)
+        tree_slots = slots[kv.pages_of(rows) * kv.page_size :]
         if self.admitted_tokens is not None and self.num_admitted:
-            tokens = rows - found.length + tree_slots.shape[0]
+            tokens = rows - length + tree_slots.shape[0]
             if self._num_open_tokens() + tokens > self.admitted_tokens:
-                self.allocator.release(pages)
+                kv.allocator.release(pages)
                 return False
         sequence = Sequence(
             request=request,
@@ -122,16 +108,16 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             submitted_s=submitted_s,
             pages=pages,
             prefix_slots=slots[:rows],
-            num_computed=found.length,
-            last_hidden=found.last_hidden,
+            num_computed=length,
+            last_hidden=cached.last_hidden,
             tree_slots=tree_slots,
             placeholders=strategy.placeholders,
-            placeholder_states=found.placeholder_states,
-            metadata=found.metadata,
+            placeholder_states=cached.placeholder_states,
+            cached_prefix=cached,
             timing=Timing(
                 queue_ms=(time.monotonic() - submitted_s) * 1e3,
-                root_cached=found.length,
-                root_computed=rows - found.length,
+                root_cached=length,
+                root_computed=rows - length,
             ),
         )
         (self.warm if sequence.computed else self.cold).append((sequence, strategy))
@@ -198,7 +184,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
     def release(self, sequences: Seq[Sequence]) -> None:
         """Releases the pages of finished sequences."""
         for sequence in sequences:
-            self.allocator.release(sequence.pages)
+            self.kv.allocator.release(sequence.pages)
             sequence.pages = []
 
     def drop_all(self) -> list[Dropped[Result]]:
@@ -334,9 +320,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         for sequence, result in answers:
             if isinstance(result, NotFinite):
                 log.error("the model's output for a request is not finite; its root is dropped")
-                root = sequence.request.root
-                keys = PrefixKeys(root.keys, root.shared, salt=root.salt)
-                self.cache.discard(keys, sequence.pages, self.runner.pool)
+                self.kv.discard(_keys(sequence.request), sequence.pages)
         self.release([sequence for sequence, _ in answers])
 
     def _answers(
@@ -427,14 +411,14 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             sequence.placeholder_states = states.clone()
             sequence.tree_used = 0  # nothing reads the placeholders' keys and values again
         sequence.num_computed = sequence.root_length
-        root = sequence.request.root
-        pages = sequence.pages[: self._pages.pages_of(sequence.root_length)]
-        assert sequence.last_hidden is not None
-        self.cache.insert(
-            PrefixKeys(root.keys, root.shared, salt=root.salt),
-            pages,
-            sequence.last_hidden,
-            sequence.placeholder_states,
-            sequence.metadata,
-        )
+        cached = sequence.cached_prefix
+        cached.last_hidden = sequence.last_hidden
+        cached.placeholder_states = sequence.placeholder_states
+        pages = sequence.pages[: self.kv.pages_of(sequence.root_length)]
+        self.kv.prefixes.insert(_keys(sequence.request), pages, cached)
         return True
+
+
+def _keys(request: Request) -> PrefixKeys:
+    root = request.root
+    return PrefixKeys(root.keys, root.shared, salt=root.salt)

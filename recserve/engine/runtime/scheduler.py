@@ -15,8 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import Timing
-from recserve.engine.runtime.pages import PageAllocator
-from recserve.engine.runtime.prefix_cache import PrefixCache
+from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -74,21 +73,8 @@ class Dropped(Generic[ResultT]):
     readmit: Callable[[], bool]
 
 
-class PageOwner(Protocol):
-    """The pages of one model, which several schedulers may share.
-
-    Attributes:
-        allocator: Free pages of the model's key-value pool.
-        cache: Prefix cache over the same pages.
-    """
-
-    allocator: PageAllocator
-    cache: PrefixCache
-
-
 class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
-    """Admits the requests of one model, steps them, and releases them. A scheduler is a
-    PageOwner.
+    """Admits the requests of one model, steps them, and releases them.
 
     MethodT computes a request: it is a Strategy for items and a Drafter for text.
 
@@ -98,12 +84,11 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
 
     Attributes:
         runner: Runs the model.
-        allocator, cache: As in PageOwner.
+        kv: Pages and cached prefixes of the model. Several schedulers may share them.
     """
 
     runner: Runner
-    allocator: PageAllocator
-    cache: PrefixCache
+    kv: KVCache
 
     def __init__(self) -> None:
         self._suspects: deque[Dropped[ResultT]] = deque()

@@ -8,6 +8,7 @@ tokens go to the prefix cache. It resumes from there and computes only what was 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from bisect import bisect_right, insort
@@ -17,17 +18,18 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recserve.core.acceptance_watch import DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite
+from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import Runner
-from recserve.engine.runtime.scheduler import Dropped, Scheduler
+from recserve.engine.runtime.scheduler import Dropped, RequestTooLarge, Scheduler
 from recserve.engine.text.draft_proposer import DraftProposer, Refused
 from recserve.engine.text.groups import TextGroup, TextGroups, record_times
 from recserve.engine.text.limits import TextLimits, check_query
-from recserve.engine.text.pages import TextPages
 from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence, context_of
 from recserve.engine.text.step import VerifiedPaths, token_logprobs
@@ -40,6 +42,8 @@ from recserve.speculation.draft import empty_draft
 from recserve.speculation.drafter import Drafter, TextOutcome
 from recserve.speculation.logits_processor import TokenCounts
 
+log = logging.getLogger(__name__)
+
 FinishedText = tuple[TextSequence, Completion | Exception]
 
 
@@ -48,7 +52,6 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
 
     Attributes:
         limits: Most prompt tokens of a step and most nodes of a draft.
-        pages: The pages of the texts.
         running: Texts that have pages, by priority and then by age.
         preempted: Texts that wait for pages or for another text that computes their beginning.
         graphs: Captured steps. None launches the kernels of every step one by one.
@@ -64,8 +67,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         super().__init__()
         self.runner, self.model = runner, model
         self.limits = limits or TextLimits()
-        self.pages = TextPages(runner.pool, model.config.decoder.hidden_size)
-        self.allocator, self.cache = self.pages.allocator, self.pages.cache
+        self.kv = KVCache(runner.pool)
         self.running: list[TextSequence] = []
         self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(model, self.limits.draft_nodes, self.limits.load_aware)
@@ -84,7 +86,12 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         config = self.model.config
         check_query(request, config)
         length = request.prompt.shape[0] + request.params.max_tokens
-        self.pages.check(min(length, config.decoder.max_positions))
+        pages = self.kv.pages_of(min(length, config.decoder.max_positions))
+        if pages > self.kv.allocator.num_pages:
+            raise RequestTooLarge(
+                f"prompt and max_tokens need {pages} pages of {self.kv.page_size} tokens, the pool "
+                f"has {self.kv.allocator.num_pages}; request less or raise kv_bytes"
+            )
 
     def admit(
         self, request: TextQuery, future: Future[Any], submitted_s: float, drafter: Drafter
@@ -174,7 +181,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         done: list[FinishedText] = []
         self._refuse(self._proposer.read([part.sequence for part in parts]), done)
         for part in [part for part in parts if part.sequence.pages]:
-            self.pages.cache_prefix(part.sequence)
+            self._insert_prefix(part.sequence)
         for group, piece, own in zip(groups, pieces, states, strict=False):
             logits = self.model.logits(own.final)
             verified = group.verify(self.runner.pool, piece, own.final, logits)
@@ -221,7 +228,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             self._refuse(refused, failed)
         for sequence in self._proposer.called:
             needed = sequence.length + drafts[sequence].num_nodes
-            if needed > sequence.capacity and not self.pages.grow(sequence, needed):
+            if not self._grow(sequence, needed):
                 drafts[sequence] = empty_draft()
         return self._grouping.of(stepping, drafts)
 
@@ -300,18 +307,35 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     def _place(self, sequence: TextSequence) -> bool:
         """Gives a text its pages, unless none is free or another text computes its beginning."""
         before = self.running[: bisect_right(self.running, _turn(sequence), key=_turn)]
-        sequence.waits = computed_by_another(sequence, before, self.pages.size)
-        if sequence.waits or not self.pages.place(sequence):
+        sequence.waits = computed_by_another(sequence, before, self.kv.page_size)
+        if sequence.waits:
             return False
+        placed = self.kv.place(sequence.prefix(sequence.length - 1), 1, separate=False)
+        if placed is None:
+            return False
+        pages, length, cached = placed
+        sequence.set_pages(pages, self.kv.slots_of(pages))
+        sequence.restore(length, cached)
         if not sequence.timing.forwards:
             sequence.timing.root_cached = sequence.num_computed
             sequence.timing.root_computed = sequence.missing
         return True
 
+    def _grow(self, sequence: TextSequence, tokens: int) -> bool:
+        """Gives a text pages for this many tokens. Returns False if that needs a preemption."""
+        if tokens <= sequence.capacity:
+            return True
+        pages = self.kv.allocate(self.kv.pages_of(tokens) - len(sequence.pages))
+        if pages is None:
+            return False
+        slots = [sequence.slots, *[self.kv.page_slots[page] for page in pages]]
+        sequence.set_pages(sequence.pages + pages, torch.cat(slots))
+        return True
+
     def _preempt_for_pages(self) -> None:
         """Gives every text that steps a slot for node 0, and preempts texts served last."""
         for sequence in [s for s in self.running if len(s.context.tokens) > s.capacity]:
-            while sequence.pages and not self.pages.grow(sequence, sequence.length):
+            while sequence.pages and not self._grow(sequence, sequence.length):
                 self._preempt(self.running[-1])
 
     def _preempt(self, sequence: TextSequence) -> None:
@@ -323,7 +347,13 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     def _cache_prefix(self, sequence: TextSequence) -> None:
         """Stores a text's computed tokens, with the drafter's entries of all of them."""
         if not self._proposer.read([sequence], without_last=True):
-            self.pages.cache_prefix(sequence)
+            self._insert_prefix(sequence)
+
+    def _insert_prefix(self, sequence: TextSequence) -> None:
+        length = sequence.num_computed
+        if sequence.last_hidden is not None and not sequence.flawed:
+            pages = sequence.pages[: self.kv.pages_of(length)]
+            self.kv.prefixes.insert(sequence.prefix(length), pages, sequence.to_cache())
 
     def _refuse(self, refused: Seq[Refused], failed: list[FinishedText]) -> None:
         """Drops texts whose drafter failed, and adds their errors to `failed`."""
@@ -331,11 +361,18 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         failed += refused
 
     def _drop(self, sequences: Seq[TextSequence]) -> None:
-        """Removes texts, and releases their pages and their drafters' state."""
+        """Removes texts, and releases their pages and their drafters' state.
+
+        A text that is not finite leaves nothing in the prefix cache.
+        """
         if not sequences:
             return
         for sequence in sequences:
-            self.pages.release(sequence)
+            if sequence.flawed:
+                log.error("the model's output for a text is not finite; its prefix is dropped")
+                self.kv.discard(sequence.prefix(sequence.length), sequence.pages)
+            self.kv.allocator.release(sequence.pages)
+            sequence.pages, sequence.capacity = [], 0
             self._proposer.forget(sequence)
             if self.graphs is not None:
                 self.graphs.forget(sequence)

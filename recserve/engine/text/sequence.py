@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.request import Timing
+from recserve.core.request import PrefixKeys, Timing
+from recserve.core.sequence import CachedPrefix
 from recserve.speculation.completion import (
     Completion,
     FinishReason,
@@ -93,6 +94,31 @@ class TextSequence:
     def ready(self) -> bool:
         """Whether only the last committed token is left to compute."""
         return len(self.context.tokens) - 1 == self.num_computed
+
+    def prefix(self, length: int) -> PrefixKeys:
+        """Returns the keys of the first tokens, with the name of a drafter that has its own."""
+        drafter = self.request.speculation.drafter if self.drafter.reads_states else ""
+        keys = np.array(self.context.tokens[:length], dtype=np.int64)
+        return PrefixKeys(keys, drafter=drafter, salt=self.request.salt)
+
+    def set_pages(self, pages: list[int], slots: Tensor) -> None:
+        """Gives the text its pages, with their slots."""
+        self.pages, self.slots, self.capacity = pages, slots, slots.shape[0]
+        self.context.slots = slots
+
+    def restore(self, length: int, cached: CachedPrefix | None) -> None:
+        """Marks cached tokens as computed. `cached` is what is cached with all of them, if any."""
+        self.states, self.num_read = None, length
+        if cached is not None and cached.drafter_states is not None:
+            # The drafter's entries of the cached rows reach to the state before the last one.
+            self.states, self.num_read = cached.drafter_states[None], length - 1
+        self.computed(length, None if cached is None else cached.last_hidden)
+
+    def to_cache(self) -> CachedPrefix:
+        """Returns what to cache with the computed tokens, in memory of its own."""
+        assert self.last_hidden is not None
+        read = None if self.states is None else self.states[-1].clone()
+        return CachedPrefix(self.last_hidden.clone(), drafter_states=read)
 
     def computed(
         self, length: int, last_hidden: Tensor | None, ranked: NDArray[np.int64] | None = None

@@ -6,15 +6,12 @@ allocates pages; this file only knows addresses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from recserve.kernels.cache.fp8 import clear_rows, copy_rows, put, vector_bytes, zeros
-from recserve.kernels.host import on_device
 
 
 @dataclass(frozen=True)
@@ -95,9 +92,3 @@ class KVPool:
         clear_rows(self.values, 1, slots)
         for pool in self.attached:
             pool.clear_slots(slots)
-
-
-def slots_of_pages(pages: Seq[int], page_size: int, device: torch.device) -> Tensor:
-    """Returns the slots [n * page_size] of the tokens in n pages, in order."""
-    slots = np.array(pages, np.int64)[:, None] * page_size + np.arange(page_size)
-    return on_device(slots.ravel(), device)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from recserve.core.acceptance_watch import DraftWatch
 from recserve.core.finite import NotFinite
-from recserve.core.prefix_metadata import CachedDraft, is_plain
 from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft
@@ -26,7 +25,14 @@ from recserve.search.beams import Beams
 from recserve.search.expansion import NO_BOUND
 from recserve.search.head_search import likely_prefixes
 from recserve.search.prefixes import PrefixDraft, draft_of_keys
-from recserve.search.proof_cache import cache_proof, cache_scored, cached_drafts, keys_of
+from recserve.search.proof_cache import (
+    CachedDraft,
+    cache_proof,
+    cache_scored,
+    cached_drafts,
+    is_plain,
+    keys_of,
+)
 from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.beam import BeamStrategy, request_of
 from recserve.search.strategies.slate_trees import trace_round

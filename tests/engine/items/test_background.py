@@ -96,5 +96,5 @@ def test_a_cancelled_prefill_leaves_no_page_behind():
     engine.forget(PrefixKeys(request.root.keys))
     while engine.step():
         pass
-    assert scheduler.cache.match(request.root.keys).length == 0
-    assert scheduler.allocator.num_free == scheduler.allocator.num_pages
+    assert scheduler.kv.prefixes.match(PrefixKeys(request.root.keys))[1] == 0
+    assert scheduler.kv.allocator.num_free == scheduler.kv.allocator.num_pages

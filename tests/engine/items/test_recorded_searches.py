@@ -45,7 +45,10 @@ def worlds(request):
 
 def assert_no_leak(engine):
     scheduler = engine.schedulers["recommender"]
-    assert scheduler.allocator.num_free + scheduler.cache.num_pages == scheduler.allocator.num_pages
+    assert (
+        scheduler.kv.allocator.num_free + scheduler.kv.prefixes.num_pages
+        == scheduler.kv.allocator.num_pages
+    )
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_late_request_leaves_between_two_parts_of_its_root(cancelled):
         pass
     assert world.tokens == [STEP]
     assert future.cancelled() or isinstance(future.exception(), DeadlineExceeded)
-    assert world.scheduler.allocator.num_free == world.scheduler.allocator.num_pages
+    assert world.scheduler.kv.allocator.num_free == world.scheduler.kv.allocator.num_pages
 
 
 def test_others_are_served_between_two_parts_of_a_root():

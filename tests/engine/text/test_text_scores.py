@@ -67,9 +67,9 @@ def test_pages_and_prefixes_are_shared_with_the_texts_of_the_model():
     assert first.timing.root_cached >= 20 and again.timing.root_computed == 0
     np.testing.assert_allclose(first.values, again.values, atol=2e-5)
     scheduler = engine.schedulers["text"]
-    assert engine.stats().pages_total == scheduler.allocator.num_pages
-    scheduler.cache.evict(scheduler.allocator.num_pages)
-    assert scheduler.allocator.num_free == scheduler.allocator.num_pages
+    assert engine.stats().pages_total == scheduler.kv.allocator.num_pages
+    scheduler.kv.prefixes.evict(scheduler.kv.allocator.num_pages)
+    assert scheduler.kv.allocator.num_free == scheduler.kv.allocator.num_pages
 
 
 def test_texts_and_scores_at_the_same_time_differ_in_nothing():
@@ -122,8 +122,8 @@ def stepped() -> tuple[Engine, list[int]]:
 def assert_all_pages_free(engine: Engine) -> None:
     scheduler = engine.schedulers["text_scores"]
     assert scheduler.num_running == 0
-    scheduler.cache.evict(scheduler.allocator.num_pages)
-    assert scheduler.allocator.num_free == scheduler.allocator.num_pages
+    scheduler.kv.prefixes.evict(scheduler.kv.allocator.num_pages)
+    assert scheduler.kv.allocator.num_free == scheduler.kv.allocator.num_pages
 
 
 def test_steps_are_bounded_and_scores_stay(stepped):

@@ -5,10 +5,10 @@ import weakref
 import numpy as np
 import torch
 
-from recserve.core.prefix_metadata import CachedDraft
 from recserve.core.request import Prefix, SlateQuery
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
+from recserve.search.proof_cache import CachedDraft
 
 TRIE = build_trie(torch.cartesian_prod(torch.arange(4), torch.arange(4)), (4, 4))
 ROOT = Prefix(NodeInputs(torch.arange(3)), np.arange(3))
