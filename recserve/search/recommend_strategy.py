@@ -14,7 +14,7 @@ from recserve.core.strategy import Strategy
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.search.beams import Beams
+from recserve.search.beam_search import BeamSearch
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Heads:
 
 AutoRole = Literal["preferred", "default", "fallback", "hurried"]
 DenseWeight = Literal["used", "ignored", "refused"]
-Searching = Callable[[Seq[Sequence]], Beams | None]
+Searching = Callable[[Seq[Sequence]], BeamSearch | None]
 
 
 class RecommendStrategy(Strategy, Pluggable):
     """A strategy that requests select by name.
 
-    All strategies honour exclusions, filters and caps (`search.capped.answer`).
+    All strategies honour exclusions, filters and caps (`search.slates.slate_under_caps`).
 
     Attributes:
         name: Name in requests, settings and reports.

@@ -31,12 +31,10 @@ from recserve.core.sequence import Sequence
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD
 from recserve.models.dense_retriever import DenseRetriever
-from recserve.models.recommender import Recommender
-from recserve.search.beams import Beams
-from recserve.search.capped import answer, with_chosen
+from recserve.search.beam_search import BeamSearch, TargetScores
 from recserve.search.dense import nearest
-from recserve.search.prefixes import needed_prefixes
-from recserve.search.scores import path_scores, root_scores
+from recserve.search.slates import slate_under_caps, with_chosen
+from recserve.search.trie_prefixes import needed_prefixes
 
 
 @dataclass(frozen=True)
@@ -54,33 +52,31 @@ class DraftedItems:
     keys: Tensor
 
 
-def draft_freely(beams: Beams, retriever: DenseRetriever, skip_single: bool) -> DraftedItems:
+def draft_freely(search: BeamSearch, retriever: DenseRetriever) -> DraftedItems:
     """Returns the nearest items of every request, as many as its beam width."""
-    requests = [replace(request, k=request.width, caps=()) for request in beams.requests]
-    found = [each.rows for each in nearest(retriever, beams.last_hidden, requests)]
-    return _drafted(beams, np.arange(len(found)), found, skip_single)
+    requests = [replace(request, k=request.width, caps=()) for request in search.requests]
+    found = [each.rows for each in nearest(retriever, search.last_hidden, requests)]
+    return _drafted(search, np.arange(len(found)), found)
 
 
 def draft_under_beams(
-    beams: Beams,
+    search: BeamSearch,
     retriever: DenseRetriever,
     unfilled: Seq[int],
     verified: tuple[np.ndarray, ...],
-    skip_single: bool,
 ) -> DraftedItems:
     """Returns the nearest items below the beams, for requests with too few accepted items.
 
     Each request gets at most as many items as its beam width.
 
     Args:
-        beams: The beams.
+        search: The search that has found the beams.
         retriever: Proposes items.
         unfilled: Numbers of the requests to draft for.
         verified: Rows that were proposed before for each of the B requests. They are not repeated.
-        skip_single: Whether prefixes with one child need no score.
     """
-    every = beams.requests
-    allowed = [_open_below(beams, b, verified[b]) for b in unfilled]
+    every = search.requests
+    allowed = [_open_below(search, b, verified[b]) for b in unfilled]
     found = [np.flatnonzero(bitmap) for bitmap in allowed]
     large = [i for i, b in enumerate(unfilled) if found[i].size > every[b].width]
     if large:
@@ -91,15 +87,15 @@ def draft_under_beams(
             for open_, b in zip(bitmaps, numbers, strict=True)
         ]
         for i, each in zip(
-            large, nearest(retriever, beams.last_hidden[numbers], requests), strict=True
+            large, nearest(retriever, search.last_hidden[numbers], requests), strict=True
         ):
             found[i] = each.rows
-    return _drafted(beams, np.array(unfilled), found, skip_single)
+    return _drafted(search, np.array(unfilled), found)
 
 
-def _open_below(beams: Beams, b: int, verified: np.ndarray) -> np.ndarray:
+def _open_below(search: BeamSearch, b: int, verified: np.ndarray) -> np.ndarray:
     """Returns [rows] bool: allowed, unverified items below the beams of request b."""
-    trie, request = beams.trie, beams.requests[b]
+    trie, request, beams = search.trie, search.requests[b], search.beams
     leaves = trie.leaves(beams.nodes[b][beams.alive()[b]])
     edges = torch.zeros(trie.num_items + 1, dtype=torch.int64, device=trie.device)
     # +1 where a range of leaves begins, -1 where it ends: the running sum is positive inside.
@@ -118,15 +114,13 @@ def _open_below(beams: Beams, b: int, verified: np.ndarray) -> np.ndarray:
     return open_
 
 
-def _drafted(
-    beams: Beams, numbers: np.ndarray, found: list[np.ndarray], skip_single: bool
-) -> DraftedItems:
-    device = beams.last_hidden.device
+def _drafted(search: BeamSearch, numbers: np.ndarray, found: list[np.ndarray]) -> DraftedItems:
+    trie, device = search.trie, search.last_hidden.device
     sizes = [rows.size for rows in found]
     owners = on_device(np.repeat(numbers, sizes), device)
     rows = on_device(np.concatenate(found), device, torch.int64)
-    nodes = beams.trie.nodes_of_items(rows)
-    return DraftedItems(owners, rows, needed_prefixes(beams.trie, nodes, owners, skip_single))
+    keys = needed_prefixes(trie, trie.nodes_of_items(rows), owners, search.skip_single)
+    return DraftedItems(owners, rows, keys)
 
 
 MIN_LIFT = 3.0  # accept items at least this many times as likely as an item drawn uniformly
@@ -173,26 +167,23 @@ NO_VERIFIED_ITEMS = VerifiedItems(
 )
 
 
-def verify_items(beams: Beams, owners: Tensor, rows: Tensor, model: Recommender) -> VerifiedItems:
+def verify_items(search: BeamSearch, owners: Tensor, rows: Tensor) -> VerifiedItems:
     """Scores items whose prefixes are all scored, and accepts the likely ones.
 
     Args:
-        beams: The requests.
+        search: The requests.
         owners: [n] request numbers.
         rows: [n] item rows.
-        model: The target.
     """
-    nodes = beams.trie.nodes_of_items(rows)
-    log_probs = root_scores(beams.trie, nodes, owners, beams.last_hidden, model)
-    log_probs = log_probs + path_scores(beams.trie, nodes, owners, beams.scored, model)
-    accepted = log_probs >= math.log(MIN_LIFT / beams.trie.num_items)
+    log_probs = TargetScores(search).of_items(owners, rows)
+    accepted = log_probs >= math.log(MIN_LIFT / search.trie.num_items)
     return _on_host(owners, rows, log_probs, accepted)
 
 
-def unfilled(verified: VerifiedItems, beams: Beams) -> list[int]:
+def unfilled(verified: VerifiedItems, search: BeamSearch) -> list[int]:
     """Returns the numbers of the requests with fewer than k accepted items under their caps."""
     numbers = []
-    for b, sequence in enumerate(beams.sequences):
+    for b, sequence in enumerate(search.sequences):
         request = _request(sequence)
         rows = with_chosen(sequence, verified.rows[verified.accepted & (verified.owners == b)])
         if first_k(rows, request.caps, request.k).size < request.k:
@@ -200,28 +191,29 @@ def unfilled(verified: VerifiedItems, beams: Beams) -> list[int]:
     return numbers
 
 
-def end_filled(beams: Beams, numbers: Seq[int]) -> Beams:
-    """Returns beams that are dead for all requests except the given ones."""
-    ended = torch.ones(len(beams.sequences), dtype=torch.bool)
+def end_filled(search: BeamSearch, numbers: Seq[int]) -> None:
+    """Ends the beams of all requests except the given ones."""
+    ended, beams = torch.ones(len(search.sequences), dtype=torch.bool), search.beams
     ended[list(numbers)] = False
     dead = ended.to(beams.log_probs.device)[:, None]
-    return replace(beams, log_probs=beams.log_probs.masked_fill(dead, DEAD))
+    search.beams = replace(beams, log_probs=beams.log_probs.masked_fill(dead, DEAD))
 
 
-def slates(beams: Beams, verified: VerifiedItems) -> list[Slate | Continuation | NotFinite]:
+def slates(search: BeamSearch, verified: VerifiedItems) -> list[Slate | Continuation | NotFinite]:
     """Returns each request's slate: accepted items in order, then the best finished beams.
 
     Under caps, items of a repeated search follow in the same order.
     """
+    beams, trie = search.beams, search.trie
     alive = beams.alive()
-    rows = beams.trie.items_of_leaves(torch.where(alive, beams.nodes, beams.trie.any_leaf))
+    rows = trie.items_of_leaves(torch.where(alive, beams.nodes, trie.any_leaf))
     owners, rows, log_probs = alive.nonzero()[:, 0], rows.long()[alive], beams.log_probs[alive]
     found = _on_host(owners, rows, log_probs, torch.ones_like(rows, dtype=torch.bool))
     every = verified.at(verified.accepted).followed_by(found.likeliest_first())
     answers: list[Slate | Continuation | NotFinite] = []
     counts = alive.sum(1).float()
-    num_alive = (counts if beams.flaws is None else counts + beams.flaws).tolist()
-    for b, sequence in enumerate(beams.sequences):
+    num_alive = (counts if search.flaws is None else counts + search.flaws).tolist()
+    for b, sequence in enumerate(search.sequences):
         if math.isnan(num_alive[b]):
             answers.append(NotFinite())
             continue
@@ -230,7 +222,9 @@ def slates(beams: Beams, verified: VerifiedItems) -> list[Slate | Continuation |
         mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
         complete = num_alive[b] < _request(sequence).width
         answers.append(
-            answer(sequence, mine.rows, mine.log_probs, complete, exact=False, ranked=False)
+            slate_under_caps(
+                sequence, mine.rows, mine.log_probs, complete, exact=False, ranked=False
+            )
         )
     return answers
 

@@ -141,13 +141,13 @@ def test_a_wide_draft_needs_one_round():
 def drafts(monkeypatch):
     """Whom the head drafted for: roots, one list for each time."""
     asked = []
-    likely = speculative.likely_prefixes
+    likely = speculative.draft_prefixes
 
-    def noted(beams, *rest):
-        asked.append([request.root.keys.tolist() for request in beams.requests])
-        return likely(beams, *rest)
+    def noted(search, head):
+        asked.append([request.root.keys.tolist() for request in search.requests])
+        return likely(search, head)
 
-    monkeypatch.setattr(speculative, "likely_prefixes", noted)
+    monkeypatch.setattr(speculative, "draft_prefixes", noted)
     return asked
 
 

@@ -16,9 +16,9 @@ STRATEGY = '''
 
 import numpy as np
 
-from recserve.search.capped import answer
 from recserve.search.item_graph import usable_items
 from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.slates import slate_under_caps
 from recserve.search.strategies.beam import request_of
 
 
@@ -43,7 +43,7 @@ class FirstItems(RecommendStrategy):
         usable = usable_items([request], trie.num_rows, trie.device)
         rows = np.arange(trie.num_rows) if usable is None else np.flatnonzero(usable[0].numpy())
         scores = -np.arange(rows.size, dtype=np.float32)
-        return answer(sequence, rows, scores, complete=True, exact=False)
+        return slate_under_caps(sequence, rows, scores, complete=True, exact=False)
 '''
 
 

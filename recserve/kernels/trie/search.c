@@ -3,7 +3,7 @@
  *     score[child] = score[beam] + logit[child] - log sum exp(logits of the beam's children)
  *
  * For every request, the best children over all beams survive, ties to the lower node. Children
- * that cannot enter the answer any more are dropped (search/expansion.py). The logits have one of
+ * that cannot enter the answer any more are dropped (search/beam_search.py). The logits have one of
  * three sources: states that a model computed for some prefixes, a recurrent head that is stepped
  * during the search (NEZHA, arXiv 2511.18793, section 4), or one context of the root per level
  * (level heads). Beams with one child need no logits. Beams with few children multiply only the

@@ -20,9 +20,15 @@ from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import score_rows
 from recserve.kernels.trie.trie import Trie
 from recserve.models.recommender import Recommender
-from recserve.search.prefixes import PrefixDraft, draft_of_keys, needed_prefixes
-from recserve.search.scores import nothing_scored, path_scores, root_scores
 from recserve.search.strategies.beam import level_offsets_of
+from recserve.search.trie_prefixes import (
+    PrefixDraft,
+    ScoredTriePrefixes,
+    draft_of_keys,
+    needed_prefixes,
+    path_scores,
+    root_scores,
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class LikelihoodStrategy(TreeStrategy):
     ) -> Likelihoods:
         """Adds the log-probabilities of all codes after the first."""
         trie = likelihood_request(state.sequences[0]).trie
-        scored = nothing_scored(hidden).add(*draft.computed(slots), hidden)
+        scored = ScoredTriePrefixes.empty(hidden).add(*draft.computed(slots), hidden)
         deeper = path_scores(trie, state.trie_nodes, state.owners, scored, self.model)
         return replace(state, scores=state.scores + deeper, draft=None)
 

@@ -20,9 +20,9 @@ from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.kernels.item_graph import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
-from recserve.search.capped import answer
 from recserve.search.item_graph import best_items
 from recserve.search.recommend_strategy import Heads, RecommendStrategy
+from recserve.search.slates import slate_under_caps
 from recserve.search.strategies.beam import request_of
 
 
@@ -81,7 +81,9 @@ class RpgStrategy(RecommendStrategy):
             wanted = _wanted(request_of(sequence))
             n = min(wanted, counts[b])
             found = rows[b, :n], scores[b, :n]
-            answers.append(answer(sequence, *found, complete=n < wanted, exact=self.exact))
+            answers.append(
+                slate_under_caps(sequence, *found, complete=n < wanted, exact=self.exact)
+            )
         return answers
 
 

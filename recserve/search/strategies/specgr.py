@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor
@@ -19,37 +19,36 @@ from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search import specgr
-from recserve.search import verify as beam_verify
-from recserve.search.beams import Beams
-from recserve.search.prefixes import PrefixDraft, draft_of_keys, propose_beams
+from recserve.search.beam_search import BeamSearch
 from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.specgr import NO_VERIFIED_ITEMS, DraftedItems, VerifiedItems
 from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.strategies.slate_trees import trace_round, with_trees
+from recserve.search.trie_prefixes import PrefixDraft
 
 
-@dataclass(frozen=True)
+@dataclass
 class SpecGRState:
     """Requests whose drafted items are being verified.
 
     Attributes:
-        beams: Beam search so far.
+        search: Beam search so far.
         pending: Drafted items that are not verified yet. None: there are none.
         verified: Items verified so far.
         guided: Level of the beams at the newest guided draft. 0: there was none.
         unfilled: Numbers of the requests with fewer than k accepted items.
     """
 
-    beams: Beams
+    search: BeamSearch
     pending: DraftedItems | None
-    verified: VerifiedItems
-    guided: int
-    unfilled: tuple[int, ...]
+    unfilled: list[int]
+    verified: VerifiedItems = NO_VERIFIED_ITEMS
+    guided: int = 0
 
     @property
     def ended(self) -> bool:
         """True when beam search, and drafting with it, is over."""
-        return not self.unfilled or self.beams.finished
+        return not self.unfilled or self.search.finished
 
 
 class SpecGRStrategy(TreeStrategy, RecommendStrategy):
@@ -90,11 +89,11 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
     def start(self, sequences: Seq[Sequence]) -> SpecGRState:
         """Makes the first draft. The root's last hidden state scores its items' first codes."""
         began = time.perf_counter()
-        level_0 = beam_verify.begin(tuple(sequences), by_children=False)
-        beams = beam_verify.start(level_0, self.model)
-        items = specgr.draft_freely(beams, self.retriever, self.skip_single)
-        unfilled = tuple(range(len(sequences)))
-        state = self._settled(SpecGRState(beams, items, NO_VERIFIED_ITEMS, 0, unfilled))
+        search = BeamSearch.start(self.model, sequences, bounded=False)
+        search.advance()
+        items = specgr.draft_freely(search, self.retriever)
+        state = SpecGRState(search, items, list(range(len(sequences))))
+        self._settle(state)
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
@@ -105,14 +104,10 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
 
     def propose(self, state: SpecGRState) -> Draft:
         """Returns the drafted items' prefixes, and from the second round on those of the beams."""
-        beams, pending = state.beams, state.pending
-        if pending is not None and not state.guided:
-            draft = draft_of_keys(
-                beams.trie, pending.keys, len(beams.sequences), self.level_offsets, beams.scored
-            )
-            return replace(draft, guessed=True)
-        extra = None if pending is None else pending.keys
-        return propose_beams(beams, self.level_offsets, self.skip_single, extra)
+        keys = None if state.pending is None else state.pending.keys
+        if keys is not None and not state.guided:
+            return state.search.lay_out(keys, self.level_offsets)
+        return state.search.propose(self.level_offsets, keys)
 
     def verify(
         self, state: SpecGRState, draft: PrefixDraft, slots: Tensor, hidden: Tensor
@@ -121,49 +116,48 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
 
         Requests with too few accepted items advance their beams and draft again below them.
         """
-        trace_round(state.beams, draft)
-        beams = beam_verify.record(state.beams, draft, slots, hidden)
-        return self._settled(replace(state, beams=beams))
+        first = state.pending is not None and not state.guided
+        trace_round(state.search, draft, "draft" if first else "search")
+        state.search.record(draft, slots, hidden)
+        self._settle(state)
+        return state
 
     def finish(self, state: SpecGRState) -> Seq[Result | Continuation | NotFinite]:
         """Returns the slates."""
-        return with_trees(specgr.slates(state.beams, state.verified), state.beams, self.model)
+        return with_trees(specgr.slates(state.search, state.verified), state.search)
 
-    def _settled(self, state: SpecGRState) -> SpecGRState:
+    def _settle(self, state: SpecGRState) -> None:
         """Verifies, advances and drafts until a forward is needed or all is done.
 
         Each level has exactly one draft, even if more prefixes are already scored. Otherwise a
         slate would depend on the other requests of the batch.
         """
+        search = state.search
         while True:
             if state.pending is not None:
-                if bool((state.beams.scored.find(state.pending.keys) < 0).any()):
-                    return state
-                state = self._with_verified(state, state.pending)
+                if bool((search.scored.find(state.pending.keys) < 0).any()):
+                    return
+                self._verify_pending(state, state.pending)
             if state.ended:
-                return state
-            if state.guided == state.beams.level:
-                deeper = beam_verify.one_level_deeper(state.beams, self.model)
-                if deeper is None:
-                    return state
-                state = replace(state, beams=deeper)
+                return
+            level = search.beams.level
+            if state.guided == level:
+                search.advance(level + 1)
+                if search.beams.level == level:
+                    return
             if not state.ended:
-                state = self._drafted_again(state)
+                self._draft_again(state)
 
-    def _with_verified(self, state: SpecGRState, items: DraftedItems) -> SpecGRState:
+    def _verify_pending(self, state: SpecGRState, items: DraftedItems) -> None:
         """Verifies items, and ends the beams of requests with enough accepted items."""
-        found = specgr.verify_items(state.beams, items.owners, items.rows, self.model)
-        verified = state.verified.followed_by(found.likeliest_first() if state.guided else found)
-        unfilled = specgr.unfilled(verified, state.beams)
-        beams = specgr.end_filled(state.beams, unfilled)
-        return replace(
-            state, beams=beams, verified=verified, pending=None, unfilled=tuple(unfilled)
-        )
+        found = specgr.verify_items(state.search, items.owners, items.rows)
+        found = found.likeliest_first() if state.guided else found
+        state.verified, state.pending = state.verified.followed_by(found), None
+        state.unfilled = specgr.unfilled(state.verified, state.search)
+        specgr.end_filled(state.search, state.unfilled)
 
-    def _drafted_again(self, state: SpecGRState) -> SpecGRState:
-        beams, verified = state.beams, state.verified
-        before = tuple(verified.rows[verified.owners == b] for b in range(len(beams.sequences)))
-        items = specgr.draft_under_beams(
-            beams, self.retriever, state.unfilled, before, self.skip_single
-        )
-        return replace(state, pending=items, guided=beams.level)
+    def _draft_again(self, state: SpecGRState) -> None:
+        search, verified = state.search, state.verified
+        before = tuple(verified.rows[verified.owners == b] for b in range(len(search.sequences)))
+        state.pending = specgr.draft_under_beams(search, self.retriever, state.unfilled, before)
+        state.guided = search.beams.level

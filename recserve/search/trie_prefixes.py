@@ -1,6 +1,16 @@
-"""Scored prefixes, and the log-probabilities that follow from their states.
+"""Prefixes of semantic ids: their token trees, the table of scored ones, and their scores.
 
-Keys identify prefixes: `request number * num_nodes of the trie + trie node`.
+Prefixes of one request share their beginnings. Three prefixes of level 2 make one tree of five
+nodes:
+
+    prefixes (3, 7), (3, 9), (5, 1)        3 -+- 7
+                                              `- 9
+                                           5 --- 1
+
+A key names a prefix of a request: `request number * num_nodes of the trie + trie node`.
+
+If a level is normalised over the valid children, a prefix with one child needs no score: the child
+has log-probability 0. Such a node is computed only when a prefix below it forks.
 """
 
 from __future__ import annotations
@@ -11,14 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.trie.level_search import DEAD, find_keys, scored_table
+from recserve.core.strategy import Draft
+from recserve.kernels.trie.level_search import DEAD, find_keys, lay_out, scored_table
 from recserve.kernels.trie.trie import Trie
+from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender
+
+LANES = 16  # pads rows to whole vectors, so that sums do not depend on the number of empty columns
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A table of the prefixes that the target has scored.
+class ScoredTriePrefixes:
+    """The prefixes that the target has scored.
 
     Attributes:
         keys: [n] int64 ascending keys.
@@ -30,22 +44,87 @@ class Scored:
     slots: Tensor
     hidden: Tensor
 
+    @staticmethod
+    def empty(like: Tensor) -> ScoredTriePrefixes:
+        """Returns the empty table for hidden states like those given, [n, E]."""
+        empty = torch.empty(0, dtype=torch.int64, device=like.device)
+        return ScoredTriePrefixes(empty, empty, like[:0])
+
     def find(self, keys: Tensor) -> Tensor:
         """Returns the row of each key, -1 where it is not scored, in the shape of `keys`."""
         return find_keys(self.keys, keys)
 
-    def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> Scored:
+    def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> ScoredTriePrefixes:
         """Returns the table with m more prefixes, which must not be in the table, in any order."""
-        return Scored(*scored_table(self.keys, self.slots, self.hidden, keys, slots, hidden))
+        return ScoredTriePrefixes(
+            *scored_table(self.keys, self.slots, self.hidden, keys, slots, hidden)
+        )
 
 
-def nothing_scored(like: Tensor) -> Scored:
-    """Returns the empty table for hidden states like those given, [n, E]."""
-    empty = torch.empty(0, dtype=torch.int64, device=like.device)
-    return Scored(empty, empty, like[:0])
+@dataclass(frozen=True)
+class PrefixDraft(Draft):
+    """A draft of prefixes.
+
+    Attributes:
+        query_keys: [Tq] key of each computed node.
+        guessed: Whether the draft may lack nodes that beam search needs, or hold others.
+        cached: Whether some of the nodes are a cached draft.
+    """
+
+    query_keys: Tensor | None = None
+    guessed: bool = False
+    cached: bool = False
+
+    def computed(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns key [Tq] and pool slot [Tq] of each computed node. slots: [T], of all nodes."""
+        assert self.query_keys is not None
+        return self.query_keys, slots if self.queries is None else slots[self.queries]
 
 
-LANES = 16  # pads rows to whole vectors, so that sums do not depend on the number of empty columns
+def draft_of_keys(
+    trie: Trie,
+    keys: Tensor,
+    num_trees: int,
+    level_offsets: Tensor,
+    before: ScoredTriePrefixes | None = None,
+) -> PrefixDraft:
+    """Returns the nodes of the keys as token trees. Scored nodes are not computed again.
+
+    Args:
+        trie: Trie of the catalogue version.
+        keys: [n] keys, repeats allowed. With a node come all nodes above it.
+        num_trees: B.
+        level_offsets: [L] first token of each level.
+        before: Nodes that were scored before. None: no node was.
+    """
+    known, slots = (keys[:0], keys[:0]) if before is None else (before.keys, before.slots)
+    trees = lay_out(trie, keys, num_trees, level_offsets, known, slots)
+    inputs = NodeInputs(trees.query_tokens)
+    return PrefixDraft(trees.tree, inputs, trees.queries, trees.slots, trees.query_keys)
+
+
+def needed_prefixes(trie: Trie, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
+    """Returns keys of the prefixes that decide the scores of given items.
+
+    Args:
+        trie: Trie of the items.
+        trie_nodes: [M, L] trie node of every prefix of every item.
+        owners: [M] request of each item.
+        skip: Whether to leave out prefixes below the last fork of a path. They add log-probability
+            0.
+
+    Returns:
+        [n] keys. The empty prefix is not among them.
+    """
+    prefixes = trie_nodes[:, :-1]
+    if skip:
+        forks = trie.num_children(prefixes) > 1
+        # Reversed running sum: a prefix counts if it or a prefix below it on the path forks.
+        needed = forks.int().flip(1).cumsum(1).flip(1) > 0
+    else:
+        needed = torch.ones_like(prefixes, dtype=torch.bool)
+    keys: Tensor = (owners[:, None] * trie.num_nodes + prefixes)[needed]
+    return keys
 
 
 def level_scores(model: Recommender, hidden: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
@@ -111,7 +190,7 @@ def root_scores(
 
 
 def path_scores(
-    trie: Trie, trie_nodes: Tensor, owners: Tensor, scored: Scored, model: Recommender
+    trie: Trie, trie_nodes: Tensor, owners: Tensor, scored: ScoredTriePrefixes, model: Recommender
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's codes after the first.
 
@@ -125,7 +204,7 @@ def path_scores(
         here = (levels == level).nonzero().flatten()
         if not here.shape[0]:
             continue
-        part = Scored(scored.keys[here], scored.slots[here], scored.hidden[here])
+        part = ScoredTriePrefixes(scored.keys[here], scored.slots[here], scored.hidden[here])
         children = trie.children(part.keys % size, trie.padding(level))
         log_probs = level_log_probs(
             model, part.hidden, level, children.codes.long(), children.valid
