@@ -411,9 +411,10 @@ class TargetScores:
 
     def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
         """As in `PrefixScores`. All prefixes of the items that need a state are scored."""
-        search, nodes = self.search, self.search.trie.nodes_of_items(rows)
-        first = root_scores(search.trie, nodes, owners, search.last_hidden, search.model)
-        return first + path_scores(search.trie, nodes, owners, search.scored, search.model)
+        trie, model, scored = self.search.trie, self.search.model, self.search.scored
+        nodes = trie.nodes_of_items(rows)
+        first = root_scores(trie, nodes, owners, self.search.last_hidden, model)
+        return first + path_scores(trie, nodes, owners, scored.keys, scored.hidden, model)
 
 
 class HeadScores:

@@ -190,28 +190,28 @@ def root_scores(
 
 
 def path_scores(
-    trie: Trie, trie_nodes: Tensor, owners: Tensor, scored: ScoredTriePrefixes, model: Recommender
+    trie: Trie, trie_nodes: Tensor, owners: Tensor, keys: Tensor, hidden: Tensor, model: Recommender
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's codes after the first.
 
     A prefix without a score has one child and adds 0. Arguments are those of `root_scores`, with
-    the scored prefixes instead of the last states.
+    ascending keys [n] of scored prefixes and their states [n, E] instead of the last states.
     """
     size = trie.num_nodes
     out = torch.zeros(trie_nodes.shape[0], device=trie.device)
-    levels = trie.levels(scored.keys % size)
+    levels = trie.levels(keys % size)
     for level in range(1, trie.num_levels):
         here = (levels == level).nonzero().flatten()
         if not here.shape[0]:
             continue
-        part = ScoredTriePrefixes(scored.keys[here], scored.slots[here], scored.hidden[here])
-        children = trie.children(part.keys % size, trie.padding(level))
+        own = keys[here]
+        children = trie.children(own % size, trie.padding(level))
         log_probs = level_log_probs(
-            model, part.hidden, level, children.codes.long(), children.valid
+            model, hidden[here], level, children.codes.long(), children.valid
         )
         parents, nodes = trie_nodes[:, level - 1], trie_nodes[:, level]
         # Row of each candidate's parent among the scored prefixes of this level, -1: not scored.
-        row = part.find(owners * size + parents)
+        row = find_keys(own, owners * size + parents)
         gain = log_probs[row.clamp(min=0), trie.child_columns(nodes, parents)]
         out += torch.where(row >= 0, gain, 0.0)
     return out

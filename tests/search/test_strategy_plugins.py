@@ -16,13 +16,14 @@ STRATEGY = '''
 
 import numpy as np
 
+from recserve.core.strategy import OneRoundStrategy
 from recserve.search.item_graph import usable_items
 from recserve.search.recommend_strategy import RecommendStrategy
 from recserve.search.slates import slate_under_caps
 from recserve.search.strategies.beam import request_of
 
 
-class FirstItems(RecommendStrategy):
+class FirstItems(OneRoundStrategy, RecommendStrategy):
     """Items in catalogue order, under the request's exclusions, filters and caps."""
 
     name = "first_items"
@@ -31,11 +32,8 @@ class FirstItems(RecommendStrategy):
     def from_models(cls, model, heads):
         return cls()
 
-    def start(self, sequences):
-        return tuple(sequences)
-
-    def finish(self, state):
-        return [self._slate(sequence) for sequence in state]
+    def results(self, sequences, draft, hidden):
+        return [self._slate(sequence) for sequence in sequences]
 
     def _slate(self, sequence):
         request = request_of(sequence)

@@ -136,7 +136,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         """
         began = time.perf_counter()
         new = [cohort for cohort in self.cohorts if cohort.round is None]
-        drafts = [cohort.tree_strategy.propose(cohort.state) for cohort in new]
+        drafts = [cohort.strategy.propose(cohort.state) for cohort in new]
         drafted = time.perf_counter()
         for cohort, draft in zip(new, drafts, strict=True):
             cohort.round = Round(draft, self._place(cohort, draft))
@@ -166,7 +166,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             whole = one.add(isolate(cohort.sequences, part, states, self.runner.pool))
             if whole is not None:
                 slots = one.piece.slots
-                cohort.state = cohort.tree_strategy.verify(cohort.state, one.draft, slots, whole)
+                cohort.state = cohort.strategy.verify(cohort.state, one.draft, slots, whole)
                 cohort.round = None
         ended = time.perf_counter()
         for sequence, _, _ in chunks:
@@ -300,7 +300,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         running = []
         for cohort in self.cohorts:
             try:
-                if not cohort.finished:
+                if not cohort.strategy.finished(cohort.state):
                     running.append(cohort)
                     continue
                 results = cohort.strategy.finish(cohort.state)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, Result, SlateQuery
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, TreeStrategy
+from recserve.core.strategy import Draft, Results
 from recserve.models.recommender import Recommender
 from recserve.search.beam_search import BeamSearch
 from recserve.search.dense_candidates import (
@@ -20,20 +19,20 @@ from recserve.search.dense_candidates import (
     score_ready_candidates,
     unscored_candidate_keys,
 )
-from recserve.search.recommend_strategy import Heads, RecommendStrategy
+from recserve.search.recommend_strategy import AutoRole, Heads, RecommendStrategy
 from recserve.search.slates import slates
 from recserve.search.strategies.slate_trees import trace_round, with_trees
 from recserve.search.trie_prefixes import PrefixDraft
 
 
-class BeamStrategy(TreeStrategy, RecommendStrategy):
+class BeamStrategy(RecommendStrategy):
     """Full beam search, one level per round."""
 
     name = "beam"
     exact = True
     dense_weight = "used"
     invariant = True
-    auto = "default"
+    auto: ClassVar[AutoRole | None] = "default"
     replays = "beam"
     missing = "this recommender predicts all levels at once; choose strategy rpg"
 
@@ -103,7 +102,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
         state.advance()
         return state
 
-    def finish(self, state: BeamSearch) -> Seq[Result | Continuation | NotFinite]:
+    def finish(self, state: BeamSearch) -> Results:
         """Returns the slates."""
         return with_trees(slates(state, exact=self.exact), state)
 

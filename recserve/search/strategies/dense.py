@@ -5,36 +5,22 @@ No tree is scored.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
-from recserve.core.request import Result, Slate
+from recserve.core.request import Slate
 from recserve.core.sequence import Sequence, stacked_last_hidden
+from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
-from recserve.search.dense import Retrieved, nearest
+from recserve.search.dense import nearest
 from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.strategies.beam import request_of
 
 
-@dataclass(frozen=True)
-class Retrievals:
-    """Requests and the items retrieved for them.
-
-    Attributes:
-        sequences: The requests.
-        found: The items of each request.
-    """
-
-    sequences: tuple[Sequence, ...]
-    found: list[Retrieved]
-
-
-class DenseStrategy(RecommendStrategy):
+class DenseStrategy(OneRoundStrategy, RecommendStrategy):
     """Retrieval with one vector per outcome and time offset, without any tree round.
 
     Scores are cosines times the retriever's scale: the logits of its training softmax.
@@ -57,18 +43,11 @@ class DenseStrategy(RecommendStrategy):
             return None
         return cls(heads.retriever)
 
-    def start(self, sequences: Seq[Sequence]) -> Retrievals:
+    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
         """Runs the head once and one index search for all requests."""
-        began = time.perf_counter()
-        last_hidden = stacked_last_hidden(sequences)
-        found = nearest(self.retriever, last_hidden, [request_of(s) for s in sequences])
-        for sequence in sequences:
-            sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
-        return Retrievals(tuple(sequences), found)
-
-    def finish(self, state: Retrievals) -> list[Result]:
-        """Returns the slates. They are not those of beam search."""
+        requests = list(map(request_of, sequences))
+        found = nearest(self.retriever, stacked_last_hidden(sequences), requests)
         return [
-            Slate(found.rows, found.cosines * self.scale, self.exact, 0, sequence.timing)
-            for found, sequence in zip(state.found, state.sequences, strict=True)
+            Slate(items.rows, items.cosines * self.scale, self.exact, 0, sequence.timing)
+            for items, sequence in zip(found, sequences, strict=True)
         ]

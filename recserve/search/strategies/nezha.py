@@ -7,9 +7,9 @@ from typing import Self
 
 import torch
 
-from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, Result, SlateQuery
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
@@ -19,7 +19,7 @@ from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.slates import slates
 
 
-class NezhaStrategy(RecommendStrategy):
+class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
     """NEZHA: placeholder tokens after the root, and beam search in the self-draft head.
 
     The trie and the filters restrict every level. The head alone scores the items, so `exact` is
@@ -51,22 +51,18 @@ class NezhaStrategy(RecommendStrategy):
         """Returns the number of placeholders, which take tree slots."""
         return 0 if self.placeholders is None else len(self.placeholders)
 
-    def start(self, sequences: Seq[Sequence]) -> BeamSearch:
+    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
         """Runs the whole search, which reads only the states of the root's forward."""
-        if self.recorded is not None and (found := self.recorded(sequences)) is not None:
-            return found
-        search = BeamSearch.start(self.model, sequences, bounded=True)
-        add_candidates(search)
-        search.beams = descend(search, self._scores(search)).last
-        for sequence in sequences:
-            sequence.rounds += 1
-        return search
-
-    def finish(self, state: BeamSearch) -> Seq[Result | Continuation | NotFinite]:
-        """Returns the slates, scored by the head."""
-        if state.dense_candidates is not None and state.dense_candidates.log_probs is None:
-            score_candidates(state, self._scores(state))
-        return slates(state, exact=self.exact)
+        search = None if self.recorded is None else self.recorded(sequences)
+        if search is None:
+            search = BeamSearch.start(self.model, sequences, bounded=True)
+            add_candidates(search)
+            search.beams = descend(search, self._scores(search)).last
+            for sequence in sequences:
+                sequence.rounds += 1
+        if search.dense_candidates is not None and search.dense_candidates.log_probs is None:
+            score_candidates(search, self._scores(search))
+        return slates(search, exact=self.exact)
 
     def _scores(self, search: BeamSearch) -> HeadScores:
         states = [

@@ -9,15 +9,13 @@ Source: RPG, KDD 2025, section 3.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
-from torch import Tensor
-
-from recserve.core.request import Continuation, Result, SlateQuery
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence, stacked_last_hidden
+from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.item_graph import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
 from recserve.search.item_graph import best_items
@@ -26,21 +24,7 @@ from recserve.search.slates import slate_under_caps
 from recserve.search.strategies.beam import request_of
 
 
-@dataclass(frozen=True)
-class RpgSearch:
-    """Requests with the items found for them.
-
-    Attributes:
-        sequences: The requests.
-        best: [B, n] rank keys, best first, NOTHING for padding. Each request uses the first
-            `_wanted` ones.
-    """
-
-    sequences: tuple[Sequence, ...]
-    best: Tensor
-
-
-class RpgStrategy(RecommendStrategy):
+class RpgStrategy(OneRoundStrategy, RecommendStrategy):
     """Scores by level heads, over the whole catalogue or along the item graph."""
 
     name = "rpg"
@@ -58,32 +42,21 @@ class RpgStrategy(RecommendStrategy):
         """Returns the strategy for a recommender with level heads."""
         return cls(model) if model.config.level_heads else None
 
-    def start(self, sequences: Seq[Sequence]) -> RpgSearch:
-        """Finds all items."""
-        began = time.perf_counter()
+    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
+        """Finds the items of all requests together."""
         requests = [request_of(s) for s in sequences]
-        last_hidden = stacked_last_hidden(sequences)
-        log_probs = self.tables.log_probs(last_hidden)
+        log_probs = self.tables.log_probs(stacked_last_hidden(sequences))
         item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
         widened = [replace(request, k=_wanted(request)) for request in requests]
-        best = best_items(widened, log_probs, item_tokens, self.first_item)
-        for sequence in sequences:
-            sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
-        return RpgSearch(tuple(sequences), best)
-
-    def finish(self, state: RpgSearch) -> Seq[Result | Continuation]:
-        """Returns the slates."""
-        best = state.best.cpu()
+        # Rank keys [B, n], best first. Each request uses the first `_wanted` ones.
+        best = best_items(widened, log_probs, item_tokens, self.first_item).cpu()
         counts = (best != NOTHING).sum(1).tolist()
         rows, scores = rows_of(best).numpy(), scores_of(best).numpy()
         answers = []
-        for b, sequence in enumerate(state.sequences):
-            wanted = _wanted(request_of(sequence))
-            n = min(wanted, counts[b])
-            found = rows[b, :n], scores[b, :n]
-            answers.append(
-                slate_under_caps(sequence, *found, complete=n < wanted, exact=self.exact)
-            )
+        for b, (sequence, request) in enumerate(zip(sequences, widened, strict=True)):
+            n = min(request.k, counts[b])
+            found, complete = (rows[b, :n], scores[b, :n]), n < request.k
+            answers.append(slate_under_caps(sequence, *found, complete, exact=self.exact))
         return answers
 
 

@@ -12,10 +12,9 @@ from typing import Self
 
 from torch import Tensor
 
-from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, Result, SlateQuery
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, TreeStrategy
+from recserve.core.strategy import Draft, Results
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search import specgr
@@ -51,7 +50,7 @@ class SpecGRState:
         return not self.unfilled or self.search.finished
 
 
-class SpecGRStrategy(TreeStrategy, RecommendStrategy):
+class SpecGRStrategy(RecommendStrategy):
     """SpecGR: lets items that training never saw enter the slate.
 
     1. The retriever knows an item by its vector. It proposes W items, and one forward gives their
@@ -122,7 +121,7 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
         self._settle(state)
         return state
 
-    def finish(self, state: SpecGRState) -> Seq[Result | Continuation | NotFinite]:
+    def finish(self, state: SpecGRState) -> Results:
         """Returns the slates."""
         return with_trees(specgr.slates(state.search, state.verified), state.search)
 

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from recserve.core.acceptance_watch import DraftWatch
-from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, Result, SlateQuery
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.core.slate_tree import Origin
-from recserve.core.strategy import Draft
+from recserve.core.strategy import Draft, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD
 from recserve.kernels.trie.native import ANY, KNOWN, MISSING
@@ -202,7 +201,7 @@ class SpeculativeStrategy(BeamStrategy):
         keys = draft_prefixes(search, self.head)
         return torch.cat([keys_of(drafts, state), keys]) if any(drafts) else keys
 
-    def finish(self, state: BeamSearch) -> Seq[Result | Continuation | NotFinite]:
+    def finish(self, state: BeamSearch) -> Results:
         """Caches the scored prefixes, watches the drafts, and returns the slates."""
         self._observe(state)
         if self.caches:
