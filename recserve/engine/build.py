@@ -25,13 +25,12 @@ from recserve.kernels.cache.kv_pool import KVPool
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
-from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.likelihood import likelihood_strategy
 from recserve.search.strategies.prewarm import PrewarmStrategy
 from recserve.search.strategies.prompt_scores import PromptStrategy
 from recserve.search.strategies.rank import RankStrategy
-from recserve.search.strategies.registry import recommend_strategies
 from recserve.search.strategies.text_scores import TextScoreStrategy
+from recserve.search.strategy import Heads, recommend_strategies
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.none import NoDrafter
 

@@ -13,7 +13,7 @@ from recserve.core.diversity import Cap, PrefixGroups, first_k, still_open
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.draft_heads import make_nezha_head as nezha_head
 from tests.support.listed_groups import ListedGroups

@@ -19,7 +19,7 @@ from recserve.models.dense_retriever import (
 )
 from recserve.search import dense
 from recserve.search.dense import merge_alike, split_budgets
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.dense_worlds import ORDINARY, SMALL, World
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import draw_root

@@ -15,7 +15,7 @@ from recserve.kernels.trie.trie import build_trie
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.search.beam_search import NO_BOUND, Beams, BeamSearch, bound_ranks, expand
 from recserve.search.filters import RequestFilters
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.search.trie_prefixes import ScoredTriePrefixes
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make

@@ -12,7 +12,7 @@ from recserve.core.request import LikelihoodQuery, PrefixKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.search import specgr
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.dense_worlds import ORDINARY, World
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import draw_root

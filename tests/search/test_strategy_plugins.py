@@ -7,7 +7,7 @@ import pytest
 
 from recserve.core.plugins import PluginError
 from recserve.schemas.items import Exclude, InvalidRequest, RecommendRequest
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategy import strategy_classes
 from recserve.service import Service
 from tests.support.tiny_bundle import shared_bundle
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from recserve.core.strategy import OneRoundStrategy
 from recserve.search.item_graph import usable_items
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.strategy import RecommendStrategy
 from recserve.search.slates import slate_under_caps
 from recserve.search.strategies.beam import request_of
 

@@ -44,8 +44,8 @@ from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search.beam_search import BeamSearch
 from recserve.search.dense_candidates import add_candidates
-from recserve.search.recommend_strategy import RecommendStrategy
 from recserve.search.strategies.beam import request_of
+from recserve.search.strategy import RecommendStrategy
 
 # The outcome of a search. `replayed` used a graph. The others were launched, because of
 # size: its requests, beams or roots; version: its catalogue version.

@@ -19,9 +19,9 @@ from recserve.search.dense_candidates import (
     score_ready_candidates,
     unscored_candidate_keys,
 )
-from recserve.search.recommend_strategy import AutoRole, Heads, RecommendStrategy
 from recserve.search.slates import slates
 from recserve.search.strategies.slate_trees import trace_round, with_trees
+from recserve.search.strategy import AutoRole, Heads, RecommendStrategy
 from recserve.search.trie_prefixes import PrefixDraft
 
 

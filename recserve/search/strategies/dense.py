@@ -16,8 +16,8 @@ from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search.dense import nearest
-from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.strategies.beam import request_of
+from recserve.search.strategy import Heads, RecommendStrategy
 
 
 class DenseStrategy(OneRoundStrategy, RecommendStrategy):

@@ -15,8 +15,8 @@ from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search.beam_search import BeamSearch, HeadScores, descend
 from recserve.search.dense_candidates import add_candidates, score_candidates
-from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.slates import slates
+from recserve.search.strategy import Heads, RecommendStrategy
 
 
 class NezhaStrategy(OneRoundStrategy, RecommendStrategy):

@@ -19,9 +19,9 @@ from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.item_graph import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
 from recserve.search.item_graph import best_items
-from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.slates import slate_under_caps
 from recserve.search.strategies.beam import request_of
+from recserve.search.strategy import Heads, RecommendStrategy
 
 
 class RpgStrategy(OneRoundStrategy, RecommendStrategy):

@@ -19,10 +19,10 @@ from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search import specgr
 from recserve.search.beam_search import BeamSearch
-from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.specgr import NO_VERIFIED_ITEMS, DraftedItems, VerifiedItems
 from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.strategies.slate_trees import trace_round, with_trees
+from recserve.search.strategy import Heads, RecommendStrategy
 from recserve.search.trie_prefixes import PrefixDraft
 
 

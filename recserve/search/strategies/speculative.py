@@ -31,9 +31,9 @@ from recserve.models.item_heads import Calibration, DraftPlan, SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search.beam_search import NO_BOUND, BeamSearch, HeadScores, descend
 from recserve.search.dense_candidates import score_ready_candidates, unscored_candidate_keys
-from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.beam import BeamStrategy, request_of
 from recserve.search.strategies.slate_trees import trace_round
+from recserve.search.strategy import Heads
 from recserve.search.trie_prefixes import PrefixDraft
 
 NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)

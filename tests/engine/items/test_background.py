@@ -9,7 +9,7 @@ from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.request import PrefixKeys, Prewarmed, PrewarmQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.recommenders import CATALOGUES, draw_root, make
 
