@@ -333,6 +333,106 @@ class BeamSearch:
         return on_device(self.bound_ranks, self.last_hidden.device)[:, None]
 
 
+def _root_flaws(sequences: Seq[Sequence], last_hidden: Tensor) -> Tensor:
+    """Returns [B] flaws of the roots' last states [B, E] and of the placeholders' states."""
+    placeholder_states = [
+        s.placeholder_states
+        for s in sequences
+        if s.placeholders is not None and s.placeholder_states is not None
+    ]
+    flaws = flaws_of(last_hidden)
+    return flaws + flaws_of(torch.stack(placeholder_states)) if placeholder_states else flaws
+
+
+def descend(
+    search: BeamSearch,
+    scores: PrefixScores,
+    *,
+    until: int | None = None,
+    stop_at_unscored: bool = False,
+    floor_ranks: Seq[int] = (),
+) -> Descent:
+    """Expands the beams of a search level by level. It does not change the search.
+
+    On a CPU all levels are one call of C. The loop here is its reference, and runs on a GPU.
+
+    Args:
+        search: The requests, and the beams to start from.
+        scores: Whose log-probabilities the search follows.
+        until: Level to reach. None: the leaves.
+        stop_at_unscored: Whether to stop at the first level that lacks a state. Otherwise beams
+            without a state have no children.
+        floor_ranks: Rank, from 0, of the found item whose score is the floor of each request.
+    """
+    until = search.trie.num_levels if until is None else until
+    if (native := native_of(search, scores)) is not None:
+        levels = _descend_in_c(native, search, scores, until, stop_at_unscored)
+        return DescentInC(search, levels, floor_ranks)
+    found, beams = DescentInTorch(search, floor_ranks), search.beams
+    while beams.level < until:
+        unscored = scores.unscored(beams)
+        if unscored is not None and stop_at_unscored:
+            break
+        found.passed.append((beams, unscored))
+        logits, normalizers = scores.logits(beams)
+        if unscored is not None:
+            beams = replace(beams, log_probs=beams.log_probs.masked_fill(unscored, DEAD))
+        beams = expand(search, beams, logits, normalizers)
+    found.last = beams
+    return found
+
+
+def native_of(search: BeamSearch, scores: PrefixScores) -> NativeDescent | None:
+    """Returns the C function that searches by these scores, None where torch does."""
+    return scores.native if backend_of(search.last_hidden) is Backend.C else None
+
+
+def expand(
+    search: BeamSearch,
+    beams: Beams,
+    logits: Tensor,
+    normalizers: Tensor | None,
+) -> Beams:
+    """Returns the beams of the next level: the best allowed children of each request.
+
+    All children of all beams are computed at once, dead ones too, without waiting for the device:
+    the shapes follow from host values only. Children past the beam width or below the bound are
+    dead.
+
+    Args:
+        search: The requests.
+        beams: The parents.
+        logits: [B * W, C] logits of the level's codes at each beam. Any finite row will do where a
+            beam is dead or has one child.
+        normalizers: [B * W] subtracted from the logits. None: the log-sum-exp over the valid
+            children.
+    """
+    trie, width = search.trie, beams.nodes.shape[1]
+    widest = trie.widths[beams.level]
+    query = ChildQuery(
+        nodes=beams.nodes,
+        log_probs=beams.log_probs,
+        logits=logits,
+        width=widest,
+        keep=min(max(search.widths), width * widest),
+        normalizers=normalizers,
+        filters=search.filters.left,
+    )
+    found = level_search.best_children(trie, query)
+    log_probs, count = found.log_probs, found.log_probs.shape[1]
+    if min(search.widths) < count:
+        rank = torch.arange(count, device=log_probs.device)
+        widths = on_device(search.widths, log_probs.device)[:, None]
+        log_probs = log_probs.masked_fill(rank >= widths, DEAD)
+    if search.bounded:
+        log_probs = _above_bound(search, found.nodes, log_probs)
+    nodes = torch.where(log_probs > DEAD, found.nodes, trie.any_leaf)
+    # A path is the parent's path and the chosen node.
+    above = found.parents[..., None].expand(-1, -1, beams.level)
+    paths = torch.cat([beams.paths.gather(1, above), nodes[..., None]], dim=-1)
+    return Beams(beams.level + 1, nodes, log_probs, paths, found.parents)
+
+
 def bound_ranks(requests: Seq[SlateQuery]) -> list[int] | None:
     """Returns the rank, from 0, of the score that bounds each request.
 
@@ -345,138 +445,28 @@ def bound_ranks(requests: Seq[SlateQuery]) -> list[int] | None:
     return None if min(ranks) == NO_BOUND else ranks
 
 
-def _root_flaws(sequences: Seq[Sequence], last_hidden: Tensor) -> Tensor:
-    """Returns [B] flaws of the roots' last states [B, E] and of the placeholders' states."""
-    placeholder_states = [
-        s.placeholder_states
-        for s in sequences
-        if s.placeholders is not None and s.placeholder_states is not None
-    ]
-    flaws = flaws_of(last_hidden)
-    return flaws + flaws_of(torch.stack(placeholder_states)) if placeholder_states else flaws
+def _above_bound(search: BeamSearch, nodes: Tensor, log_probs: Tensor) -> Tensor:
+    """Returns log_probs [B, n] with -inf for prefixes [B, n] of a level below its bound."""
+    ranks = search.ranks_on_device
+    below, candidates = search.trie.leaves(nodes), search.dense_candidates
+    single = below.last - below.first == 1
+    if candidates is None:
+        known = torch.where(single, log_probs, DEAD)
+        return log_probs.masked_fill(log_probs < value_at(known, ranks), DEAD)
+    # The first leaf below is the item of a single prefix; other entries are not used.
+    rows = search.trie.leaf_rows[below.first].long()
+    scores = log_probs + candidates.weights * candidates.dense.gather(1, rows)
+    known = torch.where(single & ~candidates.among(rows), scores, DEAD)
+    bound = value_at(torch.cat([known, candidates.scores], dim=1), ranks)
+    return log_probs.masked_fill(log_probs + candidates.share < bound - ROUNDING, DEAD)
 
 
-class PrefixScores(Protocol):
-    """Whose log-probabilities one descent follows: those of the target or of a draft head."""
-
-    @property
-    def native(self) -> NativeDescent | None:
-        """The same search in C. None: there is none."""
-        ...
-
-    @property
-    def contexts(self) -> Tensor | None:
-        """[B, L, E] that a draft head reads at each level. None for the target."""
-        ...
-
-    def unscored(self, beams: Beams) -> Tensor | None:
-        """Returns [B, W] bool: beams whose children need a state that is missing. None: none."""
-        ...
-
-    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
-        """Returns the logits of the beams' children, and their normalisers, as `level_scores` does.
-
-        `unscored` was called for the same beams. Any finite row will do where no state is needed.
-        """
-        ...
-
-    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
-        """Returns [n] log-probabilities of item rows [n] of requests [n]."""
-        ...
-
-
-class TargetScores:
-    """The target's log-probabilities, as far as prefixes are scored."""
-
-    contexts = None
-
-    def __init__(self, search: BeamSearch) -> None:
-        self.search, self.native = search, search.model.search
-        self._rows: Tensor | None = None
-
-    def unscored(self, beams: Beams) -> Tensor | None:
-        """Looks the beams up in the scored prefixes. The last root token scores level 0."""
-        if not beams.level:
-            return None
-        self._rows = self.search.scored.find(self.search.keys(beams.nodes))
-        return self.search.needs_state(beams) & (self._rows < 0)
-
-    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
-        """As in `PrefixScores`."""
-        search, states = self.search, self.search.last_hidden
-        if self._rows is not None:
-            table = search.scored.hidden if search.scored.keys.shape[0] else states
-            states = table[self._rows.flatten().clamp(min=0)]
-        return level_scores(search.model, states, beams.level)
-
-    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
-        """As in `PrefixScores`. All prefixes of the items that need a state are scored."""
-        trie, model, scored = self.search.trie, self.search.model, self.search.scored
-        nodes = trie.nodes_of_items(rows)
-        first = root_scores(trie, nodes, owners, self.search.last_hidden, model)
-        return first + path_scores(trie, nodes, owners, scored.keys, scored.hidden, model)
-
-
-class HeadScores:
-    """A draft head's own log-probabilities. The head carries a state along each beam."""
-
-    def __init__(self, search: BeamSearch, head: SelfDraftHead, contexts: Tensor) -> None:
-        """Args: contexts: [B, L, E] what the head reads at each level besides its state."""
-        self.search, self.head, self.contexts = search, head, contexts
-        self.native = head.search
-        self._states: Tensor | None = None  # [B * W, E]
-
-    def unscored(self, beams: Beams) -> None:
-        """Returns None: the head needs no states of the target."""
-
-    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
-        """As in `PrefixScores`."""
-        states = self._states_of_paths(beams) if self._states is None else self._deeper(beams)
-        self._states = states
-        context = self.contexts[:, beams.level].repeat_interleave(beams.nodes.shape[1], 0)
-        return self.head.level_logits(context, states, beams.level), None
-
-    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
-        """As in `PrefixScores`."""
-        trie, head, nodes = self.search.trie, self.head, self.search.trie.nodes_of_items(rows)
-        parents, state = torch.zeros_like(rows), self.search.last_hidden[owners]
-        total = torch.zeros(rows.shape, device=rows.device)
-        for level, width in enumerate(trie.widths):
-            logits = head.level_logits(self.contexts[owners, level], state, level)
-            own = nodes[:, level]
-            total += child_log_probs(trie, parents, own[:, None], logits, width)[:, 0]
-            if level + 1 < trie.num_levels:
-                parents, state = own, head.step(level, state, trie.codes_of(own))
-        return total
-
-    def _states_of_paths(self, beams: Beams) -> Tensor:
-        """Returns the states after the codes of each beam."""
-        states, width = self.search.last_hidden, beams.nodes.shape[1]
-        if width > 1:
-            states = states[:, None].expand(-1, width, -1).flatten(0, 1)
-        for level in range(beams.level):
-            states = self.head.step(level, states, self._codes(beams.paths[..., level], level))
-        return states
-
-    def _deeper(self, beams: Beams) -> Tensor:
-        """Returns the states of all beams from those of the level above.
-
-        Dead beams are included: to count the live ones, the host would have to wait for the device.
-        """
-        assert self._states is not None and beams.parents is not None
-        batch, level = beams.nodes.shape[0], beams.level - 1
-        owners = torch.arange(batch, device=beams.nodes.device)[:, None]
-        # The states are packed, so columns of parents become row numbers.
-        parents = (owners * (self._states.shape[0] // batch) + beams.parents).flatten()
-        return self.head.step(level, self._states[parents], self._codes(beams.nodes, level))
-
-    def _codes(self, nodes: Tensor, level: int) -> Tensor:
-        """Returns [B * W] the last code of each prefix, clamped to the codebook.
-
-        A dead beam points to a leaf, whose code may lie outside the level's codebook.
-        """
-        trie = self.search.trie
-        return trie.codes_of(nodes.flatten()).clamp(max=trie.codebook_sizes[level] - 1)
+def value_at(values: Tensor, ranks: Tensor) -> Tensor:
+    """Returns [B, 1] the value at each row's rank, largest first, -inf past the last."""
+    ranked = values.sort(dim=1, descending=True).values
+    size = values.shape[1]
+    ranked = ranked.gather(1, ranks.clamp(max=size - 1))
+    return ranked.masked_fill(ranks >= size, DEAD)
 
 
 class Descent(ABC):
@@ -506,51 +496,6 @@ class Descent(ABC):
         Returns:
             The keys. With a prefix come all prefixes above it.
         """
-
-
-def native_of(search: BeamSearch, scores: PrefixScores) -> NativeDescent | None:
-    """Returns the C function that searches by these scores, None where torch does."""
-    return scores.native if backend_of(search.last_hidden) is Backend.C else None
-
-
-def descend(
-    search: BeamSearch,
-    scores: PrefixScores,
-    *,
-    until: int | None = None,
-    stop_at_unscored: bool = False,
-    floor_ranks: Seq[int] = (),
-) -> Descent:
-    """Expands the beams of a search level by level. It does not change the search.
-
-    On a CPU all levels are one call of C. The loop here is its reference, and runs on a GPU.
-
-    Args:
-        search: The requests, and the beams to start from.
-        scores: Whose log-probabilities the search follows.
-        until: Level to reach. None: the leaves.
-        stop_at_unscored: Whether to stop at the first level that lacks a state. Otherwise beams
-            without a state have no children.
-        floor_ranks: Rank, from 0, of the found item whose score is the floor of each request.
-    """
-    until = search.trie.num_levels if until is None else until
-    if (native := native_of(search, scores)) is not None:
-        levels = _levels_in_c(native, search, scores, until, stop_at_unscored)
-        return DescentInC(search, levels, floor_ranks)
-    found, beams = DescentInTorch(search, floor_ranks), search.beams
-    while beams.level < until:
-        unscored = scores.unscored(beams)
-        if unscored is not None and not bool(unscored.any()):  # the host waits for the device
-            unscored = None
-        if unscored is not None and stop_at_unscored:
-            break
-        logits, normalizers = scores.logits(beams)
-        found.passed.append((beams, unscored))
-        if unscored is not None:
-            beams = replace(beams, log_probs=beams.log_probs.masked_fill(unscored, DEAD))
-        beams = expand(search, beams, logits, normalizers)
-    found.last = beams
-    return found
 
 
 class DescentInTorch(Descent):
@@ -634,7 +579,7 @@ class DescentInC(Descent):
         return [scores[rank] if rank < width else DEAD for scores, rank in ranked]
 
 
-def _levels_in_c(
+def _descend_in_c(
     native: NativeDescent, search: BeamSearch, scores: PrefixScores, until: int, stops: bool
 ) -> Levels:
     candidates, by_target = search.dense_candidates, scores.contexts is None
@@ -657,71 +602,128 @@ def _levels_in_c(
     )
 
 
-def expand(
-    search: BeamSearch,
-    beams: Beams,
-    logits: Tensor,
-    normalizers: Tensor | None,
-) -> Beams:
-    """Returns the beams of the next level: the best allowed children of each request.
+class PrefixScores(Protocol):
+    """Whose log-probabilities one descent follows: those of the target or of a draft head."""
 
-    All children of all beams are computed at once, dead ones too, without waiting for the device:
-    the shapes follow from host values only. Children past the beam width or below the bound are
-    dead.
+    @property
+    def native(self) -> NativeDescent | None:
+        """The same search in C. None: there is none."""
+        ...
 
-    Args:
-        search: The requests.
-        beams: The parents.
-        logits: [B * W, C] logits of the level's codes at each beam. Any finite row will do where a
-            beam is dead or has one child.
-        normalizers: [B * W] subtracted from the logits. None: the log-sum-exp over the valid
-            children.
-    """
-    trie, width = search.trie, beams.nodes.shape[1]
-    widest = trie.widths[beams.level]
-    query = ChildQuery(
-        nodes=beams.nodes,
-        log_probs=beams.log_probs,
-        logits=logits,
-        width=widest,
-        keep=min(max(search.widths), width * widest),
-        normalizers=normalizers,
-        filters=search.filters.left,
-    )
-    found = level_search.best_children(trie, query)
-    log_probs, count = found.log_probs, found.log_probs.shape[1]
-    if min(search.widths) < count:
-        rank = torch.arange(count, device=log_probs.device)
-        widths = on_device(search.widths, log_probs.device)[:, None]
-        log_probs = log_probs.masked_fill(rank >= widths, DEAD)
-    if search.bounded:
-        log_probs = _above_bound(search, found.nodes, log_probs)
-    nodes = torch.where(log_probs > DEAD, found.nodes, trie.any_leaf)
-    # A path is the parent's path and the chosen node.
-    above = found.parents[..., None].expand(-1, -1, beams.level)
-    paths = torch.cat([beams.paths.gather(1, above), nodes[..., None]], dim=-1)
-    return Beams(beams.level + 1, nodes, log_probs, paths, found.parents)
+    @property
+    def contexts(self) -> Tensor | None:
+        """[B, L, E] that a draft head reads at each level. None for the target."""
+        ...
+
+    def unscored(self, beams: Beams) -> Tensor | None:
+        """Returns [B, W] bool: beams whose children need a state that is missing. None: no beam."""
+        ...
+
+    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits of the beams' children, and their normalisers, as `level_scores` does.
+
+        `unscored` was called for the same beams. Any finite row will do where no state is needed.
+        """
+        ...
+
+    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
+        """Returns [n] log-probabilities of item rows [n] of requests [n]."""
+        ...
 
 
-def _above_bound(search: BeamSearch, nodes: Tensor, log_probs: Tensor) -> Tensor:
-    """Returns log_probs [B, n] with -inf for prefixes [B, n] of a level below its bound."""
-    ranks = search.ranks_on_device
-    below, candidates = search.trie.leaves(nodes), search.dense_candidates
-    single = below.last - below.first == 1
-    if candidates is None:
-        known = torch.where(single, log_probs, DEAD)
-        return log_probs.masked_fill(log_probs < value_at(known, ranks), DEAD)
-    # The first leaf below is the item of a single prefix; other entries are not used.
-    rows = search.trie.leaf_rows[below.first].long()
-    scores = log_probs + candidates.weights * candidates.dense.gather(1, rows)
-    known = torch.where(single & ~candidates.among(rows), scores, DEAD)
-    bound = value_at(torch.cat([known, candidates.scores], dim=1), ranks)
-    return log_probs.masked_fill(log_probs + candidates.share < bound - ROUNDING, DEAD)
+class TargetScores:
+    """The target's log-probabilities, as far as prefixes are scored."""
+
+    contexts = None
+
+    def __init__(self, search: BeamSearch) -> None:
+        self.search, self.native = search, search.model.search
+        self._rows: Tensor | None = None
+
+    def unscored(self, beams: Beams) -> Tensor | None:
+        """Looks the beams up in the scored prefixes. The host waits once for the device.
+
+        Level 0 has the state of the last root token.
+        """
+        if not beams.level:
+            return None
+        self._rows = self.search.scored.find(self.search.keys(beams.nodes))
+        unscored = self.search.needs_state(beams) & (self._rows < 0)
+        return unscored if bool(unscored.any()) else None
+
+    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
+        """As in `PrefixScores`."""
+        search, states = self.search, self.search.last_hidden
+        if self._rows is not None:
+            table = search.scored.hidden if search.scored.keys.shape[0] else states
+            states = table[self._rows.flatten().clamp(min=0)]
+        return level_scores(search.model, states, beams.level)
+
+    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
+        """As in `PrefixScores`. All prefixes of the items that need a state are scored."""
+        trie, model, scored = self.search.trie, self.search.model, self.search.scored
+        nodes = trie.nodes_of_items(rows)
+        first = root_scores(trie, nodes, owners, self.search.last_hidden, model)
+        return first + path_scores(trie, nodes, owners, scored.keys, scored.hidden, model)
 
 
-def value_at(values: Tensor, ranks: Tensor) -> Tensor:
-    """Returns [B, 1] the value at each row's rank, largest first, -inf past the last."""
-    ranked = values.sort(dim=1, descending=True).values
-    size = values.shape[1]
-    ranked = ranked.gather(1, ranks.clamp(max=size - 1))
-    return ranked.masked_fill(ranks >= size, DEAD)
+class HeadScores:
+    """A draft head's own log-probabilities. The head carries a state along each beam."""
+
+    def __init__(self, search: BeamSearch, head: SelfDraftHead, contexts: Tensor) -> None:
+        """Args: contexts: [B, L, E] what the head reads at each level besides its state."""
+        self.search, self.head, self.contexts = search, head, contexts
+        self.native = head.search
+        self._states: Tensor | None = None  # [B * W, E]
+
+    def unscored(self, beams: Beams) -> None:
+        """Returns None: the head needs no states of the target."""
+
+    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
+        """As in `PrefixScores`."""
+        states = self._states_of_paths(beams) if self._states is None else self._deeper(beams)
+        self._states = states
+        context = self.contexts[:, beams.level].repeat_interleave(beams.nodes.shape[1], 0)
+        return self.head.level_logits(context, states, beams.level), None
+
+    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
+        """As in `PrefixScores`."""
+        trie, head, nodes = self.search.trie, self.head, self.search.trie.nodes_of_items(rows)
+        parents, state = torch.zeros_like(rows), self.search.last_hidden[owners]
+        total = torch.zeros(rows.shape, device=rows.device)
+        for level, width in enumerate(trie.widths):
+            logits = head.level_logits(self.contexts[owners, level], state, level)
+            own = nodes[:, level]
+            total += child_log_probs(trie, parents, own[:, None], logits, width)[:, 0]
+            if level + 1 < trie.num_levels:
+                parents, state = own, head.step(level, state, trie.codes_of(own))
+        return total
+
+    def _states_of_paths(self, beams: Beams) -> Tensor:
+        """Returns the states after the codes of each beam."""
+        states, width = self.search.last_hidden, beams.nodes.shape[1]
+        if width > 1:
+            states = states[:, None].expand(-1, width, -1).flatten(0, 1)
+        for level in range(beams.level):
+            states = self.head.step(level, states, self._codes(beams.paths[..., level], level))
+        return states
+
+    def _deeper(self, beams: Beams) -> Tensor:
+        """Returns the states of all beams from those of the level above.
+
+        Dead beams are included: to count the live ones, the host would have to wait for the device.
+        """
+        assert self._states is not None and beams.parents is not None
+        batch, level = beams.nodes.shape[0], beams.level - 1
+        owners = torch.arange(batch, device=beams.nodes.device)[:, None]
+        # The states are packed, so columns of parents become row numbers.
+        parents = (owners * (self._states.shape[0] // batch) + beams.parents).flatten()
+        return self.head.step(level, self._states[parents], self._codes(beams.nodes, level))
+
+    def _codes(self, nodes: Tensor, level: int) -> Tensor:
+        """Returns [B * W] the last code of each prefix, clamped to the codebook.
+
+        A dead beam points to a leaf, whose code may lie outside the level's codebook.
+        """
+        trie = self.search.trie
+        return trie.codes_of(nodes.flatten()).clamp(max=trie.codebook_sizes[level] - 1)

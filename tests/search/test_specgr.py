@@ -11,7 +11,7 @@ from recserve.core.diversity import Cap
 from recserve.core.request import LikelihoodQuery, PrefixKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search import specgr
+from recserve.search.strategies import specgr
 from recserve.search.strategy import Heads
 from tests.support.dense_worlds import ORDINARY, World
 from tests.support.listed_groups import ListedGroups

@@ -17,7 +17,7 @@ STRATEGY = '''
 import numpy as np
 
 from recserve.core.strategy import OneRoundStrategy
-from recserve.search.item_graph import usable_items
+from recserve.search.filters import usable_items
 from recserve.search.strategy import RecommendStrategy
 from recserve.search.slates import slate_under_caps
 from recserve.search.strategies.beam import request_of
