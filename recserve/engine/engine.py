@@ -248,6 +248,9 @@ class Engine:
 
         Returns:
             False if no request is queued or running after the step.
+
+        Raises:
+            DeviceLost: If the device of a model fails every call.
         """
         # Entering the mode costs more than this check. A caller that steps often enters it once.
         if torch.is_inference_mode_enabled():
@@ -262,10 +265,11 @@ class Engine:
             cancelled = self._cancelled.take()
             for scheduler in self.schedulers.values():
                 if scheduler.num_running:
-                    if cancelled:
-                        scheduler.drop_cancelled()
-                    scheduler.run_step()
+                    scheduler.run_step(cancelled)
             self._step_background()
+            for scheduler in (*self.schedulers.values(), *self.background.values()):
+                if scheduler.lost is not None:
+                    raise scheduler.lost
             running = sum([scheduler.num_running for scheduler in self.schedulers.values()])
             queued = self.queue or (self.background_queue and not self._closing)
             return bool(queued) or running + self._num_background() > 0
@@ -285,8 +289,7 @@ class Engine:
             self.background_queue.admit(1)
         for scheduler in self.background.values():
             if scheduler.num_running:
-                scheduler.drop_cancelled()
-                scheduler.run_step()
+                scheduler.run_step(cancelled=True)
                 return
 
     def _num_background(self) -> int:
@@ -317,15 +320,12 @@ class Engine:
                 while self._step():
                     self._watch.stepped()
 
-    def _abandon(self, error: Exception) -> None:
+    def _abandon(self, error: EngineStopped) -> None:
         """Fails all requests, of which none can get a result any more."""
         self.queue.drain(error)
         self.background_queue.drain(error)
         for scheduler in [*self.schedulers.values(), *self.background.values()]:
-            try:
-                scheduler.abandon(error)
-            except Exception:
-                log.exception("requests could not be ended")
+            scheduler.abandon(error)
 
     def _route(self, request: Request | TextQuery) -> QueuedItems | QueuedText:
         """Returns the request with its scheduler and its strategy or drafter."""

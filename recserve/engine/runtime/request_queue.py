@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.request import (
@@ -27,7 +27,6 @@ from recserve.engine.runtime.scheduler import (
     ResultT,
     Scheduler,
     expired,
-    fail,
 )
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
@@ -51,7 +50,7 @@ class QueuedRequest(Generic[RequestT, ResultT, MethodT]):
     request: RequestT
     future: Future[ResultT]
     submitted_s: float
-    scheduler: Scheduler[RequestT, ResultT, MethodT]
+    scheduler: Scheduler[RequestT, ResultT, MethodT, Any]
     method: MethodT
 
     def check(self) -> None:
@@ -64,7 +63,7 @@ class QueuedRequest(Generic[RequestT, ResultT, MethodT]):
 
     def fail(self, error: Exception) -> None:
         """Sets the request's future to an error."""
-        fail(self.future, error)
+        self.scheduler.fail(self.future, error)
 
 
 QueuedItems = QueuedRequest[Request, Result, Strategy]
