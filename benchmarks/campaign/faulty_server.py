@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from recserve.config import ServerConfig
-from recserve.engine.items.scheduler import FinishedItem, ItemScheduler
+from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.runtime.runner import BatchSlice, Runner
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.drafters.gated_lora import GatedLora
@@ -55,13 +55,11 @@ def main() -> int:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         return forward(self, pieces, taps, masks)
 
-    def stepped(self: ItemScheduler) -> Sequence[FinishedItem]:
-        running = [one for one, _ in (*self.cold, *self.warm)]
-        running += [one for cohort in self.cohorts for one in cohort.sequences]
-        poisoned = any(getattr(one.request, "k", 0) == POISON for one in running)
+    def stepped(self: ItemScheduler) -> None:
+        poisoned = any(getattr(one.request, "k", 0) == POISON for one in self.admitted)
         if poisoned and (config.parent / POISONED).exists():
             raise RuntimeError("a poisoned request")
-        return step(self)
+        step(self)
 
     with (
         mock.patch.object(Runner, "forward", faulty),

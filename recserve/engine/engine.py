@@ -241,6 +241,9 @@ class Engine:
 
         Returns:
             False if no request is queued or running after the step.
+
+        Raises:
+            DeviceLost: If the device of a model fails every call.
         """
         # Entering the mode costs more than this check. A caller that steps often enters it once.
         if torch.is_inference_mode_enabled():
@@ -257,9 +260,10 @@ class Engine:
             cancelled = self._cancelled.take()
             for scheduler in self.schedulers.values():
                 if scheduler.num_running:
-                    if cancelled:
-                        scheduler.drop_cancelled()
-                    scheduler.run_step()
+                    scheduler.run_step(cancelled)
+            for scheduler in self.schedulers.values():
+                if scheduler.lost is not None:
+                    raise scheduler.lost
             running = sum([scheduler.num_running for scheduler in self.schedulers.values()])
             queued = self.queue or (self.queue.background and not self._closing)
             return bool(queued) or running > 0
@@ -297,14 +301,11 @@ class Engine:
                 while self._step():
                     self._watch.stepped()
 
-    def _abandon(self, error: Exception) -> None:
+    def _abandon(self, error: EngineStopped) -> None:
         """Fails all requests, of which none can get a result any more."""
         self.queue.drain(error)
         for scheduler in self.schedulers.values():
-            try:
-                scheduler.abandon(error)
-            except Exception:
-                log.exception("requests could not be ended")
+            scheduler.abandon(error)
 
     def _route(self, request: Request | TextQuery) -> QueuedItems | QueuedText:
         """Returns the request with its scheduler and its strategy or drafter."""

@@ -24,6 +24,10 @@ class Budget:
     depth: int
 
 
+class DrafterError(RuntimeError):
+    """A drafter broke its contract with the scheduler. Only texts of that call fail."""
+
+
 @dataclass(frozen=True)
 class TextDraft:
     """Proposed tokens of one sequence, below its last committed token. n may be 0.

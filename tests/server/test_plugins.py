@@ -65,7 +65,7 @@ def install(tmp_path, monkeypatch):
         clear()
 
     def clear() -> None:
-        for cached in (drafter_classes, registry.verifiers, registry._mixed_rules):
+        for cached in (drafter_classes, registry.verifiers):
             cached.cache_clear()
 
     yield put

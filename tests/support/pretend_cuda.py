@@ -9,6 +9,9 @@ recorded with the line that caused it, in three kinds:
     shape     an output whose size depends on data: nonzero, x[mask], unique, repeat_interleave, ...
     upload    a copy from the host that is not `non_blocking`: it waits for all work before it
 
+The device can be lost: with `lost_at` set, every operator from that call on fails, and so does
+`torch.cuda.synchronize`, as after an illegal memory access.
+
 Synchronisations inside a kernel's torch reference are not recorded, because on a GPU Triton runs
 instead. Only calls of torch are simulated: nothing is asynchronous, and nothing is fast.
 """
@@ -135,26 +138,45 @@ class NumberedDevice(TorchFunctionMode):
 
 
 class PretendCuda(TorchDispatchMode):
-    """The simulated device as a context; `syncs` lists the synchronisations so far, in order."""
+    """The simulated device as a context.
+
+    Attributes:
+        syncs: The synchronisations so far, in order.
+        calls: Number of operators so far.
+        lost_at: Number of the first operator that fails. All later ones fail, too.
+    """
 
     def __init__(self):
         super().__init__()
         self.syncs = []
+        self.calls, self.lost_at = 0, None
         self._before = None
         self._devices = NumberedDevice()
 
     def __enter__(self):
         self._before = torch.cuda._lazy_init, torch._C._only_lift_cpu_tensors()
+        self._synchronize = torch.cuda.synchronize
         torch.cuda._lazy_init = lambda: None
+        torch.cuda.synchronize = lambda device=None: self._fail_if_lost()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a `.to`
         self._devices.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
         torch.cuda._lazy_init = self._before[0]
+        torch.cuda.synchronize = self._synchronize
         torch._C._set_only_lift_cpu_tensors(self._before[1])
         super().__exit__(*error)
         self._devices.__exit__(*error)
+
+    @property
+    def lost(self):
+        """Whether an operator has failed because the device is lost."""
+        return self.lost_at is not None and self.calls > self.lost_at
+
+    def _fail_if_lost(self):
+        if self.lost:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def counts(self):
         """Returns the number of synchronisations by kind."""
@@ -176,6 +198,8 @@ class PretendCuda(TorchDispatchMode):
             if name in ("is_pinned", "pin_memory", "_pin_memory"):
                 return False if name == "is_pinned" else args[0].clone()
             return func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory"})
+        self.calls += 1
+        self._fail_if_lost()
         if name not in WHOLE and func is not aten.repeat_interleave.Tensor:
             with self, torch._C.DisableTorchFunction():
                 parts = func.decompose(*args, **kwargs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
-from recserve.core.request import PromptScores, Result, Scores, Slate
+from recserve.core.request import Continuation, PromptScores, Result, Scores, Slate
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, Strategy
 from recserve.engine.runtime.runner import BatchSlice
@@ -113,7 +113,7 @@ def isolate(sequences: Seq[Sequence], piece: BatchSlice, states: Tensor, pool: K
     return without_flaws(states, flaws)
 
 
-def checked(result: Result | NotFinite) -> Result | NotFinite:
+def checked(result: Result | Continuation | NotFinite) -> Result | Continuation | NotFinite:
     """Returns the result, or NotFinite if one of its scores is not finite.
 
     The scores are on the host already, so the check does not wait for a device.

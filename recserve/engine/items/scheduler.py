@@ -35,16 +35,19 @@ from recserve.models.inputs import NodeInputs
 
 log = logging.getLogger(__name__)
 
-FinishedItem = tuple[Sequence, Result | Exception]
+
+class StrategyError(RuntimeError):
+    """A strategy broke its contract with the scheduler. Its requests fail, and no others."""
 
 
-class ItemScheduler(Scheduler[Request, Result, Strategy]):
+class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
     """Admits, steps and releases the item requests of one model.
 
     Attributes:
+        strategies: The strategy of each admitted request.
         cohorts: Requests whose search runs.
-        cold: Admitted requests whose root still needs a forward pass, with their strategies.
-        warm: Admitted requests whose root is computed, with their strategies.
+        cold: Admitted requests whose root still needs a forward pass.
+        warm: Admitted requests whose root is computed.
         step_tokens: Most tokens that a step computes, so that other requests need not wait. Longer
             roots and drafts are computed in several steps. Root tokens that see each other are
             computed in one. None computes everything at once.
@@ -65,13 +68,19 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         self.step_tokens, self.admitted_tokens = step_tokens, admitted_tokens
         self.kv = kv or KVCache(runner.pool)
         self.cohorts: list[SearchBatch] = []
-        self.cold: list[tuple[Sequence, Strategy]] = []
-        self.warm: list[tuple[Sequence, Strategy]] = []
+        self.strategies: dict[Sequence, Strategy] = {}
+        self.cold: list[Sequence] = []
+        self.warm: list[Sequence] = []
+
+    @property
+    def admitted(self) -> list[Sequence]:
+        """Running requests that have pages."""
+        return list(self.strategies)
 
     @property
     def num_admitted(self) -> int:
         """Number of running requests that have pages."""
-        return len(self.cold) + len(self.warm) + sum(len(c.sequences) for c in self.cohorts)
+        return len(self.strategies)
 
     def check(self, request: Request, strategy: Strategy) -> None:
         """Raises RequestTooLarge if the request needs more pages than the pool has."""
@@ -120,20 +129,19 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 root_computed=rows - length,
             ),
         )
-        (self.warm if sequence.computed else self.cold).append((sequence, strategy))
+        self.strategies[sequence] = strategy
+        (self.warm if sequence.computed else self.cold).append(sequence)
         return True
 
-    def begin(self) -> list[FinishedItem]:
-        """Starts the requests with computed roots. Returns the results that need no forward
-        pass.
-        """
+    def begin(self) -> None:
+        """Starts the requests with computed roots, and ends those that need no forward pass."""
         warm, self.warm = self.warm, []
-        return self._drop_late() + self._start(warm) + self._finish()
+        self._end_late()
+        self._start(warm)
+        self._finish()
 
-    def step(self) -> list[FinishedItem]:
-        """Runs one forward pass over all requests, or over `step_tokens` tokens of them. Returns
-        the results that it completes.
-        """
+    def step(self) -> None:
+        """Runs one forward pass over all requests, or over `step_tokens` tokens of them."""
         began = time.perf_counter()
         new = [cohort for cohort in self.cohorts if cohort.round is None]
         drafts = [cohort.strategy.propose(cohort.state) for cohort in new]
@@ -149,19 +157,17 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             part = cohort.round.next_piece(left)
             left = None if left is None else left - len(part.inputs)
             parts.append((cohort, cohort.round, part))
-        pieces = [self._prefill_piece(sequence, stop) for sequence, _, stop in chunks]
+        pieces = [self._prefill_piece(sequence, stop) for sequence, stop in chunks]
         pieces += [part for _, _, part in parts]
         if not pieces:
-            return []
+            return
         hidden = self.runner.forward(pieces)
-        started, flawed = list[tuple[Sequence, Strategy]](), list[FinishedItem]()
-        for (sequence, strategy, stop), states in zip(chunks, hidden, strict=False):
+        started, flawed = list[Sequence](), list[Sequence]()
+        for (sequence, stop), states in zip(chunks, hidden, strict=False):
             if stop < sequence.root_length:
                 sequence.num_computed = stop
-            elif self._store_root(sequence, states):
-                started.append((sequence, strategy))
             else:
-                flawed.append((sequence, NotFinite()))
+                (started if self._store_root(sequence, states) else flawed).append(sequence)
         for (cohort, one, part), states in zip(parts, hidden[len(chunks) :], strict=True):
             whole = one.add(isolate(cohort.sequences, part, states, self.runner.pool))
             if whole is not None:
@@ -169,7 +175,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 cohort.state = cohort.strategy.verify(cohort.state, one.draft, slots, whole)
                 cohort.round = None
         ended = time.perf_counter()
-        for sequence, _, _ in chunks:
+        for sequence, _ in chunks:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
         for cohort, _, _ in parts:
             for sequence in cohort.sequences:
@@ -178,45 +184,51 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 sequence.timing.forwards += 1
         # Only the last chunk can leave a root unfinished.
         self.cold = self.cold[len(started) + len(flawed) :]
-        self._discard(flawed)
-        return flawed + self._start(started) + self._finish()
+        self._end([(sequence, NotFinite()) for sequence in flawed])
+        self._start(started)
+        self._finish()
 
-    def release(self, sequences: Seq[Sequence]) -> None:
-        """Releases the pages of finished sequences."""
-        for sequence in sequences:
-            self.kv.allocator.release(sequence.pages)
-            sequence.pages = []
-
-    def drop_all(self) -> list[Dropped[Result]]:
+    def drop_all(self) -> list[Dropped[Sequence]]:
         """Removes all running requests, releases their pages, and returns them."""
-        pairs = [*self.cold, *self.warm]
-        pairs += [(s, cohort.strategy) for cohort in self.cohorts for s in cohort.sequences]
+        pairs = list(self.strategies.items())
         self.cold, self.warm, self.cohorts = [], [], []
-        self.release([sequence for sequence, _ in pairs])
+        self._remove(self.admitted)
         return [Dropped(s, partial(self._search_anew, s, strategy)) for s, strategy in pairs]
 
     def drop_cancelled(self) -> None:
         """Removes cancelled requests. A cohort is removed once all of its requests are
         cancelled.
         """
-        for name in ("cold", "warm"):
-            pairs = getattr(self, name)
-            self.release([s for s, _ in pairs if s.future.cancelled()])
-            setattr(self, name, [(s, g) for s, g in pairs if not s.future.cancelled()])
+        gone = [s for s in (*self.cold, *self.warm) if s.future.cancelled()]
+        self.cold = [s for s in self.cold if not s.future.cancelled()]
+        self.warm = [s for s in self.warm if not s.future.cancelled()]
+        running = []
         for cohort in self.cohorts:
             if all(s.future.cancelled() for s in cohort.sequences):
-                self.release(cohort.sequences)
-                cohort.sequences = []
-        self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
+                gone += cohort.sequences
+            else:
+                running.append(cohort)
+        self.cohorts = running
+        self._remove(gone)
 
-    def _next_chunks(self) -> tuple[list[tuple[Sequence, Strategy, int]], int | None]:
+    def _remove(self, requests: Seq[Sequence]) -> None:
+        """Releases the pages. A request that is not finite leaves no root in the prefix cache."""
+        for sequence in requests:
+            if sequence.flawed:
+                log.error("the model's output for a request is not finite; its root is dropped")
+                self.kv.discard(_keys(sequence.request), sequence.pages)
+            self.kv.allocator.release(sequence.pages)
+            sequence.pages = []
+            self.strategies.pop(sequence, None)
+
+    def _next_chunks(self) -> tuple[list[tuple[Sequence, int]], int | None]:
         """Returns the roots that the next step computes, and how many tokens it has left for trees.
 
         With each root comes the number of its tokens that are computed after the step. None: the
         step has no bound.
         """
         left, chunks = self.step_tokens, []
-        for sequence, strategy in self.cold:
+        for sequence in self.cold:
             stop = sequence.root_length
             if left is not None:
                 if left <= 0:
@@ -224,122 +236,101 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
                 least = sequence.request.root.shared
                 stop = min(stop, max(sequence.num_computed + left, least))
                 left -= stop - sequence.num_computed
-            chunks.append((sequence, strategy, stop))
+            chunks.append((sequence, stop))
         return chunks, left
 
     def _num_open_tokens(self) -> int:
         """Returns how many tokens of the admitted requests are not computed, in whole pages."""
-        sequences = [s for s, _ in (*self.cold, *self.warm)]
-        sequences += [s for cohort in self.cohorts for s in cohort.sequences]
-        return sum(s.root_length - s.num_computed + s.tree_slots.shape[0] for s in sequences)
+        return sum(s.root_length - s.num_computed + s.tree_slots.shape[0] for s in self.strategies)
 
-    def _drop_late(self) -> list[FinishedItem]:
-        """Removes requests between two parts of their root or of a round, once they are late.
+    def _end_late(self) -> None:
+        """Ends requests between two parts of their root or of a round, once they are late.
 
         A round ends only if nobody waits for any of its results.
-
-        Returns:
-            The errors of the requests.
         """
-        late: list[FinishedItem] = []
-        error = DeadlineExceeded("the deadline passed while the request ran")
-        if self.cold and (gone := [s for s, _ in self.cold if expired(s.request)]):
-            late += [(sequence, error) for sequence in gone]
-            self.cold = [pair for pair in self.cold if pair[0] not in gone]
+        late, running = list[Sequence](), list[SearchBatch]()
+        if self.cold and any([expired(sequence.request) for sequence in self.cold]):
+            late += [sequence for sequence in self.cold if expired(sequence.request)]
+            self.cold = [sequence for sequence in self.cold if sequence not in late]
         for cohort in self.cohorts:
-            if cohort.round is not None and all(
+            gone = cohort.round is not None and all(
                 s.future.cancelled() or expired(s.request) for s in cohort.sequences
-            ):
-                late += [(sequence, error) for sequence in cohort.sequences]
-                cohort.sequences = []
-        if late:
-            self._discard(late)
-            self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
-        return late
+            )
+            if gone:
+                late += cohort.sequences
+            else:
+                running.append(cohort)
+        self.cohorts = running
+        error = DeadlineExceeded("the deadline passed while the request ran")
+        self._end([(sequence, error) for sequence in late])
 
     def _search_anew(self, old: Sequence, strategy: Strategy) -> bool:
         """Starts a dropped request again. What its earlier searches chose stays chosen."""
         if not self.admit(old.request, old.future, old.submitted_s, strategy):
             return False
-        (self.warm or self.cold)[-1][0].take_over(old)
+        next(reversed(self.strategies)).take_over(old)
         return True
 
-    def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[FinishedItem]:
-        """Groups requests with computed roots into cohorts. Returns the errors of those that
-        fail.
-        """
-        groups: dict[tuple[int, int], tuple[Strategy, list[Sequence]]] = {}
-        for sequence, strategy in ready:
+    def _start(self, ready: list[Sequence]) -> None:
+        """Groups requests with computed roots into cohorts."""
+        groups: dict[tuple[Strategy, int], list[Sequence]] = {}
+        for sequence in ready:
             request = sequence.request
             by_trie = isinstance(request, SlateQuery | LikelihoodQuery)
-            key = (id(strategy), id(request.trie) if by_trie else 0)  # type: ignore[union-attr]
-            groups.setdefault(key, (strategy, []))[1].append(sequence)
-        failed: list[FinishedItem] = []
-        for strategy, sequences in groups.values():
-            failed += self._start_group(strategy, sequences)
-        return failed
+            trie = id(request.trie) if by_trie else 0  # type: ignore[union-attr]
+            groups.setdefault((self.strategies[sequence], trie), []).append(sequence)
+        for (strategy, _), sequences in groups.items():
+            self._start_group(strategy, sequences)
 
-    def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[FinishedItem]:
+    def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> None:
         """Starts one cohort. If that fails, each request starts alone."""
         try:
             self.cohorts.append(SearchBatch(strategy, sequences, strategy.start(sequences)))
         except Exception as error:
             if len(sequences) == 1:
-                failed: list[FinishedItem] = [(sequences[0], error)]
-                self._discard(failed)
-                return failed
-            return [answer for s in sequences for answer in self._start_group(strategy, [s])]
-        return []
+                self._end([(sequences[0], error)])
+                return
+            for sequence in sequences:
+                self._start_group(strategy, [sequence])
 
-    def _finish(self) -> list[FinishedItem]:
-        """Returns the results of finished cohorts. A cohort that raises an error fails alone.
-
-        Requests that continue with another search become warm again.
-        """
-        done: list[FinishedItem] = []
-        running = []
-        for cohort in self.cohorts:
+    def _finish(self) -> None:
+        """Ends the requests of finished cohorts. A cohort that raises an error fails alone."""
+        cohorts, self.cohorts = self.cohorts, []
+        for cohort in cohorts:
             try:
                 if not cohort.strategy.finished(cohort.state):
-                    running.append(cohort)
+                    self.cohorts.append(cohort)
                     continue
-                results = cohort.strategy.finish(cohort.state)
-                answers = self._answers(cohort, results)
+                results = self._results_of(cohort)
             except Exception as error:
                 log.exception("a strategy failed to finish its requests")
-                answers = [(sequence, error) for sequence in cohort.sequences]
-            self._discard(answers)
-            done += answers
-        self.cohorts = running
-        return done
+                results = [error] * len(cohort.sequences)
+            self._settle(cohort, results)
 
-    def _discard(self, answers: Seq[FinishedItem]) -> None:
-        """Releases the sequences, and removes the roots of results that are not finite from the
-        cache.
-        """
-        for sequence, result in answers:
-            if isinstance(result, NotFinite):
-                log.error("the model's output for a request is not finite; its root is dropped")
-                self.kv.discard(_keys(sequence.request), sequence.pages)
-        self.release([sequence for sequence, _ in answers])
+    def _results_of(self, cohort: SearchBatch) -> list[Result | Continuation | Exception]:
+        """Returns a result for each request of a finished cohort."""
+        results = cohort.strategy.finish(cohort.state)
+        if len(results) != len(cohort.sequences):
+            raise StrategyError(
+                f"the strategy {type(cohort.strategy).__name__} returned {len(results)} results "
+                f"for {len(cohort.sequences)} requests"
+            )
+        return [
+            NotFinite() if sequence.flawed else checked(result)
+            for sequence, result in zip(cohort.sequences, results, strict=True)
+        ]
 
-    def _answers(
-        self, cohort: SearchBatch, results: Seq[Result | Continuation | NotFinite]
-    ) -> list[FinishedItem]:
-        """Returns the results among `results`. Continuations wait for their next search."""
-        answers: list[FinishedItem] = []
+    def _settle(self, cohort: SearchBatch, results: Seq[Result | Continuation | Exception]) -> None:
+        """Ends the requests with a result. Those that continue with another search are warm."""
         for sequence, result in zip(cohort.sequences, results, strict=True):
-            if sequence.flawed:
-                answers.append((sequence, NotFinite()))
-            elif not isinstance(result, Continuation):
-                answers.append((sequence, checked(result)))
+            if not isinstance(result, Continuation):
+                self._end([(sequence, result)])
             elif expired(sequence.request):
                 late = DeadlineExceeded("the deadline passed between two searches")
-                answers.append((sequence, late))
+                self._end([(sequence, late)])
             else:
                 sequence.search_again(result)
-                self.warm.append((sequence, cohort.strategy))
-        return answers
+                self.warm.append(sequence)
 
     def _place(self, cohort: SearchBatch, draft: Draft) -> BatchSlice:
         """Assigns a slot to every node of a draft. Nodes computed earlier keep their slots."""
@@ -401,7 +392,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         """Caches a computed root. Returns False if its states are not finite.
 
         On a CUDA device, the check would make the host wait. There the result shows whether the
-        states are finite, and `_discard` drops the root.
+        states are finite, and `_remove` drops the root.
         """
         if not states.is_cuda and not all_finite(states):
             return False

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.request import (
@@ -26,7 +26,6 @@ from recserve.engine.runtime.scheduler import (
     ResultT,
     Scheduler,
     expired,
-    fail,
 )
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
@@ -51,7 +50,7 @@ class QueuedRequest(Generic[RequestT, ResultT, MethodT]):
     request: RequestT
     future: Future[ResultT]
     submitted_s: float
-    scheduler: Scheduler[RequestT, ResultT, MethodT]
+    scheduler: Scheduler[RequestT, ResultT, MethodT, Any]
     method: MethodT
     background: bool = False
 
@@ -65,7 +64,7 @@ class QueuedRequest(Generic[RequestT, ResultT, MethodT]):
 
     def fail(self, error: Exception) -> None:
         """Sets the request's future to an error."""
-        fail(self.future, error)
+        self.scheduler.fail(self.future, error)
 
 
 QueuedItems = QueuedRequest[Request, Result, Strategy]

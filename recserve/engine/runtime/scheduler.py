@@ -11,12 +11,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from recserve.core.errors import DeadlineExceeded
+from recserve.core.errors import DeadlineExceeded, EngineStopped
+from recserve.core.finite import NotFinite
 from recserve.core.request import Timing
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.runner import Runner
+from recserve.engine.runtime.runner import DeviceLost, Runner
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ RequestT = TypeVar("RequestT", bound=HasDeadline)
 ResultT = TypeVar("ResultT")
 MethodT = TypeVar("MethodT")
 
+# Errors that say nothing about the device.
+HARMLESS = (DeadlineExceeded, EngineStopped, NotFinite)
+
 
 class RequestTooLarge(ValueError):
     """A request needs more pages than the pool has, even when nothing else runs."""
@@ -48,6 +52,7 @@ class RunningRequest(Protocol[ResultT]):
 
     submitted_s: float
     timing: Timing
+    flawed: bool
 
     @property
     def request(self) -> HasDeadline:
@@ -60,8 +65,11 @@ class RunningRequest(Protocol[ResultT]):
         ...
 
 
+RunningT = TypeVar("RunningT", bound=RunningRequest[Any])
+
+
 @dataclass(frozen=True)
-class Dropped(Generic[ResultT]):
+class Dropped(Generic[RunningT]):
     """A request that was removed from a scheduler without a result.
 
     Attributes:
@@ -69,30 +77,40 @@ class Dropped(Generic[ResultT]):
         readmit: Starts it again from what it has committed. Returns False if pages are missing.
     """
 
-    running: RunningRequest[ResultT]
+    running: RunningT
     readmit: Callable[[], bool]
 
 
-class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
+class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
     """Admits the requests of one model, steps them, and releases them.
 
     MethodT computes a request: it is a Strategy for items and a Drafter for text.
 
-    After a step that fails, every request of the step is a suspect. Each suspect is tried alone, so
-    that a request that makes the forward pass fail does not fail its neighbours. Those that step
-    alone without an error are cleared, and they continue together when all have been tried.
+    An admitted request stays among `admitted` until `_end` has noted its result. A step that fails
+    can therefore lose no request:
+
+    - Results that were noted before the error are delivered.
+    - Every other request of the step is a suspect. Each suspect is tried alone, so that a request
+      that makes the forward pass fail does not fail its neighbours. Those that step alone without
+      an error are cleared, and they continue together when all have been tried.
+
+    An error may come from the device rather than from a request. Whoever catches one hands it to
+    `_end` or `fail`, which look at the device before the request gets the error.
 
     Attributes:
         runner: Runs the model.
         kv: Pages and cached prefixes of the model. Several schedulers may share them.
+        lost: Why the device fails every call. None while it works. The engine then ends.
     """
 
     runner: Runner
     kv: KVCache
 
     def __init__(self) -> None:
-        self._suspects: deque[Dropped[ResultT]] = deque()
-        self._cleared: deque[Dropped[ResultT]] = deque()
+        self.lost: DeviceLost | None = None
+        self._results: list[tuple[RunningT, ResultT | Exception]] = []
+        self._suspects: deque[Dropped[RunningT]] = deque()
+        self._cleared: deque[Dropped[RunningT]] = deque()
 
     @property
     def num_running(self) -> int:
@@ -106,8 +124,13 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
 
     @property
     @abstractmethod
+    def admitted(self) -> list[RunningT]:
+        """Running requests that have pages or wait for them."""
+
+    @property
+    @abstractmethod
     def num_admitted(self) -> int:
-        """Number of running requests that have pages or wait for them."""
+        """Number of requests in `admitted`."""
 
     @abstractmethod
     def check(self, request: RequestT, method: MethodT, /) -> None:
@@ -120,70 +143,119 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
         """Takes a request in. Returns False if other requests hold the pages that it needs."""
 
     @abstractmethod
-    def begin(self) -> Seq[tuple[RunningRequest[ResultT], ResultT | Exception]]:
-        """Returns the results that need no forward pass."""
+    def begin(self) -> None:
+        """Ends the requests that need no forward pass."""
 
     @abstractmethod
-    def step(self) -> Seq[tuple[RunningRequest[ResultT], ResultT | Exception]]:
-        """Runs one forward pass over all running requests. Returns the results that it
-        completes.
-        """
+    def step(self) -> None:
+        """Runs one forward pass over all running requests, and ends those that it completes."""
 
     @abstractmethod
-    def drop_all(self) -> Seq[Dropped[ResultT]]:
+    def drop_all(self) -> list[Dropped[RunningT]]:
         """Removes and returns all admitted requests."""
 
     @abstractmethod
     def drop_cancelled(self) -> None:
         """Removes cancelled requests."""
 
-    def pause(self) -> Seq[Dropped[ResultT]]:
+    @abstractmethod
+    def _remove(self, requests: Seq[RunningT]) -> None:
+        """Removes admitted requests and releases what they hold."""
+
+    def pause(self) -> Seq[Dropped[RunningT]]:
         """Removes and returns requests that can continue later from what they have computed.
 
         None by default: requests that end within a few steps run to their end.
         """
         return ()
 
-    def run_step(self) -> int:
-        """Runs one step and delivers its results. Returns the number of results.
+    def run_step(self, cancelled: bool) -> None:
+        """Runs one step and delivers its results.
 
-        Raises:
-            DeviceLost: If the step failed and no later one can succeed.
+        Args:
+            cancelled: Whether a request may have been cancelled since the last step.
         """
         if self.isolating and not self.num_admitted:
             self._readmit()
-        done: Seq[tuple[RunningRequest[ResultT], ResultT | Exception]] = ()
-        stepped = done
         try:
-            done = self.begin()
-            for running, result in done:
-                deliver(running, result)
-            stepped = self.step()
+            if cancelled:
+                self.drop_cancelled()
+            self.begin()
+            self._deliver()
+            self.step()
+            self._deliver()
+            if self.isolating:
+                self._cleared.extend(self.pause())
         except Exception as error:
             log.exception("a step failed")
-            self._isolate(self.drop_all(), error)
-            self.runner.check_device()
-            return len(done)
-        for running, result in stepped:
-            deliver(running, result)
-        if self.isolating:
-            self._cleared.extend(self.pause())
-        return len(done) + len(stepped)
+            self._deliver()
+            self._check_device()
+            if self.lost is None:
+                self._isolate(error)
 
-    def abandon(self, error: Exception) -> None:
-        """Fails all running requests."""
-        dropped = [*self._suspects, *self._cleared, *self.drop_all()]
+    def fail(self, future: Future[ResultT], error: Exception) -> None:
+        """Sets a future to an error, or to EngineStopped if the device is lost."""
+        if not isinstance(error, HARMLESS):
+            self._check_device()
+        if self.lost is not None:
+            error = EngineStopped("the engine has stopped")
+        try:
+            future.set_exception(error)
+        except InvalidStateError:
+            log.debug("a request was cancelled before its error: %s", error)
+
+    def abandon(self, error: EngineStopped) -> None:
+        """Fails all running requests, whatever the device says."""
+        self._deliver()
+        dropped = [one.running for one in (*self._suspects, *self._cleared)]
         self._suspects.clear()
         self._cleared.clear()
-        for one in dropped:
-            fail(one.running.future, error)
+        for running in [*dropped, *self.admitted]:
+            self.fail(running.future, error)
+        try:
+            self.drop_all()
+        except Exception:
+            log.exception("the pages of ended requests could not be released")
 
-    def _isolate(self, dropped: Seq[Dropped[ResultT]], error: Exception) -> None:
+    def _end(self, results: Seq[tuple[RunningT, ResultT | Exception]]) -> None:
+        """Ends requests: notes their results for delivery, and removes them."""
+        for running, result in results:
+            running.flawed |= isinstance(result, NotFinite)
+        self._results += results
+        self._remove([running for running, _ in results])
+
+    def _deliver(self) -> None:
+        """Sets the futures of the ended requests."""
+        results, self._results = self._results, []
+        for running, result in results:
+            if isinstance(result, Exception):
+                self.fail(running.future, result)
+                continue
+            running.timing.total_ms = (time.monotonic() - running.submitted_s) * 1e3
+            if expired(running.request):
+                late = DeadlineExceeded("the deadline passed while the request ran")
+                self.fail(running.future, late)
+                continue
+            try:
+                running.future.set_result(result)
+            except InvalidStateError:
+                log.debug("a result is ready after its request was cancelled")
+
+    def _check_device(self) -> None:
+        """Notes if the device fails every call since an earlier error."""
+        if self.lost is None:
+            try:
+                self.runner.check_device()
+            except DeviceLost as lost:
+                self.lost = lost
+
+    def _isolate(self, error: Exception) -> None:
         """Makes the requests of a failed step suspects. A request that failed alone gets the
         error.
         """
+        dropped = [one for one in self.drop_all() if not one.running.future.done()]
         if len(dropped) == 1:
-            fail(dropped[0].running.future, error)
+            self.fail(dropped[0].running.future, error)
         else:
             self._suspects.extend(dropped)
 
@@ -197,7 +269,7 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
             try:
                 admitted = one.readmit()
             except Exception as error:
-                fail(one.running.future, error)
+                self.fail(one.running.future, error)
                 continue
             if not admitted:
                 waiting.appendleft(one)
@@ -226,26 +298,3 @@ class StepLock:
 def expired(request: HasDeadline) -> bool:
     """Returns whether the request's deadline has passed."""
     return request.deadline_s is not None and time.monotonic() > request.deadline_s
-
-
-def deliver(running: RunningRequest[ResultT], result: ResultT | Exception) -> None:
-    """Sets the request's future to its result, or to an exception."""
-    if isinstance(result, Exception):
-        fail(running.future, result)
-        return
-    running.timing.total_ms = (time.monotonic() - running.submitted_s) * 1e3
-    if expired(running.request):
-        fail(running.future, DeadlineExceeded("the deadline passed while the request ran"))
-        return
-    try:
-        running.future.set_result(result)
-    except InvalidStateError:
-        log.debug("a result is ready after its request was cancelled")
-
-
-def fail(future: Future[ResultT], error: Exception) -> None:
-    """Sets the future to an exception."""
-    try:
-        future.set_exception(error)
-    except InvalidStateError:
-        log.debug("a request was cancelled before its error: %s", error)

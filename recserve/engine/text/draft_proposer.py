@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence as Seq
 
@@ -10,10 +11,12 @@ from recserve.engine.text.draft_allocation import DraftAllocation
 from recserve.engine.text.sequence import NO_BUDGET, TextSequence
 from recserve.engine.text.step_cost import step_clock, text_step_cost
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.draft import Budget, DrafterError, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.verifiers.registry import verifiers
+
+log = logging.getLogger(__name__)
 
 # Fewer accepted tokens per draft pay for no draft: even a free one makes the step's tree larger.
 BREAK_EVEN = 0.05
@@ -117,7 +120,10 @@ class DraftProposer:
 
     def forget(self, sequence: TextSequence) -> None:
         """Tells the drafter that the text has ended or was preempted."""
-        sequence.drafter.forget(sequence.context.id)
+        try:
+            sequence.drafter.forget(sequence.context.id)
+        except Exception:
+            log.exception("the drafter %r failed to forget a text", sequence.drafter.name)
         self._started.discard(sequence.context.id)
 
     def _calls(
@@ -176,24 +182,35 @@ class DraftProposer:
         drafts: dict[TextSequence, TextDraft],
     ) -> list[Refused]:
         """Calls one drafter and enters its drafts into `drafts`."""
-        began = self._now()
+        began, name = self._now(), texts[0].request.speculation.drafter
         try:
             proposed = drafter.propose([s.context for s in texts], budgets)
+            if len(proposed) != len(texts):
+                raise DrafterError(
+                    f"the drafter {name!r} returned {len(proposed)} drafts for {len(texts)} texts"
+                )
         except Exception as error:
             return [(s, error) for s in texts]
         taken_s = self._now() - began
         self._drafting_s += taken_s
         refused: list[Refused] = []
+        within: list[tuple[Budget, TextDraft]] = []
         for sequence, budget, draft in zip(texts, budgets, proposed, strict=True):
-            assert draft.num_nodes <= budget.num_nodes and draft.depth <= budget.depth
             try:
+                if draft.num_nodes > budget.num_nodes or draft.depth > budget.depth:
+                    raise DrafterError(
+                        f"the drafter {name!r} returned a draft of {draft.num_nodes} nodes and "
+                        f"{draft.depth} levels; the budget was {budget.num_nodes} nodes and "
+                        f"{budget.depth} levels"
+                    )
+                within.append((budget, draft))
                 verifiers()[sequence.request.speculation.verifier].check(draft)
-            except ValueError as error:
+            except Exception as error:
                 refused.append((sequence, error))
                 continue
             drafts[sequence] = draft
             self.called.add(sequence)
-        if self._allocation is not None and any(budget.num_nodes for budget in budgets):
-            name = texts[0].request.speculation.drafter
-            self._allocation.drafted(name, budgets, proposed, taken_s * 1e3)
+        if self._allocation is not None and any(budget.num_nodes for budget, _ in within):
+            limits, sound = [budget for budget, _ in within], [draft for _, draft in within]
+            self._allocation.drafted(name, limits, sound, taken_s * 1e3)
         return refused

@@ -33,6 +33,7 @@ from recserve.speculation.verifiers.path import path_of
 from recserve.speculation.verifiers.registry import (
     GREEDY,
     GREEDY_COMPATIBLE,
+    MIXABLE,
     MIXED,
     SAMPLE,
     numbers_of,
@@ -164,13 +165,13 @@ class TextGroup:
 class TextGroups:
     """Groups texts by acceptance rule, and reuses the groups while the same texts step.
 
-    With `together`, all texts form one group in which each has its own rule. Greedy texts then use
-    the rule of the others if that rule verifies them too. This costs noise and saves a second
-    verification.
+    With `together`, all texts of built-in rules form one group in which each has its own rule.
+    Greedy texts then use the rule of the others if that rule verifies them too. This costs noise
+    and saves a second verification. A rule of a plug-in verifies only the texts that name it.
 
     Attributes:
         device: Device of the sampling tables.
-        together: Whether all texts form one group.
+        together: Whether texts of different rules form one group.
     """
 
     def __init__(self, device: torch.device, together: bool) -> None:
@@ -199,19 +200,20 @@ class TextGroups:
     def _parted(self, sequences: Seq[TextSequence]) -> list[TextGroup]:
         greedy, requests = self._rule_of_greedy(sequences), [s.request for s in sequences]
         rules = [greedy if r.params.greedy else r.speculation.verifier for r in requests]
+        mixes = self.together and len(MIXABLE.intersection(rules)) > 1
         groups: dict[str, list[TextSequence]] = {}
-        if self.together and len(set(rules)) > 1:
-            groups[MIXED] = list(sequences)
-        else:
-            for sequence, rule in zip(sequences, rules, strict=True):
-                groups.setdefault(rule, []).append(sequence)
+        for sequence, rule in zip(sequences, rules, strict=True):
+            name = MIXED if mixes and rule in MIXABLE else rule
+            groups.setdefault(name, []).append(sequence)
         before = {bare.rule: bare for bare in self._bare}
         bares = []
         for rule, own in groups.items():
             bare = before.get(rule)
             if bare is None or bare.sequences != own:
                 table = sampling_table([s.request.params for s in own], self.device)
-                each = tuple(rules) if rule == MIXED else (rule,) * len(own)
+                each = (rule,) * len(own)
+                if rule == MIXED:
+                    each = tuple(name for name in rules if name in MIXABLE)
                 contexts, none = [s.context for s in own], [empty_draft()] * len(own)
                 bare = TextGroup(
                     rule=rule,
@@ -230,7 +232,7 @@ class TextGroups:
         if not self.together:
             return GREEDY
         requests = [sequence.request for sequence in sequences]
-        drawn = {r.speculation.verifier for r in requests if not r.params.greedy}
+        drawn = {r.speculation.verifier for r in requests if not r.params.greedy} & MIXABLE
         return drawn.pop() if len(drawn) == 1 and drawn <= GREEDY_COMPATIBLE else SAMPLE
 
 

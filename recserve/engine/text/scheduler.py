@@ -27,7 +27,7 @@ from recserve.core.finite import NotFinite
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import Dropped, RequestTooLarge, Scheduler
-from recserve.engine.text.draft_proposer import DraftProposer, Refused
+from recserve.engine.text.draft_proposer import DraftProposer
 from recserve.engine.text.groups import TextGroup, TextGroups, record_times
 from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
@@ -44,10 +44,8 @@ from recserve.speculation.logits_processor import TokenCounts
 
 log = logging.getLogger(__name__)
 
-FinishedText = tuple[TextSequence, Completion | Exception]
 
-
-class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
+class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
     """Admits, steps and releases the texts of one language model.
 
     Attributes:
@@ -75,6 +73,11 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         self._ids, self.graphs = count(), graphs
         self._earliest_s = math.inf  # no text has an earlier deadline
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
+
+    @property
+    def admitted(self) -> list[TextSequence]:
+        """Running texts that have pages or wait for them."""
+        return self.running + self.preempted
 
     @property
     def num_admitted(self) -> int:
@@ -112,35 +115,33 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             drafter=drafter,
             limit=config.decoder.max_positions,
         )
+        if request.params.counts_tokens:
+            tokens, device = sequence.context.tokens, self.runner.pool.keys.device
+            sequence.token_counts = TokenCounts(tokens, config.vocab_size, device)
         if self._place(sequence):
             insort(self.running, sequence, key=_turn)
         elif sequence.waits:
             insort(self.preempted, sequence, key=_turn)
         else:
             return False
-        if request.params.counts_tokens:
-            tokens, device = sequence.context.tokens, self.runner.pool.keys.device
-            sequence.token_counts = TokenCounts(tokens, config.vocab_size, device)
         if request.deadline_s is not None:
             self._earliest_s = min(self._earliest_s, request.deadline_s)
         sequence.timing.queue_ms = (time.monotonic() - submitted_s) * 1e3
         return True
 
-    def begin(self) -> list[FinishedText]:
-        """Returns the errors of texts whose deadline has passed. A result needs a forward pass."""
+    def begin(self) -> None:
+        """Ends texts whose deadline has passed."""
         now = time.monotonic()
         if now <= self._earliest_s:
-            return []
-        texts = self.running + self.preempted
-        deadlines = [(s, d) for s in texts if (d := s.request.deadline_s) is not None]
+            return
+        deadlines = [(s, d) for s in self.admitted if (d := s.request.deadline_s) is not None]
         late = [s for s, deadline_s in deadlines if now > deadline_s]
         self._earliest_s = min((d for _, d in deadlines if now <= d), default=math.inf)
-        self._drop(late)
         error = "the deadline passed while the text was written"
-        return [(s, DeadlineExceeded(error)) for s in late]
+        self._end([(s, DeadlineExceeded(error)) for s in late])
 
-    def step(self) -> list[FinishedText]:
-        """Runs one forward pass over all texts. Returns the results that it completes.
+    def step(self) -> None:
+        """Runs one forward pass over all texts, and ends those that it completes.
 
         A text whose prompt ends takes its first step in the same forward pass. In each layer, keys
         and values of the prompt are written before the text's tree attends to them.
@@ -148,28 +149,26 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         self._resume()
         self._preempt_for_pages()
         began = time.perf_counter()
-        failed: list[FinishedText] = []
-        self._refuse(self._proposer.read(self.running), failed)
+        self._end(self._proposer.read(self.running))
         parts = chunks(self.running, self.limits.prefill_tokens)
-        groups = self._groups(parts, failed)
+        groups = self._groups(parts)
         parts = [part for part in parts if part.sequence.pages]
         drafted = time.perf_counter()
         if not groups and not parts:
-            return failed
+            return
         replayed = None if self.graphs is None else self.graphs.step(groups, bool(parts))
         if replayed is None:
-            done = self._launch(groups, parts)
+            self._launch(groups, parts)
         else:
             outputs = replayed.outputs
             last_hidden = [row.last_hidden for row in replayed.rows]
             states = split_states([outputs.hidden], outputs.taps)[0]
-            done = self._commit(groups[0], outputs.paths(), states, outputs.logits, last_hidden)
+            self._commit(groups[0], outputs.paths(), states, outputs.logits, last_hidden)
         self._proposer.stepped()
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
         record_times(groups, [part.sequence for part in parts], draft_ms, forward_ms)
-        return failed + done
 
-    def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[FinishedText]:
+    def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> None:
         """Runs one forward pass over the trees of the groups and the chunks of prompts."""
         pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
         drafters = [text.drafter for text in self.running]
@@ -178,29 +177,27 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         states = split_states(hidden, taps)
         for part, own in zip(parts, states[len(groups) :], strict=True):
             part.done(own)
-        done: list[FinishedText] = []
-        self._refuse(self._proposer.read([part.sequence for part in parts]), done)
+        self._end(self._proposer.read([part.sequence for part in parts]))
         for part in [part for part in parts if part.sequence.pages]:
             self._insert_prefix(part.sequence)
         for group, piece, own in zip(groups, pieces, states, strict=False):
             logits = self.model.logits(own.final)
             verified = group.verify(self.runner.pool, piece, own.final, logits)
-            done += self._commit(group, verified, own, logits)
+            self._commit(group, verified, own, logits)
         flawed = [part.sequence for part in parts if part.sequence.flawed and part.sequence.pages]
-        self._drop(flawed)
-        return done + [(sequence, NotFinite()) for sequence in flawed]
+        self._end([(sequence, NotFinite()) for sequence in flawed])
 
     def draft_health(self) -> dict[str, DraftHealth]:
         """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
         return self._proposer.health()
 
-    def drop_all(self) -> list[Dropped[Completion]]:
+    def drop_all(self) -> list[Dropped[TextSequence]]:
         """Removes all texts, releases their pages, and returns them."""
-        dropped = self.running + self.preempted
-        self._drop(dropped)
+        dropped = self.admitted
+        self._remove(dropped)
         return [Dropped(s, partial(self._continue, s)) for s in dropped]
 
-    def pause(self) -> list[Dropped[Completion]]:
+    def pause(self) -> list[Dropped[TextSequence]]:
         """Removes and returns all texts; their computed tokens stay in the prefix cache."""
         for sequence in self.running:
             self._cache_prefix(sequence)
@@ -208,7 +205,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
 
     def drop_cancelled(self) -> None:
         """Removes the texts whose futures were cancelled."""
-        self._drop([s for s in self.running + self.preempted if s.future.cancelled()])
+        self._remove([s for s in self.admitted if s.future.cancelled()])
 
     def _continue(self, sequence: TextSequence) -> bool:
         """Continues a dropped text after the tokens that it has committed."""
@@ -216,7 +213,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         insort(self.preempted, sequence, key=_turn)
         return True
 
-    def _groups(self, parts: Seq[Chunk], failed: list[FinishedText]) -> list[TextGroup]:
+    def _groups(self, parts: Seq[Chunk]) -> list[TextGroup]:
         """Returns the texts that step with their drafts, grouped by acceptance rule."""
         stepping: Seq[TextSequence] = self.running
         if parts:
@@ -225,7 +222,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         drafts, refused = self._proposer.propose(stepping, sum(part.size for part in parts))
         if refused:
             stepping = [s for s in stepping if s in drafts]
-            self._refuse(refused, failed)
+            self._end(refused)
         for sequence in self._proposer.called:
             needed = sequence.length + drafts[sequence].num_nodes
             if not self._grow(sequence, needed):
@@ -239,8 +236,8 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
         states: StepStates,
         logits: Tensor,
         last_hidden: Seq[Tensor] | None = None,
-    ) -> list[FinishedText]:
-        """Appends the accepted tokens, passes outcomes to the drafters, and returns results.
+    ) -> None:
+        """Appends the accepted tokens, passes outcomes to the drafters, and ends finished texts.
 
         Args:
             group: The texts.
@@ -249,7 +246,6 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             logits: [T, V] logits of the same nodes.
             last_hidden: After a replay, the [E] state of each text at its last accepted node.
         """
-        done: list[FinishedText] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         counted, first, hidden = last_hidden is not None, 0, states.final
         for number, sequence in enumerate(group.sequences):
@@ -263,8 +259,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
                 logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
                 added = sequence.commit(tokens, logprobs, counted)
             except Exception as error:
-                self._drop([sequence])
-                done.append((sequence, error))
+                self._end([(sequence, error)])
                 first += 1 + draft.num_nodes
                 continue
             used, ended = min(len(path) - 1, len(added)), sequence.finish_reason is not None
@@ -277,9 +272,8 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
                 sequence.counts.add(draft.num_candidates, used, draft.levels)
                 self._proposer.verified(sequence, draft, len(path) - 1)
             if ended:
-                done.append((sequence, sequence.completion()))
                 self._cache_prefix(sequence)
-                self._drop([sequence])
+                self._end([(sequence, sequence.completion())])
             elif sequence in self._proposer.called:
                 accepted = tuple([node - first - 1 for node in path[1:]])
                 outcome = TextOutcome(
@@ -295,14 +289,16 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             first += 1 + draft.num_nodes
         for drafter, own_outcomes in outcomes.values():
             drafter.commit(own_outcomes)
-        return done
 
     def _resume(self) -> None:
         """Resumes preempted texts in order, until one finds no pages."""
-        waiting, self.preempted = self.preempted, []
-        for sequence in waiting:
-            found = all(s.waits for s in self.preempted) and self._place(sequence)
-            insort(self.running if found else self.preempted, sequence, key=_turn)
+        left: list[TextSequence] = []
+        for sequence in list(self.preempted):
+            if all(s.waits for s in left) and self._place(sequence):
+                self.preempted.remove(sequence)
+                insort(self.running, sequence, key=_turn)
+            else:
+                left.append(sequence)
 
     def _place(self, sequence: TextSequence) -> bool:
         """Gives a text its pages, unless none is free or another text computes its beginning."""
@@ -340,7 +336,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
 
     def _preempt(self, sequence: TextSequence) -> None:
         self._cache_prefix(sequence)
-        self._drop([sequence])
+        self._remove([sequence])
         sequence.num_computed = 0
         insort(self.preempted, sequence, key=_turn)
 
@@ -355,19 +351,14 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             pages = sequence.pages[: self.kv.pages_of(length)]
             self.kv.prefixes.insert(sequence.prefix(length), pages, sequence.to_cache())
 
-    def _refuse(self, refused: Seq[Refused], failed: list[FinishedText]) -> None:
-        """Drops texts whose drafter failed, and adds their errors to `failed`."""
-        self._drop([sequence for sequence, _ in refused])
-        failed += refused
-
-    def _drop(self, sequences: Seq[TextSequence]) -> None:
+    def _remove(self, requests: Seq[TextSequence]) -> None:
         """Removes texts, and releases their pages and their drafters' state.
 
         A text that is not finite leaves nothing in the prefix cache.
         """
-        if not sequences:
+        if not requests:
             return
-        for sequence in sequences:
+        for sequence in requests:
             if sequence.flawed:
                 log.error("the model's output for a text is not finite; its prefix is dropped")
                 self.kv.discard(sequence.prefix(sequence.length), sequence.pages)
@@ -376,7 +367,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
             self._proposer.forget(sequence)
             if self.graphs is not None:
                 self.graphs.forget(sequence)
-        gone = set(sequences)
+        gone = set(requests)
         self.running = [s for s in self.running if s not in gone]
         self.preempted = [s for s in self.preempted if s not in gone]
 

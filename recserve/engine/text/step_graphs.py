@@ -34,13 +34,20 @@ from recserve.engine.text.step_states import masks_of
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable
-from recserve.speculation.verifiers.registry import GREEDY_COMPATIBLE, MIXED, REJECTION, SAMPLE
+from recserve.speculation.verifiers.registry import (
+    GREEDY_COMPATIBLE,
+    MIXABLE,
+    MIXED,
+    REJECTION,
+    SAMPLE,
+)
 
 StepFunction = Callable[[], StepOutputs]
 # The outcome of a step. `replayed` used a graph. The others were launched, because of
 # prompt: prompt tokens in the forward pass; drawn: drafts with probabilities and no graph for them;
-# parameters: sampling parameters over capacity; size: nodes and texts; rows: no free device row.
-StepResult = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows"]
+# parameters: sampling parameters over capacity; size: nodes and texts; rows: no free device row;
+# rule: texts with the acceptance rule of a plug-in.
+StepResult = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows", "rule"]
 STEP_RESULTS: tuple[StepResult, ...] = get_args(StepResult)
 # (nodes, texts) for plain decoding, drafts of about 8 nodes, and trees of 64 for few texts.
 BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
@@ -239,13 +246,18 @@ class TextStepGraphs:
         """Replays the step of a group, in the smallest bucket that holds it.
 
         Args:
-            groups: One group, as TextGroups forms them for graphs. Empty if there are only prompts.
+            groups: One group, as TextGroups forms them for graphs, and one for each rule of a
+                plug-in. Empty if there are only prompts.
             with_prompts: Whether the forward pass also computes prompt tokens.
 
         Returns:
             None if no graph can run the step.
         """
-        result, replayed = ("prompt", None) if with_prompts else self._replay(*groups)
+        result: StepResult = "prompt"
+        replayed: Replayed | None = None
+        if not with_prompts:
+            own = any(group.rule != MIXED and group.rule not in MIXABLE for group in groups)
+            result, replayed = ("rule", None) if own else self._replay(*groups)
         self.counts[result] += 1
         return replayed
 

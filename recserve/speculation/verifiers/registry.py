@@ -31,6 +31,12 @@ BUILT_IN: tuple[type[Verifier], ...] = (
     SampleRule,
     TypicalRule,
 )
+# Rules that a mixed step evaluates for all its texts. `rejection` stands for `multi_step`, because
+# both run the same algorithm. `greedy` is left out, because at temperature 0 each rule equals it. A
+# plug-in's rule is left out, because it may be written for the texts alone that name it.
+MIXED_RULES = (SAMPLE, *(r.name for r in BUILT_IN if r.name not in (GREEDY, MULTI_STEP, SAMPLE)))
+# Rules of the texts that a mixed step can have.
+MIXABLE = frozenset(rule.name for rule in BUILT_IN)
 # Greedy texts can share a step with these rules. Their `verify` handles every kind of draft, and at
 # temperature 0 it accepts only the likeliest token.
 GREEDY_COMPATIBLE = frozenset({MULTI_STEP, REJECTION, SAMPLE})
@@ -44,16 +50,6 @@ def verifiers() -> Mapping[str, Verifier]:
         PluginError: If an installed distribution registers an unusable rule.
     """
     return {name: cls() for name, cls in with_plugins(ENTRY_POINTS, Verifier, BUILT_IN).items()}
-
-
-@cache
-def _mixed_rules() -> list[str]:
-    """Returns the rules that a mixed step evaluates for all its texts.
-
-    `rejection` stands for `multi_step`, because both run the same algorithm. `greedy` is left out,
-    because at temperature 0 each rule equals it.
-    """
-    return [SAMPLE, *(name for name in verifiers() if name not in (GREEDY, MULTI_STEP, SAMPLE))]
 
 
 def check_rule(name: str, params: SamplingParams) -> None:
@@ -78,12 +74,11 @@ def verify(name: str, scored: ScoredTrees) -> Accepted:
 
 def numbers_of(rules: Seq[str]) -> list[int]:
     """Returns the numbers of rules, as `ScoredTrees.rules` needs them."""
-    mixed = _mixed_rules()
-    return [mixed.index(REJECTION if rule == MULTI_STEP else rule) for rule in rules]
+    return [MIXED_RULES.index(REJECTION if rule == MULTI_STEP else rule) for rule in rules]
 
 
 def _verify_each(scored: ScoredTrees) -> Accepted:
-    """Evaluates all rules for all trees, and selects the result of each tree's own rule.
+    """Evaluates MIXED_RULES for all trees, and selects the result of each tree's own rule.
 
     This way no shape depends on the requests. Results of rules that do not fit a tree are
     discarded.
@@ -93,7 +88,7 @@ def _verify_each(scored: ScoredTrees) -> Accepted:
     trees = torch.arange(numbers.shape[0], device=numbers.device)
     rows = scored.target(torch.arange(scored.tree.num_nodes, device=numbers.device))
     known = replace(scored, target=lambda nodes: rows[nodes])
-    found = [verifiers()[name].verify(known) for name in _mixed_rules()]
+    found = [verifiers()[name].verify(known) for name in MIXED_RULES]
     return Accepted(
         torch.stack([each.nodes for each in found])[numbers, trees],
         torch.stack([each.lengths for each in found])[numbers, trees],

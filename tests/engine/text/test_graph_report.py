@@ -78,7 +78,7 @@ def test_metrics_name_the_buckets(engine):
     assert set(found["recserve_graph_record_seconds"]) == buckets
     assert set(found["recserve_graph_record_bytes"]) == buckets
     assert all(seconds > 0 for seconds in found["recserve_graph_record_seconds"].values())
-    results = ("replayed", "prompt", "drawn", "parameters", "size", "rows")
+    results = ("replayed", "prompt", "drawn", "parameters", "size", "rows", "rule")
     assert set(found["recserve_graph_steps_total"]) == {(name,) for name in results}
 
 

@@ -1,0 +1,84 @@
+"""A device that is lost in the middle of work ends the engine, and no request waits forever.
+
+From one operator on, every operator of the pretended device fails, as after an illegal memory
+access. The operator is drawn all over the work of a few requests: admission, prefill, search,
+verification, results.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from recserve.core.errors import EngineStopped
+from recserve.engine.runtime.runner import DeviceLost
+from recserve.kernels import backend
+from tests.support.device_worlds import ranking, recommending, text_engine, text_scores, texts
+from tests.support.pretend_cuda import PretendCuda
+
+POSITIONS = 6
+STRATEGIES = ("beam", "speculative", "nezha", "rpg", "dense", "specgr", "likelihood")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(backend, "FORCED", "torch")
+    with PretendCuda() as pretended:
+        yield pretended
+
+
+def run(engine, requests):
+    """Submits requests and runs the engine's loop on this thread, until nothing is queued."""
+    futures = [engine.submit(request) for request in requests]
+    engine._closing = True
+    engine._loop()
+    engine._closing = False
+    return futures
+
+
+def lose_everywhere(device, engine, requests):
+    """Loses the device at operators all over the work, and checks the engine's state each time."""
+    before = device.calls
+    assert all(future.exception(0) is None for future in run(engine, requests))
+    calls = device.calls - before
+    assert calls > POSITIONS
+    schedulers = [*engine.schedulers.values(), *engine.background.values()]
+    for number in range(POSITIONS):
+        engine.forget_all()
+        device.lost_at = device.calls + calls * number // POSITIONS
+        futures = run(engine, requests)
+        assert device.lost and isinstance(engine.stopped_by, DeviceLost), (number, calls)
+        assert not engine.alive and engine.stats().running == 0
+        for future in futures:
+            assert future.done(), f"a request waits forever after operator {number} of {calls}"
+            error = future.exception(0)
+            assert error is None or isinstance(error, EngineStopped), error
+        with pytest.raises(EngineStopped):
+            engine.submit(requests[0])
+        # The same engine, as if a new process had started.
+        device.lost_at = engine.stopped_by = None
+        for scheduler in schedulers:
+            scheduler.lost = None
+    engine.forget_all()
+    assert all(future.exception(0) is None for future in run(engine, requests))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_device_lost_under_item_requests(device, strategy):
+    world = recommending("cuda")
+    requests = world.ask(strategy)
+    if strategy == "specgr":
+        requests = [replace(request, index=world.index) for request in requests]
+    lose_everywhere(device, world.engine, requests)
+
+
+def test_a_device_lost_under_rankings(device):
+    world = ranking("cuda")
+    lose_everywhere(device, world.engine, world.ask())
+
+
+@pytest.mark.parametrize("parameters", ["greedy", "everything"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "medusa", "draft_model"])
+def test_a_device_lost_under_texts(device, drafter, parameters):
+    engine = text_engine("cuda", [drafter] if drafter != "none" else [])
+    requests = [*texts(drafter, "sample", parameters), text_scores("cuda")]
+    lose_everywhere(device, engine, requests)
