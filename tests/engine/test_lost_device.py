@@ -41,7 +41,7 @@ def lose_everywhere(device, engine, requests):
     assert all(future.exception(0) is None for future in run(engine, requests))
     calls = device.calls - before
     assert calls > POSITIONS
-    schedulers = [*engine.schedulers.values(), *engine.background.values()]
+    schedulers = engine.schedulers.values()
     for number in range(POSITIONS):
         engine.forget_all()
         device.lost_at = device.calls + calls * number // POSITIONS
