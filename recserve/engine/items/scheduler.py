@@ -98,9 +98,8 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         placed = kv.place(_keys(request), strategy.tree_capacity(request), separate=True)
         if placed is None:
             return False
-        pages, length, cached = placed
+        pages, slots, length, cached = placed
         cached = cached or CachedPrefix()
-        slots = kv.slots_of(pages)
         tree_slots = slots[kv.pages_of(rows) * kv.page_size :]
         if self.step_tokens is not None and self.num_admitted:
             tokens = rows - length + tree_slots.shape[0]
