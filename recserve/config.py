@@ -156,7 +156,7 @@ class ServerConfig(BaseSettings):
     stall_timeout_s: float = Field(30.0, gt=0, le=3600)
     threads: int | None = Field(None, ge=1, le=1024)
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
-    weights: Annotated[str | None, AfterValidator(formats.checked)] = None
+    weights: Annotated[str | None, AfterValidator(formats.check_format)] = None
     load_aware: bool = False
     graphs: bool | None = None
     invariant: bool = False

@@ -38,7 +38,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.device_worlds import ranking, recommending, text_engine, text_scores, texts
 
 

@@ -35,7 +35,7 @@ from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender
-from recserve.search.item_graph import NUM_RECENT_ITEMS, WALK_STEPS, latest_items
+from recserve.search.strategies.rpg import NUM_RECENT_ITEMS, WALK_STEPS, latest_items
 from recserve.training.evaluation.cases import leave_one_out_cases
 
 TOP = 10

@@ -39,8 +39,7 @@ from recserve.core.request import (
     SlateQuery,
 )
 from recserve.models.item_heads import DraftPlan
-from recserve.search.strategies import SpeculativeStrategy
-from recserve.search.strategies.speculative import cheapest_draft
+from recserve.search.strategies.speculative import SpeculativeStrategy, cheapest_draft
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"

@@ -21,7 +21,7 @@ from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.recommender import Recommender, load_recommender
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.service.model_loader import item_index, load_heads
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, Chooser
 from recserve.training.evaluation.cases import leave_one_out_cases

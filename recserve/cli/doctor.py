@@ -314,7 +314,7 @@ def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
 def _launched(strategies: Seq[str]) -> str:
     """Lists the searches that are never captured, with the reasons."""
     from recserve.engine.items.search_graphs import SearchLimits
-    from recserve.search.strategies.registry import strategy_classes
+    from recserve.search.strategy import strategy_classes
 
     limits = SearchLimits()
     others = ", ".join(sorted(n for n in strategies if strategy_classes()[n].replays is None))

@@ -35,7 +35,7 @@ def demo(
 
 def _format(name: str | None) -> str | None:
     try:
-        return formats.checked(name)
+        return formats.check_format(name)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

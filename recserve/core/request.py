@@ -269,7 +269,7 @@ class Slate:
         rows: [k] int64 item rows.
         scores: [k] float32.
         exact: Whether the slate equals full beam search of the requested width. With caps, it
-            equals all the beam searches that were needed (search/capped.py).
+            equals all the beam searches that were needed (search/slates.py).
         rounds: Tree forwards of all searches.
         timing: Time and work of the request.
         tree: The scored prefixes. None without `explain`, and for searches that score no prefixes.

@@ -1,7 +1,8 @@
-"""The two kinds of strategies, and the draft that a tree strategy proposes."""
+"""What turns the roots of requests into results: strategies, and the drafts they propose."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from recserve.core.request import Continuation, Result
 from recserve.core.sequence import Sequence
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
+
+Results = Seq[Result | Continuation | NotFinite]
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,10 @@ class Draft:
 
 
 class Strategy(ABC):
-    """Turns the computed roots of requests into their results, without trees.
+    """Turns the computed roots of requests into their results, in rounds of token trees.
 
-    One state covers several requests that step together. Implementations: search/strategies/.
+    A round is `propose`, one forward pass, and `verify`. One state covers several requests that
+    step together. Implementations: search/strategies/.
 
     Attributes:
         placeholders: Auxiliary nodes after the root, computed in the root's own forward. Their
@@ -58,18 +62,6 @@ class Strategy(ABC):
         """Returns the state of requests whose roots are computed."""
 
     @abstractmethod
-    def finish(self, state: Any) -> Seq[Result | Continuation | NotFinite]:
-        """Returns one result per sequence, in their order: a result, a continuation or an error."""
-
-
-class TreeStrategy(Strategy):
-    """A strategy that scores token trees in rounds of propose, forward and verify."""
-
-    @abstractmethod
-    def tree_capacity(self, request: Any) -> int:
-        """Returns the most tree nodes that a request can have computed, over all rounds."""
-
-    @abstractmethod
     def finished(self, state: Any) -> bool:
         """Returns whether no node is left to score."""
 
@@ -87,3 +79,69 @@ class TreeStrategy(Strategy):
             slots: [T] pool slot of every node.
             hidden: [Tq, E] states of the computed nodes.
         """
+
+    @abstractmethod
+    def finish(self, state: Any) -> Results:
+        """Returns one result per sequence, in their order: a result, a continuation or an error."""
+
+
+@dataclass
+class OneRound:
+    """State of a `OneRoundStrategy`.
+
+    Attributes:
+        sequences: The requests.
+        draft: Their trees. None: there are none.
+        results: The results. None before the forward pass.
+    """
+
+    sequences: Seq[Sequence]
+    draft: Draft | None
+    results: Results | None = None
+
+
+class OneRoundStrategy(Strategy):
+    """A strategy that needs one tree per request, or none besides the root."""
+
+    def tree(self, sequences: Seq[Sequence]) -> Draft | None:
+        """Returns the trees to score. None or empty trees: the roots alone give the results."""
+        return None
+
+    @abstractmethod
+    def results(self, sequences: Seq[Sequence], draft: Any, hidden: Any) -> Results:
+        """Returns one result per sequence, in their order.
+
+        Args:
+            sequences: The requests. Their roots are computed.
+            draft: What `tree` returned.
+            hidden: [Tq, E] states of the draft's computed nodes. None if there are none.
+        """
+
+    def start(self, sequences: Seq[Sequence]) -> OneRound:
+        """Makes the trees, or the results where no tree is needed."""
+        began = time.perf_counter()
+        state = OneRound(sequences, self.tree(sequences))
+        if state.draft is None or not len(state.draft.inputs):
+            state.results = self.results(sequences, state.draft, None)
+        for sequence in sequences:
+            sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
+        return state
+
+    def finished(self, state: OneRound) -> bool:
+        """Returns whether the results are there."""
+        return state.results is not None
+
+    def propose(self, state: OneRound) -> Draft:
+        """Returns the trees."""
+        assert state.draft is not None
+        return state.draft
+
+    def verify(self, state: OneRound, draft: Any, slots: Tensor, hidden: Tensor) -> OneRound:
+        """Computes the results."""
+        state.results = self.results(state.sequences, draft, hidden)
+        return state
+
+    def finish(self, state: OneRound) -> Results:
+        """Returns the results."""
+        assert state.results is not None
+        return state.results

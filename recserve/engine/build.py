@@ -25,13 +25,12 @@ from recserve.kernels.cache.kv_pool import KVPool
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
-from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.likelihood import likelihood_strategy
 from recserve.search.strategies.prewarm import PrewarmStrategy
 from recserve.search.strategies.prompt_scores import PromptStrategy
 from recserve.search.strategies.rank import RankStrategy
-from recserve.search.strategies.registry import recommend_strategies
 from recserve.search.strategies.text_scores import TextScoreStrategy
+from recserve.search.strategy import Heads, recommend_strategies
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.none import NoDrafter
 
@@ -39,8 +38,11 @@ log = logging.getLogger(__name__)
 
 # Requests of the greatest length that a cache holds at least, for batches to form.
 FEW_REQUESTS = 16
-# Most tokens of reranking, scoring and embeddings in a step, by device. Other requests wait for it.
+# Most tokens in a step of items, and of reranking, scoring and embeddings, by device. Other
+# requests wait for it.
+ITEM_TOKENS = {"cpu": 4096, "cuda": 32_768}
 SCORE_TOKENS = {"cpu": 256, "cuda": 2048}
+ADMITTED_STEPS = 8  # of scores: longer work waits in the queue, without pages
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,8 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
     if models.recommender is not None:
         _add_recommender(engine, models.recommender, models.heads or Heads())
     if models.ranker is not None:
-        scheduler = ItemScheduler(_runner(RankerAdapter(models.ranker.eval()), config))
-        engine.schedulers["ranker"] = scheduler
-        engine.background["ranker"] = ItemScheduler(scheduler.runner, scheduler.kv)
+        runner = _runner(RankerAdapter(models.ranker.eval()), config)
+        engine.schedulers["ranker"] = _item_scheduler(runner)
         engine.offer("ranker", RankStrategy(models.ranker))
     engine.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
     if models.text is not None:
@@ -136,9 +137,7 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
     config = engine.config
     runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)
-    scheduler = ItemScheduler(runner)
-    engine.schedulers["recommender"] = scheduler
-    engine.background["recommender"] = ItemScheduler(runner, scheduler.kv)
+    engine.schedulers["recommender"] = _item_scheduler(runner)
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}
@@ -164,9 +163,15 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     scheduler = TextScheduler(runner, model, TextLimits(load_aware=config.load_aware), graphs)
     engine.schedulers["text"] = scheduler
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
-    engine.schedulers["text_scores"] = ItemScheduler(runner, scheduler.kv, step_tokens)
+    engine.schedulers["text_scores"] = ItemScheduler(
+        runner, scheduler.kv, step_tokens, ADMITTED_STEPS * step_tokens
+    )
     engine.offer("text_scores", TextScoreStrategy(model))
     engine.offer("prompt_scores", PromptStrategy(model))
+
+
+def _item_scheduler(runner: Runner) -> ItemScheduler:
+    return ItemScheduler(runner, step_tokens=ITEM_TOKENS[runner.pool.keys.device.type])
 
 
 def _runner(

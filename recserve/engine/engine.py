@@ -46,26 +46,21 @@ class Engine:
 
     Attributes:
         schedulers: One scheduler for each kind of request, by model name.
-        background: Schedulers of background requests, by model name. They share the pages of the
-            scheduler of the same name.
         drafters: Drafters of text requests, by name.
         strategies: Names that a SlateQuery may use.
         searches: Searches that are replayed as CUDA graphs. None replays none.
         queue: Requests that wait for admission.
-        background_queue: Background requests that wait for admission.
         stopped_by: The error that ended the engine's thread; None while it runs.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.schedulers: dict[str, ItemScheduler | TextScheduler] = {}
-        self.background: dict[str, ItemScheduler] = {}
         self.drafters: dict[str, Drafter] = {}
         self.strategies: tuple[str, ...] = ()
         self._strategies: dict[str, Strategy] = {}
         self.searches: BeamSearchGraphs | None = None
         self.queue = RequestQueue(config.max_queue)
-        self.background_queue = RequestQueue(config.max_queue)
         self._changed = threading.Condition()
         self._stepping = StepLock()
         self._thread: threading.Thread | None = None
@@ -84,7 +79,7 @@ class Engine:
         """Queues a request and returns the future of its result.
 
         Cancelling the future ends the request after the forward pass that includes it. Background
-        requests have a separate queue. They run while no item request runs.
+        requests run one by one, each while no other item request runs.
 
         Raises:
             QueueFull: If the queue is full.
@@ -95,14 +90,12 @@ class Engine:
         """
         entry = self._route(request)
         entry.check()
-        background = isinstance(request, PrewarmQuery)
-        queue = self.background_queue if background else self.queue
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed")
             if self.stopped_by is not None:
                 raise EngineStopped("the engine has stopped")
-            queue.enqueue(entry)
+            self.queue.enqueue(entry)
             self._changed.notify()
         return entry.future
 
@@ -188,7 +181,7 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for entry in self.background_queue:
+        for entry in list(self.queue.background):
             entry.future.cancel()
 
     @property
@@ -219,19 +212,19 @@ class Engine:
         graphs = text.graphs if isinstance(text, TextScheduler) else None
         searches = self.searches
         captured = [*(graphs.captured if graphs else ()), *(searches.captured if searches else ())]
-        schedulers = list(self.schedulers.values())
+        schedulers, begun = list(self.schedulers.values()), self.queue.num_background_begun
         # Caches that schedulers share count once.
         caches = list({id(scheduler.kv): scheduler.kv for scheduler in schedulers}.values())
         drafts = text.draft_health() if isinstance(text, TextScheduler) else {}
         return EngineStats(
             queue_depth=len(self.queue),
-            running=sum(scheduler.num_running for scheduler in schedulers),
+            running=sum(scheduler.num_running for scheduler in schedulers) - begun,
             pages_free=sum(kv.allocator.num_free for kv in caches),
             pages_cached=sum(kv.prefixes.num_pages for kv in caches),
             pages_total=sum(kv.allocator.num_pages for kv in caches),
             prefix_hit_tokens=sum(kv.prefixes.num_hit_tokens for kv in caches),
             prefix_missed_tokens=sum(kv.prefixes.num_missed_tokens for kv in caches),
-            background=len(self.background_queue) + self._num_background(),
+            background=len(self.queue.background) + begun,
             graph_steps={str(name): n for name, n in graphs.counts.items()} if graphs else {},
             graph_searches={str(name): n for name, n in searches.counts.items()}
             if searches
@@ -262,38 +255,26 @@ class Engine:
         with self._stepping:
             if self.queue:
                 self.queue.admit(self.config.max_running)
+            if self.queue.background and not (self._closing or self._searching()):
+                self.queue.admit_background()
             cancelled = self._cancelled.take()
             for scheduler in self.schedulers.values():
                 if scheduler.num_running:
                     scheduler.run_step(cancelled)
-            self._step_background()
-            for scheduler in (*self.schedulers.values(), *self.background.values()):
+            for scheduler in self.schedulers.values():
                 if scheduler.lost is not None:
                     raise scheduler.lost
             running = sum([scheduler.num_running for scheduler in self.schedulers.values()])
-            queued = self.queue or (self.background_queue and not self._closing)
-            return bool(queued) or running + self._num_background() > 0
+            queued = self.queue or (self.queue.background and not self._closing)
+            return bool(queued) or running > 0
 
-    def _step_background(self) -> None:
-        """Runs one step of one background request if no item request is running.
+    def _searching(self) -> bool:
+        """Returns whether an item request runs. A background request waits for its end.
 
-        A new item request waits for at most that step. Running texts do not delay background
-        requests, because a text takes seconds.
+        It does not wait for running texts, because a text takes seconds.
         """
-        if not (self.background_queue or self._num_background()):
-            return
-        items = [one for one in self.schedulers.values() if isinstance(one, ItemScheduler)]
-        if any(scheduler.num_running for scheduler in items):
-            return
-        if self.background_queue and not self._closing:
-            self.background_queue.admit(1)
-        for scheduler in self.background.values():
-            if scheduler.num_running:
-                scheduler.run_step(cancelled=True)
-                return
-
-    def _num_background(self) -> int:
-        return sum([scheduler.num_running for scheduler in self.background.values()])
+        schedulers = self.schedulers.values()
+        return any([one.num_running for one in schedulers if isinstance(one, ItemScheduler)])
 
     def _loop(self) -> None:
         try:
@@ -310,7 +291,7 @@ class Engine:
         """Steps until the engine is closed."""
         while True:
             with self._changed:
-                while not (self.queue or self.background_queue or self._closing):
+                while not (self.queue or self.queue.background or self._closing):
                     self._watch.idle()
                     self._changed.wait()
                 if self._closing and not self.queue:
@@ -323,8 +304,7 @@ class Engine:
     def _abandon(self, error: EngineStopped) -> None:
         """Fails all requests, of which none can get a result any more."""
         self.queue.drain(error)
-        self.background_queue.drain(error)
-        for scheduler in [*self.schedulers.values(), *self.background.values()]:
+        for scheduler in self.schedulers.values():
             scheduler.abandon(error)
 
     def _route(self, request: Request | TextQuery) -> QueuedItems | QueuedText:
@@ -341,8 +321,7 @@ class Engine:
             return QueuedRequest(request, text, submitted_s, scheduler, self.drafters[name])
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
-        if isinstance(request, PrewarmQuery):
-            scheduler = self.background[model]
         assert isinstance(scheduler, ItemScheduler)
         future = self._cancelled.watch(Future[Result]())
-        return QueuedRequest(request, future, submitted_s, scheduler, self._strategies[name])
+        strategy, background = self._strategies[name], isinstance(request, PrewarmQuery)
+        return QueuedRequest(request, future, submitted_s, scheduler, strategy, background)

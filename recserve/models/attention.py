@@ -222,7 +222,7 @@ class PagedAttention:
         if not isinstance(self._attention, CpuTreeAttention) or x.ndim != 2:
             return None
         heads = HeadLayout(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype)
-        attention = self._attention.natively(heads) if keys.dtype == x.dtype else None
+        attention = self._attention.native_attention(heads) if keys.dtype == x.dtype else None
         if attention is None or torch.is_grad_enabled():
             return None
         turns = rope.cos, rope.sin

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.allowed import AllowedItems, is_removed
+from recserve.core.request import SlateQuery
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie import BatchFilter, LeafFilter, Trie, counted
 
@@ -102,6 +103,23 @@ def _ranks(trie: Trie, rows: np.ndarray) -> Tensor:
     """Returns ascending leaf ranks of item rows, `num_items` for a row without a leaf."""
     ranks = trie.leaf_ranks(on_device(rows, trie.device, torch.int64)).long()
     return torch.where(ranks >= 0, ranks, trie.num_items).sort().values
+
+
+def usable_items(requests: Seq[SlateQuery], items: int, device: torch.device) -> Tensor | None:
+    """Returns [B, I] bool: the items that each request and the catalogue allow. None: all items."""
+    gone = requests[0].trie.removed_rows
+    open_ = all(r.allowed is None and (r.excluded is None or not r.excluded.size) for r in requests)
+    if open_ and gone is None:
+        return None
+    usable = torch.ones(len(requests), items, dtype=torch.bool, device=device)
+    for b, request in enumerate(requests):
+        if request.allowed is not None:
+            usable[b] = on_device(request.allowed.mask(), device)
+        if request.excluded is not None:
+            usable[b].index_fill_(0, on_device(request.excluded, device, torch.int64), False)
+    if gone is not None:
+        usable.index_fill_(1, gone, False)
+    return usable
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.registry import Experiments
 from recserve.experiments.serving.settings import parse_experiments
 from recserve.metrics import Metrics
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategy import strategy_classes
 from recserve.server import playground
 from recserve.server.app_state import AppState
 from recserve.server.arms.arm_server import RemoteArm

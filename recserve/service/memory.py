@@ -14,7 +14,7 @@ import torch
 from recserve.bundle.bundle import Bundle
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.kv_cache import DEFAULT_BYTES
-from recserve.kernels.linear.formats import FORMATS, settings
+from recserve.kernels.linear.formats import FORMATS, format_names
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def fitting_dtypes(
     smallest = min(candidates, key=lambda dtype: dtype.itemsize)
     if fitting or size.weights is not None:
         return fitting or [smallest]
-    least = min(settings(), key=lambda name: FORMATS[name].bits)
+    least = min(format_names(), key=lambda name: FORMATS[name].bits)
     least_gb = size.num_weights * FORMATS[least].bits / 8e9
     raise ValueError(
         f"dtype auto: the model's weights take {size.in_type(smallest)}, and they may take "

@@ -21,7 +21,7 @@ from recserve.models.loading import DTYPES
 from recserve.models.packing import pack_weights
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.memory import ModelSize, fitting_dtypes
 

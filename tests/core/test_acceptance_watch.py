@@ -11,7 +11,7 @@ from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.item_heads import Calibration, DraftPlan
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.draft_heads import make_head

@@ -13,7 +13,7 @@ from recserve.core.diversity import Cap, PrefixGroups, first_k, still_open
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.draft_heads import make_nezha_head as nezha_head
 from tests.support.listed_groups import ListedGroups
@@ -178,7 +178,7 @@ def test_company_does_not_matter(world, strategy):
 
 def test_one_search_where_the_first_is_enough(world, monkeypatch):
     """Caps that bind nothing, and requests without any, take no round more."""
-    monkeypatch.setattr("recserve.search.capped.still_open", None)
+    monkeypatch.setattr("recserve.search.slates.still_open", None)
     for seed in range(6):
         free = world.drawn(seed, caps=())
         loose = replace(free, caps=(Cap(PrefixGroups(world.trie, 0), 1000),))

@@ -11,7 +11,5 @@ def test_an_engine_serves_what_it_is_built_from():
     model, _ = make(CATALOGUES["ordinary"], "items", "children")
     assert list(build_engine(EngineModels()).schedulers) == []
     engine = build_engine(EngineModels(model), SMALL)
-    assert list(engine.schedulers) == list(engine.background) == ["recommender"]
-    shared, own = engine.background["recommender"], engine.schedulers["recommender"]
-    assert shared.kv is own.kv
+    assert list(engine.schedulers) == ["recommender"]
     assert engine.strategies == ("beam",) and list(engine.drafters) == ["none"]

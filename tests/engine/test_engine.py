@@ -20,7 +20,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.rankers import draw_rows, make_ranker, ranking_root
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 

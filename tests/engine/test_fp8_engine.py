@@ -19,7 +19,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.packing import packable
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import Candidate, RankRequest, RecommendRequest, UserRef
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.server.loader import ServiceLoader
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation

@@ -19,7 +19,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.packing import PackedLinear, packable
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import Candidate, RankRequest, RecommendRequest, UserRef
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.service import Service, ServiceOptions
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering

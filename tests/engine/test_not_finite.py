@@ -155,7 +155,8 @@ def test_a_root_that_is_not_finite(world, strategy, which, value):
 @pytest.mark.parametrize("which", [0, 2])
 @pytest.mark.parametrize("strategy", IN_TREES)
 def test_a_tree_that_is_not_finite(world, strategy, which, monkeypatch):
-    monkeypatch.setattr("recserve.search.specgr.MIN_LIFT", 1e9)  # specgr goes on to its beams
+    # specgr goes on to its beams
+    monkeypatch.setattr("recserve.search.strategies.specgr.MIN_LIFT", 1e9)
     scheduler = world.engine.schedulers["recommender"]
     assert_one_fails(world.engine, scheduler, queries_of(world, strategy), which, 1)
 
@@ -275,7 +276,7 @@ def plain_kernels(monkeypatch):
 )
 def test_on_a_device_the_answer_tells(asked_for, which, plain_kernels, monkeypatch):
     strategy, forward = asked_for
-    monkeypatch.setattr("recserve.search.specgr.MIN_LIFT", 1e9)
+    monkeypatch.setattr("recserve.search.strategies.specgr.MIN_LIFT", 1e9)
     with PretendCuda():
         world = recommending("cuda")
         scheduler = world.engine.schedulers["recommender"]

@@ -24,7 +24,7 @@ from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import load_self_draft
 from recserve.models.recommender import load_recommender
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.training.evaluation.cases import leave_one_out_cases
 from recserve.training.item_drafters.draft_head import DrafterRecipe, train_drafter
 from recserve.training.options import TrainOptions

@@ -11,7 +11,7 @@ from recserve.features.history.history import StoredEvent, StoreOptions
 from recserve.features.history.stores import open_store
 from recserve.kernels.tree import from_parents
 from recserve.schemas.items import RecommendRequest
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategy import strategy_classes
 from recserve.service import Service
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext

@@ -12,7 +12,7 @@ import typer.main
 
 from recserve.cli import app
 from recserve.config import ServerConfig
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategy import strategy_classes
 from tests.support.paths import ROOT
 
 # Typer carries its own copy of click; BadParameter is the public end of its errors.

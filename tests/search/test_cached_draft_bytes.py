@@ -8,7 +8,7 @@ import torch
 from recserve.core.request import Prefix, SlateQuery
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
-from recserve.search.proof_cache import CachedDraft
+from recserve.search.strategies.speculative import CachedDraft
 
 TRIE = build_trie(torch.cartesian_prod(torch.arange(4), torch.arange(4)), (4, 4))
 ROOT = Prefix(NodeInputs(torch.arange(3)), np.arange(3))

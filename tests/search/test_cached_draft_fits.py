@@ -11,7 +11,7 @@ from recserve.core.diversity import Cap
 from recserve.core.request import Prefix, SlateQuery
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
-from recserve.search.proof_cache import CachedDraft
+from recserve.search.strategies.speculative import CachedDraft
 
 CODES = torch.cartesian_prod(torch.arange(4), torch.arange(4))
 TRIE, OTHER = build_trie(CODES, (4, 4)), build_trie(CODES, (4, 4))

@@ -17,9 +17,9 @@ from recserve.models.dense_retriever import (
     load_retriever,
     save_retriever,
 )
-from recserve.search import dense
-from recserve.search.dense import merge_alike, split_budgets
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategies import dense
+from recserve.search.strategies.dense import merge_alike, split_budgets
+from recserve.search.strategy import Heads
 from tests.support.dense_worlds import ORDINARY, SMALL, World
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import draw_root

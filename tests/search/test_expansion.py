@@ -13,11 +13,10 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
-from recserve.search.beams import Beams
-from recserve.search.expansion import NO_BOUND, best_children, bound_places
+from recserve.search.beam_search import NO_BOUND, Beams, BeamSearch, bound_ranks, expand
 from recserve.search.filters import RequestFilters
-from recserve.search.recommend_strategy import Heads
-from recserve.search.scores import nothing_scored
+from recserve.search.strategy import Heads
+from recserve.search.trie_prefixes import ScoredTriePrefixes
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 
@@ -51,20 +50,18 @@ def plain_search(trie, gains, width: int) -> list[tuple[float, int]]:
 
 
 def bounded_search(trie, gains, width: int, k: int) -> tuple[list[tuple[float, int]], int]:
-    """The first k of the same by best_children with a bound, and how many forks were opened."""
-    top = torch.zeros(1, 1, dtype=torch.int64)
-    tails = torch.zeros(1, 1)
-    filters = RequestFilters(trie, (None,))
-    beams = Beams((), filters, trie, 0, top, torch.zeros(1, 1), top[..., None][..., :0],
-                  tails, nothing_scored(tails), places=torch.tensor([[k - 1]]))  # fmt: skip
-    opened = 0
+    """The first k of the same by `expand` with a bound, and how many forks were opened."""
+    tails, beams, opened = torch.zeros(1, 1), Beams.root(1, torch.device("cpu")), 0
+    search = BeamSearch(make(CATALOGUES["ordinary"], "items", "children")[0], (), [], trie,
+                        RequestFilters(trie, (None,)), tails, ScoredTriePrefixes.empty(tails),
+                        beams, [width], [k - 1])  # fmt: skip
     for _ in range(trie.num_levels):
-        opened += int(beams.forked().sum())
+        opened += int(search.needs_state(beams).sum())
         children = trie.children(beams.nodes[0])
         logits = torch.zeros(len(children.nodes), max(trie.codebook_sizes))
         row, column = children.valid.nonzero(as_tuple=True)
         logits[row, children.codes[row, column].long()] = gains[children.nodes[row, column]]
-        beams = best_children(beams, logits, [width], torch.zeros(len(logits)))
+        beams = expand(search, beams, logits, torch.zeros(len(logits)))
     found = list(zip(beams.log_probs[0].tolist(), beams.nodes[0].tolist(), strict=True))
     return found[:k], opened
 
@@ -155,9 +152,8 @@ def test_where_nothing_may_be_left_out():
     request = SlateQuery(draw_root(model, 3, 0), trie, 4, 9)
     cap = Cap(PrefixGroups(trie, 0), 1)
     free = [replace(request, k=9), replace(request, k=12), replace(request, caps=(cap,))]
-    assert bound_places(free, trie.device) is None
-    places = bound_places([request, *free], trie.device)
-    assert places.flatten().tolist() == [3, NO_BOUND, NO_BOUND, NO_BOUND]
+    assert bound_ranks(free) is None
+    assert bound_ranks([request, *free]) == [3, NO_BOUND, NO_BOUND, NO_BOUND]
 
 
 def test_what_forks_below_the_last_levels_is_scored_in_the_same_round():

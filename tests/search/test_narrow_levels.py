@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recserve.kernels import backend
-from recserve.search.scores import root_scores
+from recserve.search.trie_prefixes import root_scores
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recommenders import make
 

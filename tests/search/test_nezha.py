@@ -14,7 +14,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.tree import AUXILIARY
 from recserve.models.attention import DenseAttention
 from recserve.models.item_heads import load_self_draft, save_self_draft
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_nezha_head
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 

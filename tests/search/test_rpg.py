@@ -20,7 +20,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.recommender import Recommender
 from recserve.schemas.items import Candidate, InvalidRequest, RankRequest, RecommendRequest, UserRef
-from recserve.search import item_graph as draft_graph
+from recserve.search.strategies import rpg as draft_graph
 from recserve.service import Service
 from recserve.training import item_graph as training_graph
 from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle

@@ -11,8 +11,8 @@ from recserve.core.diversity import Cap
 from recserve.core.request import LikelihoodQuery, PrefixKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search import specgr
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategies import specgr
+from recserve.search.strategy import Heads
 from tests.support.dense_worlds import ORDINARY, World
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import draw_root
@@ -62,13 +62,13 @@ def drafts(monkeypatch):
     seen = []
     freely, below = specgr.draft_freely, specgr.draft_under_beams
 
-    def free(beams, *rest):
-        items = freely(beams, *rest)
+    def free(search, *rest):
+        items = freely(search, *rest)
         seen.append((None, None, items))
         return items
 
-    def under(beams, retriever, lacking, *rest):
-        items = below(beams, retriever, lacking, *rest)
+    def under(search, retriever, lacking, *rest):
+        items, beams = below(search, retriever, lacking, *rest), search.beams
         seen.append(
             (
                 list(lacking),
@@ -123,11 +123,11 @@ def test_below_the_beams_are_the_nearest_items(world, monkeypatch):
     monkeypatch.setattr(specgr, "MIN_LIFT", 1e9)
     below, compared = specgr.draft_under_beams, 0
 
-    def under(beams, retriever, lacking, judged, skip):
+    def under(search, retriever, lacking, judged):
         nonlocal compared
-        items = below(beams, retriever, lacking, judged, skip)
-        open_ = specgr._open_below(beams, 0, judged[0])
-        if open_.sum() > (size := beams.widths[0]):
+        items = below(search, retriever, lacking, judged)
+        open_ = specgr._open_below(search, 0, judged[0])
+        if open_.sum() > (size := search.widths[0]):
             request = ask(world, 5, size, size, "dense", allowed=AllowedItems.of(open_))
             found = build_engine(EngineModels(world.model, heads=world.engine_heads), SMALL).run(
                 request

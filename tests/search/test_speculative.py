@@ -12,9 +12,9 @@ from recserve.core.request import PrefixKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.item_heads import Calibration, DraftPlan, load_self_draft, save_self_draft
-from recserve.search.recommend_strategy import Heads
-from recserve.search.strategies import SpeculativeStrategy, speculative
+from recserve.search.strategies import speculative
 from recserve.search.strategies.speculative import NO_DRAFT, draft_plan, work
+from recserve.search.strategy import Heads
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.item_drafters.calibration import calibrate
@@ -119,7 +119,8 @@ def test_calibration_finds_what_the_head_is_worth():
     assert all(a.margin < b.margin and a.proved <= b.proved + 0.05 for a, b in pairwise(plans))
     slates = Slates(model, trie, codes.numpy(), Heads(head))
     for plan in (plans[1], plans[-1]):
-        slates.engine.offer("beam", SpeculativeStrategy(model, head, plan, caches=False))
+        drafted = speculative.SpeculativeStrategy(model, head, plan, caches=False)
+        slates.engine.offer("beam", drafted)
         answers = slates.answers(cases, np.arange(40), 10, SlateOptions(10))
         proved = np.mean([answer.rounds <= 1 for answer in answers])
         assert abs(proved - plan.proved) < 0.1
@@ -141,13 +142,13 @@ def test_a_wide_draft_needs_one_round():
 def drafts(monkeypatch):
     """Whom the head drafted for: roots, one list for each time."""
     asked = []
-    likely = speculative.likely_prefixes
+    likely = speculative.draft_prefixes
 
-    def noted(beams, *rest):
-        asked.append([request.root.keys.tolist() for request in beams.requests])
-        return likely(beams, *rest)
+    def noted(search, head):
+        asked.append([request.root.keys.tolist() for request in search.requests])
+        return likely(search, head)
 
-    monkeypatch.setattr(speculative, "likely_prefixes", noted)
+    monkeypatch.setattr(speculative, "draft_prefixes", noted)
     return asked
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from recserve.core.plugins import PluginError
 from recserve.schemas.items import Exclude, InvalidRequest, RecommendRequest
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategy import strategy_classes
 from recserve.service import Service
 from tests.support.tiny_bundle import shared_bundle
 
@@ -16,13 +16,14 @@ STRATEGY = '''
 
 import numpy as np
 
-from recserve.search.capped import answer
-from recserve.search.item_graph import usable_items
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.core.strategy import OneRoundStrategy
+from recserve.search.filters import usable_items
+from recserve.search.strategy import RecommendStrategy
+from recserve.search.slates import slate_under_caps
 from recserve.search.strategies.beam import request_of
 
 
-class FirstItems(RecommendStrategy):
+class FirstItems(OneRoundStrategy, RecommendStrategy):
     """Items in catalogue order, under the request's exclusions, filters and caps."""
 
     name = "first_items"
@@ -31,11 +32,8 @@ class FirstItems(RecommendStrategy):
     def from_models(cls, model, heads):
         return cls()
 
-    def start(self, sequences):
-        return tuple(sequences)
-
-    def finish(self, state):
-        return [self._slate(sequence) for sequence in state]
+    def results(self, sequences, draft, hidden):
+        return [self._slate(sequence) for sequence in sequences]
 
     def _slate(self, sequence):
         request = request_of(sequence)
@@ -43,7 +41,7 @@ class FirstItems(RecommendStrategy):
         usable = usable_items([request], trie.num_rows, trie.device)
         rows = np.arange(trie.num_rows) if usable is None else np.flatnonzero(usable[0].numpy())
         scores = -np.arange(rows.size, dtype=np.float32)
-        return answer(sequence, rows, scores, complete=True, exact=False)
+        return slate_under_caps(sequence, rows, scores, complete=True, exact=False)
 '''
 
 

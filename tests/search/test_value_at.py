@@ -2,7 +2,7 @@
 
 import torch
 
-from recserve.search.expansion import value_at
+from recserve.search.beam_search import value_at
 
 
 def test_the_value_at_each_rank():

@@ -7,7 +7,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.vectors.vector_index import FaissIndex
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.recommenders import draw_root, make
 
 ORDINARY = torch.unique(torch.randint(0, 6, (150, 4), generator=torch.manual_seed(1)), dim=0)

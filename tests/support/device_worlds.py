@@ -32,7 +32,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter

@@ -24,6 +24,8 @@ RUNTIMES = ("libasan.so", "libubsan.so")
 TESTS = (
     "tests/kernels/attention/test_native_attention.py",
     "tests/kernels/layers/test_native_layers.py",
+    "tests/kernels/decoder",
+    "tests/kernels/layers/test_native_layers.py",
     "tests/kernels/linear",
     "tests/kernels/native",
     "tests/kernels/trie",

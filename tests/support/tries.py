@@ -10,7 +10,7 @@ from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 
 
 def draw_codes(items: int, sizes: tuple[int, ...], seed: int = 0) -> torch.Tensor:

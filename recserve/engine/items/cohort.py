@@ -18,7 +18,7 @@ from torch import Tensor
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.request import Continuation, PromptScores, Result, Scores, Slate
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, Strategy, TreeStrategy
+from recserve.core.strategy import Draft, Strategy
 from recserve.engine.runtime.runner import BatchSlice
 from recserve.kernels.cache.kv_pool import KVPool
 
@@ -84,18 +84,6 @@ class SearchBatch:
     sequences: list[Sequence]
     state: Any
     round: Round | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether the trees are finished. A strategy without trees is finished from the start."""
-        strategy = self.strategy
-        return not isinstance(strategy, TreeStrategy) or strategy.finished(self.state)
-
-    @property
-    def tree_strategy(self) -> TreeStrategy:
-        """The strategy of a cohort that is not finished."""
-        assert isinstance(self.strategy, TreeStrategy)
-        return self.strategy
 
 
 def isolate(sequences: Seq[Sequence], piece: BatchSlice, states: Tensor, pool: KVPool) -> Tensor:

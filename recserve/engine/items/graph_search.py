@@ -10,7 +10,7 @@ of search give the same beams.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from recserve.kernels.trie import level_search
 from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
 from recserve.kernels.trie.level_search import DEAD, ChildQuery, child_log_probs
 from recserve.kernels.trie.trie import BatchFilter, LeafBits, Trie, counted
-from recserve.search.beams import Beams
+from recserve.search.beam_search import Beams, BeamSearch
 from recserve.search.filters import RequestFilters, excluded_ranks, leaf_filter
 from recserve.search.strategies.beam import request_of
 
@@ -230,17 +230,19 @@ class BeamSearchGraph:
         self._uploaded = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self._put([])
 
-    def load(self, beams: Beams) -> None:
-        """Uploads the beams of level 0 to the buffers that the search reads. They must fit the
-        shape.
+    def load(self, search: BeamSearch, part: slice) -> None:
+        """Uploads some requests of a search at level 0 to the buffers that the graph reads.
+
+        They must fit the shape.
         """
-        self._put(beams.sequences)
-        self.scorer.load(beams.sequences, beams.last_hidden)
-        self.trie.load(beams.trie)
-        self._filter.load(beams.trie, beams.requests)
-        if beams.dense_candidates is not None:
-            rows = beams.dense_candidates.rows
-            nodes = beams.trie.nodes_of_items(rows.flatten()).view(*rows.shape, -1)
+        sequences, trie = search.sequences[part], search.trie
+        self._put(sequences)
+        self.scorer.load(sequences, search.last_hidden[part])
+        self.trie.load(trie)
+        self._filter.load(trie, search.requests[part])
+        if search.dense_candidates is not None:
+            rows = search.dense_candidates.rows[part]
+            nodes = trie.nodes_of_items(rows.flatten()).view(*rows.shape, -1)
             self._dense_candidates[: rows.shape[0], : rows.shape[1]].copy_(nodes)
 
     def __call__(self) -> SearchLeaves:
@@ -319,19 +321,15 @@ class BeamSearchGraph:
             self._uploaded.record()
 
 
-def with_leaves(beams: Beams, found: SearchLeaves) -> Beams:
-    """Returns beams with the results of a search, copied because the next replay overwrites
-    them.
+def set_leaves(search: BeamSearch, found: SearchLeaves) -> None:
+    """Moves a search at level 0 to the results of a replay.
 
-    Args:
-        beams: The beams at level 0.
-        found: The results.
+    They are copied because the next replay overwrites them.
     """
-    count, dense_candidates = len(beams.sequences), beams.dense_candidates
+    count, candidates = len(search.sequences), search.dense_candidates
     paths, log_probs = found.paths[:count].clone(), found.log_probs[:count].clone()
-    if dense_candidates is not None and found.dense_candidates is not None:
-        scores = found.dense_candidates[:count, : dense_candidates.rows.shape[1]]
-        scores = torch.where(dense_candidates.valid, scores, DEAD)
-        beams = replace(beams, dense_candidates=replace(dense_candidates, log_probs=scores))
-    beams = beams.with_flaws(found.flaws[:count].clone())
-    return beams.at(beams.trie.num_levels, paths[..., -1], log_probs, paths)
+    if candidates is not None and found.dense_candidates is not None:
+        scores = found.dense_candidates[:count, : candidates.rows.shape[1]]
+        candidates.log_probs = torch.where(candidates.valid, scores, DEAD)
+    search.add_flaws(found.flaws[:count].clone())
+    search.beams = Beams(search.trie.num_levels, paths[..., -1], log_probs, paths)

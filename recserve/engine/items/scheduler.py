@@ -35,10 +35,6 @@ from recserve.models.inputs import NodeInputs
 
 log = logging.getLogger(__name__)
 
-# With `step_tokens`, requests are admitted for about so many steps. Those that wait in the queue
-# hold no pages, and leave it when they expire.
-ADMITTED_STEPS = 8
-
 
 class StrategyError(RuntimeError):
     """A strategy broke its contract with the scheduler. Its requests fail, and no others."""
@@ -52,16 +48,24 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         cohorts: Requests whose search runs.
         cold: Admitted requests whose root still needs a forward pass.
         warm: Admitted requests whose root is computed.
-        step_tokens: Most tokens that a step computes, so that requests of other models need not
-            wait. A longer root is still computed in one step. None computes everything at once.
+        step_tokens: Most tokens that a step computes, so that other requests need not wait. Longer
+            roots and drafts are computed in several steps. Root tokens that see each other are
+            computed in one. None computes everything at once.
+        admitted_tokens: Most tokens that the admitted requests have still to compute. Those that
+            wait in the queue hold no pages, and leave it when they expire. None sets no bound.
     """
 
     def __init__(
-        self, runner: Runner, kv: KVCache | None = None, step_tokens: int | None = None
+        self,
+        runner: Runner,
+        kv: KVCache | None = None,
+        step_tokens: int | None = None,
+        admitted_tokens: int | None = None,
     ) -> None:
         """Shares `kv` with another scheduler of the same runner, if given."""
         super().__init__()
-        self.runner, self.step_tokens = runner, step_tokens
+        self.runner = runner
+        self.step_tokens, self.admitted_tokens = step_tokens, admitted_tokens
         self.kv = kv or KVCache(runner.pool)
         self.cohorts: list[SearchBatch] = []
         self.strategies: dict[Sequence, Strategy] = {}
@@ -101,9 +105,9 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         pages, slots, length, cached = placed
         cached = cached or CachedPrefix()
         tree_slots = slots[kv.pages_of(rows) * kv.page_size :]
-        if self.step_tokens is not None and self.num_admitted:
+        if self.admitted_tokens is not None and self.num_admitted:
             tokens = rows - length + tree_slots.shape[0]
-            if self._num_open_tokens() + tokens > ADMITTED_STEPS * self.step_tokens:
+            if self._num_open_tokens() + tokens > self.admitted_tokens:
                 kv.allocator.release(pages)
                 return False
         sequence = Sequence(
@@ -139,11 +143,11 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         """Runs one forward pass over all requests, or over `step_tokens` tokens of them."""
         began = time.perf_counter()
         new = [cohort for cohort in self.cohorts if cohort.round is None]
-        drafts = [cohort.tree_strategy.propose(cohort.state) for cohort in new]
+        drafts = [cohort.strategy.propose(cohort.state) for cohort in new]
         drafted = time.perf_counter()
         for cohort, draft in zip(new, drafts, strict=True):
             cohort.round = Round(draft, self._place(cohort, draft))
-        cold, left = self._next_roots()
+        chunks, left = self._next_chunks()
         parts: list[tuple[SearchBatch, Round, BatchSlice]] = []
         for cohort in self.cohorts:
             if left is not None and left <= 0:
@@ -152,29 +156,33 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
             part = cohort.round.next_piece(left)
             left = None if left is None else left - len(part.inputs)
             parts.append((cohort, cohort.round, part))
-        pieces = [self._prefill_piece(sequence) for sequence in cold]
+        pieces = [self._prefill_piece(sequence, stop) for sequence, stop in chunks]
         pieces += [part for _, _, part in parts]
         if not pieces:
             return
         hidden = self.runner.forward(pieces)
         started, flawed = list[Sequence](), list[Sequence]()
-        for sequence, states in zip(cold, hidden, strict=False):
-            (started if self._store_root(sequence, states) else flawed).append(sequence)
-        for (cohort, one, part), states in zip(parts, hidden[len(cold) :], strict=True):
+        for (sequence, stop), states in zip(chunks, hidden, strict=False):
+            if stop < sequence.root_length:
+                sequence.num_computed = stop
+            else:
+                (started if self._store_root(sequence, states) else flawed).append(sequence)
+        for (cohort, one, part), states in zip(parts, hidden[len(chunks) :], strict=True):
             whole = one.add(isolate(cohort.sequences, part, states, self.runner.pool))
             if whole is not None:
                 slots = one.piece.slots
-                cohort.state = cohort.tree_strategy.verify(cohort.state, one.draft, slots, whole)
+                cohort.state = cohort.strategy.verify(cohort.state, one.draft, slots, whole)
                 cohort.round = None
         ended = time.perf_counter()
-        for sequence in cold:
+        for sequence, _ in chunks:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
         for cohort, _, _ in parts:
             for sequence in cohort.sequences:
                 sequence.timing.draft_ms += (drafted - began) * 1e3
                 sequence.timing.verify_ms += (ended - drafted) * 1e3
                 sequence.timing.forwards += 1
-        self.cold = self.cold[len(cold) :]
+        # Only the last chunk can leave a root unfinished.
+        self.cold = self.cold[len(started) + len(flawed) :]
         self._end([(sequence, NotFinite()) for sequence in flawed])
         self._start(started)
         self._finish()
@@ -212,38 +220,48 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
             sequence.pages = []
             self.strategies.pop(sequence, None)
 
-    def _next_roots(self) -> tuple[list[Sequence], int | None]:
-        """Returns the roots to compute in the next step, and how many tokens it has left.
+    def _next_chunks(self) -> tuple[list[tuple[Sequence, int]], int | None]:
+        """Returns the roots that the next step computes, and how many tokens it has left for trees.
 
-        There is at least one root if any is cold. None: the step has no bound.
+        With each root comes the number of its tokens that are computed after the step. None: the
+        step has no bound.
         """
-        left = self.step_tokens
-        if left is None:
-            return self.cold, None
-        count = 0
+        left, chunks = self.step_tokens, []
         for sequence in self.cold:
-            rows = sequence.root_length - sequence.num_computed
-            if count and rows > left:
-                break
-            count, left = count + 1, left - rows
-        return self.cold[:count], left
+            stop = sequence.root_length
+            if left is not None:
+                if left <= 0:
+                    break
+                least = sequence.request.root.shared
+                stop = min(stop, max(sequence.num_computed + left, least))
+                left -= stop - sequence.num_computed
+            chunks.append((sequence, stop))
+        return chunks, left
 
     def _num_open_tokens(self) -> int:
         """Returns how many tokens of the admitted requests are not computed, in whole pages."""
         return sum(s.root_length - s.num_computed + s.tree_slots.shape[0] for s in self.strategies)
 
     def _end_late(self) -> None:
-        """Ends cohorts between two parts of a round, once nobody waits for their results."""
-        late, running = list[SearchBatch](), list[SearchBatch]()
+        """Ends requests between two parts of their root or of a round, once they are late.
+
+        A round ends only if nobody waits for any of its results.
+        """
+        late, running = list[Sequence](), list[SearchBatch]()
+        if self.cold and any([expired(sequence.request) for sequence in self.cold]):
+            late += [sequence for sequence in self.cold if expired(sequence.request)]
+            self.cold = [sequence for sequence in self.cold if sequence not in late]
         for cohort in self.cohorts:
             gone = cohort.round is not None and all(
                 s.future.cancelled() or expired(s.request) for s in cohort.sequences
             )
-            (late if gone else running).append(cohort)
+            if gone:
+                late += cohort.sequences
+            else:
+                running.append(cohort)
         self.cohorts = running
         error = DeadlineExceeded("the deadline passed while the request ran")
-        for cohort in late:
-            self._end([(sequence, error) for sequence in cohort.sequences])
+        self._end([(sequence, error) for sequence in late])
 
     def _search_anew(self, old: Sequence, strategy: Strategy) -> bool:
         """Starts a dropped request again. What its earlier searches chose stays chosen."""
@@ -279,7 +297,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         cohorts, self.cohorts = self.cohorts, []
         for cohort in cohorts:
             try:
-                if not cohort.finished:
+                if not cohort.strategy.finished(cohort.state):
                     self.cohorts.append(cohort)
                     continue
                 results = self._results_of(cohort)
@@ -336,13 +354,18 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
             counts=counts,
         )
 
-    def _prefill_piece(self, sequence: Sequence) -> BatchSlice:
-        """Returns the uncomputed rows of a root as a chain, followed by the placeholders."""
+    def _prefill_piece(self, sequence: Sequence, stop: int) -> BatchSlice:
+        """Returns the next tokens of a root as a chain, with the placeholders after the last one.
+
+        Args:
+            sequence: The request.
+            stop: Number of root tokens that are computed after the step.
+        """
         root, start = sequence.request.root, sequence.num_computed
-        inputs, slots = root.inputs.select(slice(start, None)), sequence.prefix_slots
-        places, kinds = slots[start:], None
+        inputs, slots = root.inputs.select(slice(start, stop)), sequence.prefix_slots
+        places, kinds = slots[start:stop], None
         num_states = min(len(inputs), 1)
-        if sequence.placeholders is not None:
+        if sequence.placeholders is not None and stop == sequence.root_length:
             count = len(sequence.placeholders)
             num_states += count
             kinds = torch.full((len(inputs) + count,), AUXILIARY, device=slots.device)

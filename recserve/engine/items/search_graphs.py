@@ -24,7 +24,7 @@ from recserve.engine.items.graph_search import (
     SearchShape,
     SearchSize,
     columns_of,
-    with_leaves,
+    set_leaves,
 )
 from recserve.engine.items.search_scorers import HeadScorer, LevelScorer, TargetScorer
 from recserve.engine.runtime.cuda_graphs import (
@@ -42,11 +42,10 @@ from recserve.kernels.trie.fixed_trie import CAPACITY, FixedTrie
 from recserve.kernels.trie.trie import Trie
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.search import rerank
-from recserve.search.beams import Beams
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.beam_search import BeamSearch
+from recserve.search.dense_candidates import add_candidates
 from recserve.search.strategies.beam import request_of
-from recserve.search.verify import begin
+from recserve.search.strategy import RecommendStrategy
 
 # The outcome of a search. `replayed` used a graph. The others were launched, because of
 # size: its requests, beams or roots; version: its catalogue version.
@@ -191,8 +190,8 @@ class BeamSearchGraphs:
             if isinstance(strategy, RecommendStrategy) and strategy.replays is not None:
                 strategy.recorded = partial(self.search, strategy.replays)
 
-    def search(self, strategy: str, sequences: Seq[Sequence]) -> Beams | None:
-        """Returns the finished beams of requests over one version, or None if no graph holds
+    def search(self, strategy: str, sequences: Seq[Sequence]) -> BeamSearch | None:
+        """Returns the finished search of requests over one version, or None if no graph holds
         them.
 
         Requests that are more than a graph holds run in several replays of equal width.
@@ -204,17 +203,18 @@ class BeamSearchGraphs:
             self.counts[found] += 1
             return None
         self.counts["replayed"] += 1
-        beams = begin(tuple(sequences), by_children=False, filtered=False)
-        beams = rerank.with_dense_candidates(beams, self.model)
+        search = BeamSearch.start(self.model, sequences, bounded=False, filtered=False)
+        add_candidates(search)
         start, parts = 0, list[SearchLeaves]()
         for graph in found:
-            part = beams.of_requests(slice(start, start + graph.bucket.shape.requests))
-            graph.function.load(part)
-            leaves = graph.replay()
-            parts.append(leaves if len(found) == 1 else leaves.copy(len(part.sequences)))
-            graph.function.account(part.sequences)
-            start += len(part.sequences)
-        return with_leaves(beams, SearchLeaves.cat(parts))
+            part = slice(start, start + graph.bucket.shape.requests)
+            graph.function.load(search, part)
+            leaves, loaded = graph.replay(), search.sequences[part]
+            parts.append(leaves if len(found) == 1 else leaves.copy(len(loaded)))
+            graph.function.account(loaded)
+            start += len(loaded)
+        set_leaves(search, SearchLeaves.cat(parts))
+        return search
 
     def _fitting(
         self, strategy: str, sequences: Seq[Sequence]

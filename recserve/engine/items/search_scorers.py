@@ -21,8 +21,8 @@ from recserve.kernels.trie.fixed_trie import FixedTrie
 from recserve.models.attention import PagedAttention
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.search.scores import level_scores
 from recserve.search.strategies.beam import request_of
+from recserve.search.trie_prefixes import level_scores
 
 Words = NDArray[np.int64]
 DEAD_LEAF = 2**40  # larger than every leaf rank: nodes of dead beams have no relatives

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -45,6 +44,7 @@ class QueuedRequest(Generic[RequestT, ResultT, MethodT]):
         submitted_s: time.monotonic() of the submission.
         scheduler: The scheduler that runs the request.
         method: The strategy or drafter that computes it.
+        background: Whether nobody waits for the result.
     """
 
     request: RequestT
@@ -52,6 +52,7 @@ class QueuedRequest(Generic[RequestT, ResultT, MethodT]):
     submitted_s: float
     scheduler: Scheduler[RequestT, ResultT, MethodT, Any]
     method: MethodT
+    background: bool = False
 
     def check(self) -> None:
         """Raises ValueError if the request cannot run even alone."""
@@ -71,18 +72,30 @@ QueuedText = QueuedRequest[TextQuery, Completion, Drafter]
 
 
 class RequestQueue:
-    """A bounded queue, ordered by priority and then by age."""
+    """A bounded queue, ordered by priority and then by age.
+
+    Background requests come last. As many of them may wait as of all others.
+
+    Attributes:
+        capacity: Most waiting requests, of both kinds each.
+        background: Background requests that wait, oldest first.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._entries: deque[QueuedItems | QueuedText] = deque()
+        self.background: deque[QueuedItems | QueuedText] = deque()
+        self._begun: QueuedItems | QueuedText | None = None
         self._departures = Departures()
 
     def __len__(self) -> int:
+        """Returns the number of waiting requests, without background ones."""
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[QueuedItems | QueuedText]:
-        return iter(list(self._entries))
+    @property
+    def num_background_begun(self) -> int:
+        """Number of background requests that run, at most one."""
+        return int(self._begun is not None and not self._begun.future.done())
 
     def check(self, others: int = 0) -> None:
         """Raises QueueFull if the queue is full, or would be with so many others."""
@@ -92,13 +105,19 @@ class RequestQueue:
 
     def enqueue(self, entry: QueuedItems | QueuedText) -> None:
         """Adds a request. Raises QueueFull if the queue is full."""
+        if entry.background:
+            if len(self.background) >= self.capacity:
+                raise QueueFull(f"{self.capacity} requests are waiting already", TURN_S)
+            self.background.append(entry)
+            return
         self.check()
         self._entries.append(entry)
 
     def drain(self, error: Exception) -> None:
         """Fails all requests."""
-        while self._entries:
-            self._entries.popleft().fail(error)
+        for entries in (self._entries, self.background):
+            while entries:
+                entries.popleft().fail(error)
 
     def admit(self, max_running: int) -> None:
         """Moves requests to their schedulers, by priority and then by age.
@@ -132,6 +151,26 @@ class RequestQueue:
             left.append(entry)
         self._departures.add(len(entries) - len(left), time.monotonic())
         self._entries.extendleft(reversed(left))
+
+    def admit_background(self) -> None:
+        """Moves the oldest background request to its scheduler, if its pages are free."""
+        while self.background:
+            entry = self.background.popleft()
+            if entry.future.cancelled():
+                continue
+            if expired(entry.request):
+                entry.fail(DeadlineExceeded("the deadline passed in the queue"))
+                continue
+            try:
+                admitted = not entry.scheduler.isolating and entry.admit()
+            except Exception as error:
+                entry.fail(error)
+                continue
+            if admitted:
+                self._begun = entry
+            else:
+                self.background.appendleft(entry)
+            return
 
 
 class Departures:

@@ -75,7 +75,7 @@ INLINE void find_parents(const Tree *tree, int64_t count, int32_t *parents, int3
 }
 
 /* Prefetches a slot's key and value, because slots are too far apart for hardware prefetch. */
-INLINE void ask_for(int type, const Block *block, int64_t slot, int64_t head, int64_t kv_heads,
+INLINE void prefetch_slot(int type, const Block *block, int64_t slot, int64_t head, int64_t kv_heads,
                     int64_t dim) {
     int64_t size = (type == FLOAT32 ? 4 : 2) * dim, place = (slot * kv_heads + head) * size;
     for (int64_t line = place; line < place + size; line += 64) {
@@ -150,7 +150,7 @@ INLINE void scores_by_column(int count, const Row *row, const Block *block, int6
                     UNROLL(4)
                     for (int p = 0; p < PARTS; p++)
                         sums[half][r][p] =
-                            mul_add(all(row[r].query[d + half * LANES / 2]),
+                            mul_add(broadcast(row[r].query[d + half * LANES / 2]),
                                     load(FLOAT32, block->columns,
                                          (d + half * LANES / 2) * BLOCK + p * LANES),
                                     sums[half][r][p]);
@@ -178,12 +178,12 @@ INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const 
             floats value = gathered ? load(FLOAT32, block->rows, j * dim + d + i * LANES)
                                     : load(type, block->values, block->places[j] + d + i * LANES);
             UNROLL(4)
-            for (int r = 0; r < count; r++) x[r][i] = mul_add(all(weights[r][j]), value, x[r][i]);
+            for (int r = 0; r < count; r++) x[r][i] = mul_add(broadcast(weights[r][j]), value, x[r][i]);
         }
     for (int r = 0; r < count; r++)
         for (int i = 0; i < vectors; i++) {
             floats before = load(FLOAT32, row[r].mixed, d + i * LANES);
-            store(FLOAT32, row[r].mixed, d + i * LANES, mul_add(before, all(kept[r]), x[r][i]));
+            store(FLOAT32, row[r].mixed, d + i * LANES, mul_add(before, broadcast(kept[r]), x[r][i]));
         }
 }
 
@@ -201,9 +201,9 @@ INLINE void weigh_silu(int count, Row *row, const Block *block, floats scores[TI
     int parts = count == TILE ? PARTS : (block->count + LANES - 1) / LANES;
     for (int r = 0; r < count; r++) {
         for (int i = 0; i < parts; i++) {
-            floats score = scores[r][i], away = choose(score < -88.0f, all(88), -score);
+            floats score = scores[r][i], away = choose(score < -88.0f, broadcast(88), -score);
             floats weight = score / (exponential(away) + 1.0f);
-            if (!block->seen) weight = choose(seen_by(row + r, block, i), weight, all(0));
+            if (!block->seen) weight = choose(seen_by(row + r, block, i), weight, broadcast(0));
             store(FLOAT32, weights[r], i * LANES, weight);
         }
         kept[r] = 1;
@@ -215,13 +215,13 @@ INLINE void weigh_silu(int count, Row *row, const Block *block, floats scores[TI
 INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][PARTS],
                   float weights[TILE][BLOCK], float *kept) {
     int parts = count == TILE ? PARTS : (block->count + LANES - 1) / LANES;
-    floats tops = all(-INFINITY), peaks = tops; /* lane r belongs to row r */
+    floats tops = broadcast(-INFINITY), peaks = tops; /* lane r belongs to row r */
     for (int r = 0; r < count; r++) {
-        floats best = all(-INFINITY);
+        floats best = broadcast(-INFINITY);
         for (int i = 0; i < parts; i++) {
             if (!block->seen) {
                 ints sees = seen_by(row + r, block, i);
-                scores[r][i] = choose(sees, scores[r][i], all(-INFINITY));
+                scores[r][i] = choose(sees, scores[r][i], broadcast(-INFINITY));
             }
             best = larger(scores[r][i], best);
         }
@@ -229,7 +229,7 @@ INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][P
         peaks[r] = largest(best);
     }
     peaks = larger(peaks, tops);
-    floats base = choose(peaks == -INFINITY, all(0), peaks); /* no key seen yet: weights are 0 */
+    floats base = choose(peaks == -INFINITY, broadcast(0), peaks); /* no key seen yet: weights are 0 */
     floats fading = exponential(tops - base);
     for (int r = 0; r < count; r++) {
         floats added = {};
@@ -239,7 +239,7 @@ INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][P
             added += weight;
         }
         row[r].top = peaks[r];
-        row[r].weight = mul_add(row[r].weight, all(fading[r]), added);
+        row[r].weight = mul_add(row[r].weight, broadcast(fading[r]), added);
         kept[r] = fading[r];
     }
 }
@@ -313,7 +313,7 @@ INLINE void attend_to_all(Call *call, int64_t start, int64_t stop, int64_t least
         }
         gather(call->type, dim, block);
         for (int64_t j = start + BLOCK; j < start + 2 * BLOCK && j < tree->root_length; j++)
-            ask_for(call->type, block, tree->root[j], head, kv_heads, dim);
+            prefetch_slot(call->type, block, tree->root[j], head, kv_heads, dim);
         attend_gathered(count, call->rows + first, block, dim);
     }
 }
@@ -327,7 +327,7 @@ INLINE void attend_to_paths(Call *call, int64_t shared, const int32_t *parents,
         int64_t node = call->rows[r].node - tree->first, soon = r + 3 * group;
         int64_t size = tail + (node < 0 ? 0 : depths[node] + 1), slots[size + 1];
         if (soon < call->num_rows && call->rows[soon].node >= tree->first)
-            ask_for(call->type, &call->block, tree->slots[call->rows[soon].node - tree->first],
+            prefetch_slot(call->type, &call->block, tree->slots[call->rows[soon].node - tree->first],
                     call->head, call->kv_heads, call->dim);
         if (tail)  // the root may be null where it is empty, and memcpy is undefined then
             memcpy(slots, tree->root + shared, tail * sizeof *slots);

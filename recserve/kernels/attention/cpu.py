@@ -36,7 +36,7 @@ class CpuTreeAttention:
         """
         self.batch, self.activation, self.native = batch, activation, native
         self._blocks: list[_Block] = []
-        self._natively: NativeTreeAttention | None = None
+        self._in_c: NativeTreeAttention | None = None
         self._heads: HeadLayout | None = None
 
     def __call__(
@@ -58,7 +58,7 @@ class CpuTreeAttention:
         """
         kv_heads, dim = keys.shape[1:]
         heads = HeadLayout(kv_heads, query.shape[1] // kv_heads, dim, query.dtype)
-        native = self.natively(heads) if keys.dtype == query.dtype else None
+        native = self.native_attention(heads) if keys.dtype == query.dtype else None
         if native is not None:
             return native(query, key, value, keys, values)
         if not self._blocks:
@@ -74,13 +74,13 @@ class CpuTreeAttention:
             out[block.rows] = mixed.transpose(0, 1).flatten(1, 2)
         return out
 
-    def natively(self, heads: HeadLayout) -> NativeTreeAttention | None:
+    def native_attention(self, heads: HeadLayout) -> NativeTreeAttention | None:
         """Returns the same attention in C, or None where torch attends to this batch."""
         if self._heads != heads:
             in_c = self.native and heads.in_c() and supports(self.batch)
-            self._natively = NativeTreeAttention(self.batch, self.activation) if in_c else None
+            self._in_c = NativeTreeAttention(self.batch, self.activation) if in_c else None
             self._heads = heads
-        return self._natively
+        return self._in_c
 
     def _silu(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         assert self.activation.normalizer is not None

@@ -27,7 +27,7 @@ INLINE void normalize(int type, const char *x, const char *weight, char *out, in
 INLINE void gate(int type, const char *x, char *out, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) {
         floats g = load_some(type, x, i, size - i), up = load_some(type, x, size + i, size - i);
-        floats e = exponential(choose(g < -87.0f, all(87.0f), -g));
+        floats e = exponential(choose(g < -87.0f, broadcast(87.0f), -g));
         char silu[4 * LANES];
         store(type, silu, 0, g / (e + 1.0f));
         store_some(type, out, i, load(type, silu, 0) * up, size - i);

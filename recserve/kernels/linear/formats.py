@@ -66,17 +66,17 @@ FORMATS = {
 }
 
 
-def settings() -> list[str]:
+def format_names() -> list[str]:
     """Returns the formats that a user may choose."""
     return [name for name, one in FORMATS.items() if not one.exact]
 
 
-def checked(name: str | None) -> str | None:
+def check_format(name: str | None) -> str | None:
     """Returns the name of a format that a user may choose, or None for the model's own type.
 
     Raises:
         ValueError: If it is none of them.
     """
-    if name is not None and name not in settings():
-        raise ValueError(f"it is {name!r}; choose {' or '.join(settings())}, or leave it out")
+    if name is not None and name not in format_names():
+        raise ValueError(f"it is {name!r}; choose {' or '.join(format_names())}, or leave it out")
     return name

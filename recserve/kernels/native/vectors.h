@@ -12,7 +12,7 @@
 
 enum { FLOAT32, BFLOAT16 };
 
-INLINE floats all(float x) { return x - (floats){}; }
+INLINE floats broadcast(float x) { return x - (floats){}; }
 
 INLINE floats load(int type, const void *data, int64_t at) {
     if (type == FLOAT32) {
@@ -101,13 +101,13 @@ INLINE floats choose(ints mask, floats x, floats other) {
 #define SHUFFLE_SMALL(x, y, what)
 #endif
 
-INLINE floats turned(floats x, int half) { SHUFFLE(x, x, OTHER, half); }
+INLINE floats swap_halves(floats x, int half) { SHUFFLE(x, x, OTHER, half); }
 INLINE floats low_of(floats x, floats y, int half) { SHUFFLE(x, y, LOW, half); }
 INLINE floats high_of(floats x, floats y, int half) { SHUFFLE(x, y, HIGH, half); }
 
 INLINE float sum(floats x) {
     UNROLL(4)
-    for (int half = LANES / 2; half; half /= 2) x += turned(x, half);
+    for (int half = LANES / 2; half; half /= 2) x += swap_halves(x, half);
     return x[0];
 }
 
@@ -115,7 +115,7 @@ INLINE floats larger(floats x, floats other) { return choose(x > other, x, other
 
 INLINE float largest(floats x) {
     UNROLL(4)
-    for (int half = LANES / 2; half; half /= 2) x = larger(x, turned(x, half));
+    for (int half = LANES / 2; half; half /= 2) x = larger(x, swap_halves(x, half));
     return x[0];
 }
 
@@ -147,14 +147,14 @@ INLINE void transpose(floats *x) {
 INLINE floats exponential(floats x) {
     const float far = 12582912.0f; /* 1.5 * 2^23: adding it rounds a float to an integer */
     words small = (words)(x < -87.0f);
-    floats turns = mul_add(x, all(1.44269504f), all(far)), n = turns - far;
-    floats r = mul_add(n, all(2.12194440e-4f), mul_add(n, all(-0.693359375f), x));
-    floats p = all(1.9875691500e-4f);
-    p = mul_add(p, r, all(1.3981999507e-3f));
-    p = mul_add(p, r, all(8.3334519073e-3f));
-    p = mul_add(p, r, all(4.1665795894e-2f));
-    p = mul_add(p, r, all(1.6666665459e-1f));
-    p = mul_add(p, r, all(5.0000001201e-1f));
+    floats turns = mul_add(x, broadcast(1.44269504f), broadcast(far)), n = turns - far;
+    floats r = mul_add(n, broadcast(2.12194440e-4f), mul_add(n, broadcast(-0.693359375f), x));
+    floats p = broadcast(1.9875691500e-4f);
+    p = mul_add(p, r, broadcast(1.3981999507e-3f));
+    p = mul_add(p, r, broadcast(8.3334519073e-3f));
+    p = mul_add(p, r, broadcast(4.1665795894e-2f));
+    p = mul_add(p, r, broadcast(1.6666665459e-1f));
+    p = mul_add(p, r, broadcast(5.0000001201e-1f));
     p = mul_add(p * r, r, r) + 1.0f;
     words power = (words)p + ((words)turns << 23); /* the lowest bits of turns hold n */
     return (floats)(power & ~small);

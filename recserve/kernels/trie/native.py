@@ -2,7 +2,7 @@
 
 In torch a level of beam search is thirty small operators, and the trees of a round are a hundred.
 They take longer to call than to compute. Here several levels, or all trees, are one call. The
-references are in `level_search.py` and `search/expansion.py`.
+references are in `level_search.py` and `search/beam_search.py`.
 """
 
 from __future__ import annotations

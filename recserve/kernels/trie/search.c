@@ -3,7 +3,7 @@
  *     score[child] = score[beam] + logit[child] - log sum exp(logits of the beam's children)
  *
  * For every request, the best children over all beams survive, ties to the lower node. Children
- * that cannot enter the answer any more are dropped (search/expansion.py). The logits have one of
+ * that cannot enter the answer any more are dropped (search/beam_search.py). The logits have one of
  * three sources: states that a model computed for some prefixes, a recurrent head that is stepped
  * during the search (NEZHA, arXiv 2511.18793, section 4), or one context of the root per level
  * (level heads). Beams with one child need no logits. Beams with few children multiply only the
@@ -273,7 +273,7 @@ static int64_t of_use(const Search *s, int64_t b, const Candidate *best, int64_t
 static void activate(int type, const char *turned, const char *input, char *out, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) {
         floats x = load_some(type, turned, i, size - i) + load_some(type, input, i, size - i);
-        x = choose(x > 10.0f, all(10.0f), choose(x < -10.0f, all(-10.0f), x));
+        x = choose(x > 10.0f, broadcast(10.0f), choose(x < -10.0f, broadcast(-10.0f), x));
         floats power = exponential(x + x);
         store_some(type, out, i, (power - 1.0f) / (power + 1.0f), size - i);
     }

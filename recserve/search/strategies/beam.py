@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, Result, SlateQuery
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, TreeStrategy
+from recserve.core.strategy import Draft, Results
 from recserve.models.recommender import Recommender
-from recserve.search import rerank
-from recserve.search import verify as beam_verify
-from recserve.search.beams import Beams
-from recserve.search.prefixes import PrefixDraft, propose_beams
-from recserve.search.recommend_strategy import Heads, RecommendStrategy
+from recserve.search.beam_search import BeamSearch
+from recserve.search.dense_candidates import (
+    add_candidates,
+    find_candidate_keys,
+    score_ready_candidates,
+    unscored_candidate_keys,
+)
+from recserve.search.slates import slates
 from recserve.search.strategies.slate_trees import trace_round, with_trees
+from recserve.search.strategy import AutoRole, Heads, RecommendStrategy
+from recserve.search.trie_prefixes import PrefixDraft
 
 
-class BeamStrategy(TreeStrategy, RecommendStrategy):
+class BeamStrategy(RecommendStrategy):
     """Full beam search, one level per round."""
 
     name = "beam"
     exact = True
     dense_weight = "used"
     invariant = True
-    auto = "default"
+    auto: ClassVar[AutoRole | None] = "default"
     replays = "beam"
     missing = "this recommender predicts all levels at once; choose strategy rpg"
 
@@ -57,14 +61,14 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
             nodes += width * max(trie.num_levels - 1 - trie.closing_level, 0)
         return nodes + width * (trie.num_levels - 1) * bool(request.dense_weight)
 
-    def start(self, sequences: Seq[Sequence]) -> Beams:
+    def start(self, sequences: Seq[Sequence]) -> BeamSearch:
         """Returns level 1 by the root's last hidden state, or a captured search's result."""
         if self.recorded is not None and (found := self.recorded(sequences)) is not None:
             return found
         return self.begin(sequences)
 
-    def begin(self, sequences: Seq[Sequence]) -> Beams:
-        """Returns the beams of level 1, in five steps whose order matters.
+    def begin(self, sequences: Seq[Sequence]) -> BeamSearch:
+        """Returns a search at level 1, in five steps whose order matters.
 
         1. Level 0 of each request, with its filters.
         2. The dense head's best items, which compete with the finished beams.
@@ -73,33 +77,34 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
         4. The prefixes that the target must score for the items of step 2.
         5. Their scores, if the root alone gives them.
         """
-        beams = beam_verify.begin(tuple(sequences), self.skip_single)
-        beams = beam_verify.start(rerank.with_dense_candidates(beams, self.model), self.model)
-        beams = rerank.with_dense_candidate_keys(beams, self.skip_single)
-        return rerank.with_dense_candidate_scores(beams, self.model)
+        search = BeamSearch.start(self.model, sequences, bounded=self.skip_single)
+        add_candidates(search)
+        search.advance()
+        find_candidate_keys(search)
+        score_ready_candidates(search)
+        return search
 
-    def finished(self, state: Beams) -> bool:
+    def finished(self, state: BeamSearch) -> bool:
         """Returns whether the beams are leaves and every competing item is scored."""
-        return state.finished and rerank.dense_candidate_keys(state) is None
+        return state.finished and unscored_candidate_keys(state) is None
 
-    def propose(self, state: Beams) -> Draft:
+    def propose(self, state: BeamSearch) -> Draft:
         """Returns the prefixes that fork, and in the first round those of the dense candidates."""
-        return self._draft(state, rerank.dense_candidate_keys(state))
+        return state.propose(self.level_offsets, unscored_candidate_keys(state))
 
-    def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """Returns beams as many levels deeper as the scored prefixes prove."""
+    def verify(
+        self, state: BeamSearch, draft: PrefixDraft, slots: Tensor, hidden: Tensor
+    ) -> BeamSearch:
+        """Moves as many levels deeper as the scored prefixes prove."""
         trace_round(state, draft)
-        scored = beam_verify.record(state, draft, slots, hidden)
-        return beam_verify.advance(
-            rerank.with_dense_candidate_scores(scored, self.model), self.model
-        )
+        state.record(draft, slots, hidden)
+        score_ready_candidates(state)
+        state.advance()
+        return state
 
-    def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
+    def finish(self, state: BeamSearch) -> Results:
         """Returns the slates."""
-        return with_trees(rerank.slates(state, exact=self.exact), state, self.model)
-
-    def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
-        return propose_beams(state, self.level_offsets, self.skip_single, extra)
+        return with_trees(slates(state, exact=self.exact), state)
 
 
 def level_offsets_of(model: Recommender) -> Tensor:

@@ -6,23 +6,20 @@ from collections.abc import Sequence as Seq
 from typing import Self
 
 import torch
-from torch import Tensor
 
-from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, Result, SlateQuery
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.search import rerank
-from recserve.search import verify as beam_verify
-from recserve.search.beams import Beams, DenseCandidates
-from recserve.search.descent import native_search_of
-from recserve.search.head_search import item_log_probs, search
-from recserve.search.recommend_strategy import Heads, RecommendStrategy
+from recserve.search.beam_search import BeamSearch, HeadScores, descend
+from recserve.search.dense_candidates import add_candidates, score_candidates
+from recserve.search.slates import slates
+from recserve.search.strategy import Heads, RecommendStrategy
 
 
-class NezhaStrategy(RecommendStrategy):
+class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
     """NEZHA: placeholder tokens after the root, and beam search in the self-draft head.
 
     The trie and the filters restrict every level. The head alone scores the items, so `exact` is
@@ -54,37 +51,22 @@ class NezhaStrategy(RecommendStrategy):
         """Returns the number of placeholders, which take tree slots."""
         return 0 if self.placeholders is None else len(self.placeholders)
 
-    def start(self, sequences: Seq[Sequence]) -> Beams:
+    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
         """Runs the whole search, which reads only the states of the root's forward."""
-        if self.recorded is not None and (found := self.recorded(sequences)) is not None:
-            return found
-        beams = beam_verify.begin(tuple(sequences), by_children=True)
-        beams = rerank.with_dense_candidates(beams, self.model)
-        found = search(beams, self.head, self._contexts(beams), beams.widths)
-        for sequence in sequences:
-            sequence.rounds += 1
-        return found
+        search = None if self.recorded is None else self.recorded(sequences)
+        if search is None:
+            search = BeamSearch.start(self.model, sequences, bounded=True)
+            add_candidates(search)
+            search.beams = descend(search, self._scores(search)).last
+            for sequence in sequences:
+                sequence.rounds += 1
+        if search.dense_candidates is not None and search.dense_candidates.log_probs is None:
+            score_candidates(search, self._scores(search))
+        return slates(search, exact=self.exact)
 
-    def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
-        """Returns the slates, scored by the head."""
-        if state.dense_candidates is not None and state.dense_candidates.log_probs is None:
-            state = rerank.with_log_probs(
-                state, self._dense_candidate_scores(state, state.dense_candidates)
-            )
-        return rerank.slates(state, exact=self.exact)
-
-    def _dense_candidate_scores(self, state: Beams, dense_candidates: DenseCandidates) -> Tensor:
-        """Returns [n] log-probabilities of the valid dense candidates."""
-        contexts = self._contexts(state)
-        if (native := native_search_of(state, self.head.search)) is not None:
-            return rerank.searched_scores(state, native, contexts)
-        owners, rows = dense_candidates.flat()
-        return item_log_probs(self.head, state.trie, owners, rows, state.last_hidden, contexts)
-
-    def _contexts(self, beams: Beams) -> Tensor:
-        """Returns [B, L, E] what the head reads at each level in addition to its state."""
-        if self.placeholders is None:
-            return beams.last_hidden[:, None].expand(-1, beams.trie.num_levels, -1)
-        return torch.stack(
-            [s.placeholder_states for s in beams.sequences if s.placeholder_states is not None]
-        )
+    def _scores(self, search: BeamSearch) -> HeadScores:
+        states = [
+            s.placeholder_states for s in search.sequences if s.placeholder_states is not None
+        ]
+        reads = None if self.placeholders is None else torch.stack(states)
+        return HeadScores(search, self.head, self.head.contexts(search.last_hidden, reads))

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from recserve.core.request import Prewarmed, Result
+from recserve.core.request import Prewarmed
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Strategy
+from recserve.core.strategy import OneRoundStrategy, Results
 
 
-class PrewarmStrategy(Strategy):
+class PrewarmStrategy(OneRoundStrategy):
     """Computes the root and nothing else."""
 
-    def start(self, sequences: Seq[Sequence]) -> tuple[Sequence, ...]:
-        """Returns the requests. Their roots are already computed."""
-        return tuple(sequences)
-
-    def finish(self, state: tuple[Sequence, ...]) -> list[Result]:
-        """Returns the time and work of each request."""
-        return [Prewarmed(sequence.timing) for sequence in state]
+    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
+        """Returns the time and work of each request. The roots are already computed."""
+        return [Prewarmed(sequence.timing) for sequence in sequences]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from recserve.core.request import PromptQuery, PromptScores, Result
+from recserve.core.request import PromptQuery, PromptScores
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, TreeStrategy
+from recserve.core.strategy import Draft, OneRoundStrategy, Results
 from recserve.kernels.tree import merge, root_branch
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
@@ -19,20 +18,7 @@ from recserve.models.language_model import LanguageModel
 LOGIT_ROWS = 128
 
 
-@dataclass(frozen=True)
-class PromptState:
-    """Prompts that are being scored.
-
-    Attributes:
-        sequences: The requests.
-        hidden: [n, E] final states of each prompt. None before the forward pass.
-    """
-
-    sequences: tuple[Sequence, ...]
-    hidden: tuple[Tensor, ...] | None = None
-
-
-class PromptStrategy(TreeStrategy):
+class PromptStrategy(OneRoundStrategy):
     """Computes the states of whole prompts in one round, each as a branch below an empty root."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -42,36 +28,21 @@ class PromptStrategy(TreeStrategy):
         """Returns one node per token."""
         return len(request.tokens)
 
-    def start(self, sequences: Seq[Sequence]) -> PromptState:
-        """Returns the state before the forward pass."""
-        return PromptState(tuple(sequences))
-
-    def finished(self, state: PromptState) -> bool:
-        """Returns whether the one round is done."""
-        return state.hidden is not None
-
-    def propose(self, state: PromptState) -> Draft:
+    def tree(self, sequences: Seq[Sequence]) -> Draft:
         """Returns all prompts at once."""
         branches = []
-        for request in map(_request, state.sequences):
+        for request in map(_request, sequences):
             tokens = torch.from_numpy(request.tokens)
             branches.append(root_branch(tokens, torch.tensor([0, len(tokens)])))
         tree = merge(branches).to(self.model.tokens.weight.device)
         return Draft(tree, NodeInputs(tree.tokens))
 
-    def verify(
-        self, state: PromptState, draft: Draft, slots: Tensor, hidden: Tensor
-    ) -> PromptState:
-        """Stores the states of each prompt."""
-        sizes = [len(_request(sequence).tokens) for sequence in state.sequences]
-        return replace(state, hidden=torch.split(hidden, sizes))
-
-    def finish(self, state: PromptState) -> list[Result]:
+    def results(self, sequences: Seq[Sequence], draft: Draft, hidden: Tensor) -> Results:
         """Returns what each request asks for."""
-        assert state.hidden is not None
+        parts = torch.split(hidden, [len(_request(sequence).tokens) for sequence in sequences])
         return [
-            self._scores(_request(sequence), hidden, sequence)
-            for sequence, hidden in zip(state.sequences, state.hidden, strict=True)
+            self._scores(_request(sequence), own, sequence)
+            for sequence, own in zip(sequences, parts, strict=True)
         ]
 
     def _scores(self, request: PromptQuery, hidden: Tensor, sequence: Sequence) -> PromptScores:

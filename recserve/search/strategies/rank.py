@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from recserve.core.request import RankQuery, Result, Scores
+from recserve.core.request import RankQuery, Scores
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, TreeStrategy
+from recserve.core.strategy import Draft, OneRoundStrategy, Results
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker
 
 
-@dataclass(frozen=True)
-class RankState:
-    """Requests whose candidates are being ranked.
-
-    Attributes:
-        sequences: The requests.
-        logits: [M, tasks] of all candidates. None before the forward.
-    """
-
-    sequences: tuple[Sequence, ...]
-    logits: Tensor | None = None
-
-
-class RankStrategy(TreeStrategy):
+class RankStrategy(OneRoundStrategy):
     """Scores all candidates with the ranker in one round."""
 
     def __init__(self, model: Ranker) -> None:
@@ -39,32 +25,17 @@ class RankStrategy(TreeStrategy):
         """Returns one node per candidate."""
         return len(request.candidates)
 
-    def start(self, sequences: Seq[Sequence]) -> RankState:
-        """Returns the state before the forward."""
-        return RankState(tuple(sequences))
-
-    def finished(self, state: RankState) -> bool:
-        """Returns whether the one forward is done."""
-        return state.logits is not None
-
-    def propose(self, state: RankState) -> Draft:
+    def tree(self, sequences: Seq[Sequence]) -> Draft:
         """Returns one isolated node per candidate."""
-        return propose_branches([_request(s) for s in state.sequences])
+        return propose_branches([_request(s) for s in sequences])
 
-    def verify(self, state: RankState, draft: Draft, slots: Tensor, hidden: Tensor) -> RankState:
-        """Applies the task heads to every candidate."""
-        return replace(state, logits=self.model.heads(hidden).float())
-
-    def finish(self, state: RankState) -> list[Result]:
+    def results(self, sequences: Seq[Sequence], draft: Draft, hidden: Tensor) -> Results:
         """Returns logits per task."""
-        assert state.logits is not None
-        parts = torch.split(
-            state.logits.cpu(), [len(_request(s).candidates) for s in state.sequences]
-        )
+        logits = self.model.heads(hidden).float().cpu()
+        parts = torch.split(logits, [len(_request(s).candidates) for s in sequences])
         tasks = self.model.config.tasks
         return [
-            Scores(part.numpy(), tasks, s.timing)
-            for part, s in zip(parts, state.sequences, strict=True)
+            Scores(part.numpy(), tasks, s.timing) for part, s in zip(parts, sequences, strict=True)
         ]
 
 

@@ -13,39 +13,32 @@ from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Result, Slate
 from recserve.core.slate_tree import Origin, SlateTree, TracedRound
 from recserve.kernels.trie.trie import Trie
-from recserve.models.recommender import Recommender
-from recserve.search.beams import Beams
-from recserve.search.prefixes import PrefixDraft
-from recserve.search.scores import level_log_probs
+from recserve.search.beam_search import BeamSearch
+from recserve.search.trie_prefixes import PrefixDraft, level_log_probs
 
 MAX_NODES = 512  # scored nodes of a tree, besides those on the way to the slate
 
 
-def trace_round(beams: Beams, draft: PrefixDraft) -> None:
+def trace_round(search: BeamSearch, draft: PrefixDraft, origin: Origin = "search") -> None:
     """Stores which prefixes a forward pass scored, for the requests that want an explanation."""
-    explained = [i for i, request in enumerate(beams.requests) if request.explain]
+    explained = [i for i, request in enumerate(search.requests) if request.explain]
     if not explained:
         return
     assert draft.query_keys is not None
-    origin: Origin = "search"
-    if draft.guessed and beams.missing is None:
-        origin = "draft"
-    elif beams.repairs:
-        origin = "repair"
-    owners = draft.query_keys // beams.trie.num_nodes
+    owners = draft.query_keys // search.trie.num_nodes
     for i in explained:
-        nodes = draft.query_keys[owners == i] % beams.trie.num_nodes
-        beams.sequences[i].traced.append(TracedRound(origin, nodes.cpu()))
+        nodes = draft.query_keys[owners == i] % search.trie.num_nodes
+        search.sequences[i].traced.append(TracedRound(origin, nodes.cpu()))
 
 
 def with_trees(
-    results: Seq[Result | Continuation | NotFinite], beams: Beams, model: Recommender
+    results: Seq[Result | Continuation | NotFinite], search: BeamSearch
 ) -> list[Result | Continuation | NotFinite]:
     """Adds a tree to each slate whose request wants an explanation."""
     answers = list(results)
-    for i, (request, result) in enumerate(zip(beams.requests, results, strict=True)):
+    for i, (request, result) in enumerate(zip(search.requests, results, strict=True)):
         if request.explain and isinstance(result, Slate):
-            answers[i] = replace(result, tree=_traced_tree(beams, i, result.rows, model))
+            answers[i] = replace(result, tree=_traced_tree(search, i, result.rows))
     return answers
 
 
@@ -60,12 +53,12 @@ def slate_tree(trie: Trie, rows: np.ndarray) -> SlateTree:
     return _tree(trie, nodes, rows, torch.full(nodes.shape, torch.nan), [])
 
 
-def _traced_tree(beams: Beams, index: int, rows: np.ndarray, model: Recommender) -> SlateTree:
-    trie, sequence = beams.trie, beams.sequences[index]
+def _traced_tree(search: BeamSearch, index: int, rows: np.ndarray) -> SlateTree:
+    trie, sequence = search.trie, search.sequences[index]
     scored = [part.nodes.to(trie.device) for part in sequence.traced]
     slate = torch.unique(_paths(trie, rows))
     nodes = torch.unique(_closed(trie, torch.cat([slate, *scored])))
-    log_probs = _log_probs(beams, index, nodes, model)
+    log_probs = _log_probs(search, index, nodes)
     others = nodes[~torch.isin(nodes, slate)]
     omitted = max(others.shape[0] - MAX_NODES, 0)
     if omitted:
@@ -135,26 +128,26 @@ def _closed(trie: Trie, nodes: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _log_probs(beams: Beams, index: int, nodes: Tensor, model: Recommender) -> Tensor:
+def _log_probs(search: BeamSearch, index: int, nodes: Tensor) -> Tensor:
     """Returns [n] log-probabilities of the codes of nodes [n] of one request, NaN if unknown."""
-    trie = beams.trie
+    trie = search.trie
     out = torch.full(nodes.shape, torch.nan, device=nodes.device)
     parents, levels = trie.parents_of(nodes).long(), trie.levels(nodes)
-    row = beams.scored.find(index * trie.num_nodes + parents)
+    row = search.scored.find(index * trie.num_nodes + parents)
     for level in range(trie.num_levels):
         here = (levels == level + 1).nonzero().flatten()
         if level:
             here = here[row[here] >= 0]
-            states = beams.scored.hidden[row[here]]
+            states = search.scored.hidden[row[here]]
         else:
-            states = beams.last_hidden[index].expand(here.shape[0], -1)
+            states = search.last_hidden[index].expand(here.shape[0], -1)
         if not here.shape[0]:
             continue
         children = trie.children(parents[here], trie.padding(level))
-        found = level_log_probs(model, states, level, children.codes.long(), children.valid)
+        found = level_log_probs(search.model, states, level, children.codes.long(), children.valid)
         place = trie.child_columns(nodes[here], parents[here]).long()
         out[here] = found.gather(1, place[:, None])[:, 0].float()
-    if model.config.normalization == "children":
+    if search.skip_single:
         out[(trie.num_children(parents) == 1) & out.isnan()] = 0.0
     return out
 

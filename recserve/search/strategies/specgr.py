@@ -1,58 +1,132 @@
 """Strategy `specgr`: a retriever drafts items, the target accepts the likely ones.
 
-Beam search fills the remaining places.
+Drafting: the first draft holds the nearest items of the whole catalogue. A guided draft holds only
+items below the current beams. The retriever's favourites there are likely to be accepted.
+
+Verification: an item is accepted if its likelihood reaches a bound, whatever other items exist.
+Items that training never saw would not survive in a beam, but can be accepted. Accepted items keep
+the retriever's order, because a likelihood ranks unseen items last. The best beams fill the
+remaining places.
+
+Source: SpecGR (Ding et al. 2024, arXiv 2410.02939), inductive drafting, guided re-drafting and
+target-aware verification. The paper's bound is a constant per dataset. This one is relative to the
+likelihood of an item drawn uniformly, so it has the same meaning for any catalogue size.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from recserve.core.allowed import AllowedItems
+from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, Result, SlateQuery
+from recserve.core.request import Continuation, Slate, SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, TreeStrategy
+from recserve.core.strategy import Draft, Results
+from recserve.kernels.host import on_device
+from recserve.kernels.trie.level_search import DEAD
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
-from recserve.search import specgr
-from recserve.search import verify as beam_verify
-from recserve.search.beams import Beams
-from recserve.search.prefixes import PrefixDraft, draft_of_keys, propose_beams
-from recserve.search.recommend_strategy import Heads, RecommendStrategy
-from recserve.search.specgr import NO_VERIFIED_ITEMS, DraftedItems, VerifiedItems
+from recserve.search.beam_search import BeamSearch, TargetScores
+from recserve.search.slates import slate_under_caps, with_chosen
 from recserve.search.strategies.beam import level_offsets_of
+from recserve.search.strategies.dense import nearest
 from recserve.search.strategies.slate_trees import trace_round, with_trees
+from recserve.search.strategy import Heads, RecommendStrategy
+from recserve.search.trie_prefixes import PrefixDraft, needed_prefixes
+
+MIN_LIFT = 3.0  # accept items at least this many times as likely as an item drawn uniformly
 
 
 @dataclass(frozen=True)
+class DraftedItems:
+    """Proposed items.
+
+    Attributes:
+        owners: [n] ascending request numbers.
+        rows: [n] item rows.
+        keys: [m] keys (as in `Scored`) of the prefixes that the target must score for the items.
+    """
+
+    owners: Tensor
+    rows: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class VerifiedItems:
+    """Verified items of B requests, in the order of their drafts.
+
+    Attributes:
+        owners: [n] request numbers.
+        rows: [n] item rows.
+        log_probs: [n] log-probabilities of the semantic ids.
+        accepted: [n] bool.
+    """
+
+    owners: np.ndarray
+    rows: np.ndarray
+    log_probs: np.ndarray
+    accepted: np.ndarray
+
+    def at(self, places: np.ndarray) -> VerifiedItems:
+        """Returns the items at the given indices."""
+        return VerifiedItems(
+            self.owners[places], self.rows[places], self.log_probs[places], self.accepted[places]
+        )
+
+    def likeliest_first(self) -> VerifiedItems:
+        """Returns the items sorted by log-probability, ties in item-row order."""
+        return self.at(np.lexsort((self.rows, -self.log_probs)))
+
+    def followed_by(self, later: VerifiedItems) -> VerifiedItems:
+        """Returns these items, then the later ones."""
+        return VerifiedItems(
+            np.concatenate([self.owners, later.owners]),
+            np.concatenate([self.rows, later.rows]),
+            np.concatenate([self.log_probs, later.log_probs]),
+            np.concatenate([self.accepted, later.accepted]),
+        )
+
+
+NO_VERIFIED_ITEMS = VerifiedItems(
+    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, bool)
+)
+
+
+@dataclass
 class SpecGRState:
     """Requests whose drafted items are being verified.
 
     Attributes:
-        beams: Beam search so far.
+        search: Beam search so far.
         pending: Drafted items that are not verified yet. None: there are none.
         verified: Items verified so far.
         guided: Level of the beams at the newest guided draft. 0: there was none.
         unfilled: Numbers of the requests with fewer than k accepted items.
     """
 
-    beams: Beams
+    search: BeamSearch
     pending: DraftedItems | None
-    verified: VerifiedItems
-    guided: int
-    unfilled: tuple[int, ...]
+    unfilled: list[int]
+    verified: VerifiedItems = NO_VERIFIED_ITEMS
+    guided: int = 0
 
     @property
     def ended(self) -> bool:
         """True when beam search, and drafting with it, is over."""
-        return not self.unfilled or self.beams.finished
+        return not self.unfilled or self.search.finished
 
 
-class SpecGRStrategy(TreeStrategy, RecommendStrategy):
+class SpecGRStrategy(RecommendStrategy):
     """SpecGR: lets items that training never saw enter the slate.
 
     1. The retriever knows an item by its vector. It proposes W items, and one forward gives their
@@ -90,11 +164,11 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
     def start(self, sequences: Seq[Sequence]) -> SpecGRState:
         """Makes the first draft. The root's last hidden state scores its items' first codes."""
         began = time.perf_counter()
-        level_0 = beam_verify.begin(tuple(sequences), by_children=False)
-        beams = beam_verify.start(level_0, self.model)
-        items = specgr.draft_freely(beams, self.retriever, self.skip_single)
-        unfilled = tuple(range(len(sequences)))
-        state = self._settled(SpecGRState(beams, items, NO_VERIFIED_ITEMS, 0, unfilled))
+        search = BeamSearch.start(self.model, sequences, bounded=False)
+        search.advance()
+        items = draft_freely(search, self.retriever)
+        state = SpecGRState(search, items, list(range(len(sequences))))
+        self._settle(state)
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
@@ -105,14 +179,10 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
 
     def propose(self, state: SpecGRState) -> Draft:
         """Returns the drafted items' prefixes, and from the second round on those of the beams."""
-        beams, pending = state.beams, state.pending
-        if pending is not None and not state.guided:
-            draft = draft_of_keys(
-                beams.trie, pending.keys, len(beams.sequences), self.level_offsets, beams.scored
-            )
-            return replace(draft, guessed=True)
-        extra = None if pending is None else pending.keys
-        return propose_beams(beams, self.level_offsets, self.skip_single, extra)
+        keys = None if state.pending is None else state.pending.keys
+        if keys is not None and not state.guided:
+            return state.search.lay_out(keys, self.level_offsets)
+        return state.search.propose(self.level_offsets, keys)
 
     def verify(
         self, state: SpecGRState, draft: PrefixDraft, slots: Tensor, hidden: Tensor
@@ -121,49 +191,191 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
 
         Requests with too few accepted items advance their beams and draft again below them.
         """
-        trace_round(state.beams, draft)
-        beams = beam_verify.record(state.beams, draft, slots, hidden)
-        return self._settled(replace(state, beams=beams))
+        first = state.pending is not None and not state.guided
+        trace_round(state.search, draft, "draft" if first else "search")
+        state.search.record(draft, slots, hidden)
+        self._settle(state)
+        return state
 
-    def finish(self, state: SpecGRState) -> Seq[Result | Continuation | NotFinite]:
+    def finish(self, state: SpecGRState) -> Results:
         """Returns the slates."""
-        return with_trees(specgr.slates(state.beams, state.verified), state.beams, self.model)
+        return with_trees(slates(state.search, state.verified), state.search)
 
-    def _settled(self, state: SpecGRState) -> SpecGRState:
+    def _settle(self, state: SpecGRState) -> None:
         """Verifies, advances and drafts until a forward is needed or all is done.
 
         Each level has exactly one draft, even if more prefixes are already scored. Otherwise a
         slate would depend on the other requests of the batch.
         """
+        search = state.search
         while True:
             if state.pending is not None:
-                if bool((state.beams.scored.find(state.pending.keys) < 0).any()):
-                    return state
-                state = self._with_verified(state, state.pending)
+                if bool((search.scored.find(state.pending.keys) < 0).any()):
+                    return
+                self._verify_pending(state, state.pending)
             if state.ended:
-                return state
-            if state.guided == state.beams.level:
-                deeper = beam_verify.one_level_deeper(state.beams, self.model)
-                if deeper is None:
-                    return state
-                state = replace(state, beams=deeper)
+                return
+            level = search.beams.level
+            if state.guided == level:
+                search.advance(level + 1)
+                if search.beams.level == level:
+                    return
             if not state.ended:
-                state = self._drafted_again(state)
+                self._draft_again(state)
 
-    def _with_verified(self, state: SpecGRState, items: DraftedItems) -> SpecGRState:
+    def _verify_pending(self, state: SpecGRState, items: DraftedItems) -> None:
         """Verifies items, and ends the beams of requests with enough accepted items."""
-        found = specgr.verify_items(state.beams, items.owners, items.rows, self.model)
-        verified = state.verified.followed_by(found.likeliest_first() if state.guided else found)
-        unfilled = specgr.unfilled(verified, state.beams)
-        beams = specgr.end_filled(state.beams, unfilled)
-        return replace(
-            state, beams=beams, verified=verified, pending=None, unfilled=tuple(unfilled)
-        )
+        found = verify_items(state.search, items.owners, items.rows)
+        found = found.likeliest_first() if state.guided else found
+        state.verified, state.pending = state.verified.followed_by(found), None
+        state.unfilled = unfilled(state.verified, state.search)
+        end_filled(state.search, state.unfilled)
 
-    def _drafted_again(self, state: SpecGRState) -> SpecGRState:
-        beams, verified = state.beams, state.verified
-        before = tuple(verified.rows[verified.owners == b] for b in range(len(beams.sequences)))
-        items = specgr.draft_under_beams(
-            beams, self.retriever, state.unfilled, before, self.skip_single
+    def _draft_again(self, state: SpecGRState) -> None:
+        search, verified = state.search, state.verified
+        before = tuple(verified.rows[verified.owners == b] for b in range(len(search.sequences)))
+        state.pending = draft_under_beams(search, self.retriever, state.unfilled, before)
+        state.guided = search.beams.level
+
+
+def draft_freely(search: BeamSearch, retriever: DenseRetriever) -> DraftedItems:
+    """Returns the nearest items of every request, as many as its beam width."""
+    requests = [replace(request, k=request.width, caps=()) for request in search.requests]
+    found = [each.rows for each in nearest(retriever, search.last_hidden, requests)]
+    return _drafted(search, np.arange(len(found)), found)
+
+
+def draft_under_beams(
+    search: BeamSearch,
+    retriever: DenseRetriever,
+    unfilled: Seq[int],
+    verified: tuple[np.ndarray, ...],
+) -> DraftedItems:
+    """Returns the nearest items below the beams, for requests with too few accepted items.
+
+    Each request gets at most as many items as its beam width.
+
+    Args:
+        search: The search that has found the beams.
+        retriever: Proposes items.
+        unfilled: Numbers of the requests to draft for.
+        verified: Rows that were proposed before for each of the B requests. They are not repeated.
+    """
+    every = search.requests
+    allowed = [_open_below(search, b, verified[b]) for b in unfilled]
+    found = [np.flatnonzero(bitmap) for bitmap in allowed]
+    large = [i for i, b in enumerate(unfilled) if found[i].size > every[b].width]
+    if large:
+        numbers = [unfilled[i] for i in large]
+        bitmaps = [AllowedItems.of(allowed[i]) for i in large]
+        requests = [
+            replace(every[b], k=every[b].width, caps=(), excluded=None, allowed=open_)
+            for open_, b in zip(bitmaps, numbers, strict=True)
+        ]
+        for i, each in zip(
+            large, nearest(retriever, search.last_hidden[numbers], requests), strict=True
+        ):
+            found[i] = each.rows
+    return _drafted(search, np.array(unfilled), found)
+
+
+def _open_below(search: BeamSearch, b: int, verified: np.ndarray) -> np.ndarray:
+    """Returns [rows] bool: allowed, unverified items below the beams of request b."""
+    trie, request, beams = search.trie, search.requests[b], search.beams
+    leaves = trie.leaves(beams.nodes[b][beams.alive()[b]])
+    edges = torch.zeros(trie.num_items + 1, dtype=torch.int64, device=trie.device)
+    # +1 where a range of leaves begins, -1 where it ends: the running sum is positive inside.
+    edges.index_add_(0, leaves.first.long(), torch.ones_like(leaves.first, dtype=torch.int64))
+    edges.index_add_(0, leaves.last.long(), -torch.ones_like(leaves.last, dtype=torch.int64))
+    below = torch.zeros(trie.num_rows, dtype=torch.bool, device=trie.device)
+    below[trie.leaf_rows.long()] = edges.cumsum(0)[:-1] > 0
+    if (gone := trie.removed_rows) is not None:
+        below[gone] = False
+    open_ = below.cpu().numpy()
+    if request.allowed is not None:
+        open_ &= request.allowed.mask()
+    if request.excluded is not None:
+        open_[request.excluded] = False
+    open_[verified] = False
+    return open_
+
+
+def _drafted(search: BeamSearch, numbers: np.ndarray, found: list[np.ndarray]) -> DraftedItems:
+    trie, device = search.trie, search.last_hidden.device
+    sizes = [rows.size for rows in found]
+    owners = on_device(np.repeat(numbers, sizes), device)
+    rows = on_device(np.concatenate(found), device, torch.int64)
+    keys = needed_prefixes(trie, trie.nodes_of_items(rows), owners, search.skip_single)
+    return DraftedItems(owners, rows, keys)
+
+
+def verify_items(search: BeamSearch, owners: Tensor, rows: Tensor) -> VerifiedItems:
+    """Scores items whose prefixes are all scored, and accepts the likely ones.
+
+    Args:
+        search: The requests.
+        owners: [n] request numbers.
+        rows: [n] item rows.
+    """
+    log_probs = TargetScores(search).of_items(owners, rows)
+    accepted = log_probs >= math.log(MIN_LIFT / search.trie.num_items)
+    return _on_host(owners, rows, log_probs, accepted)
+
+
+def unfilled(verified: VerifiedItems, search: BeamSearch) -> list[int]:
+    """Returns the numbers of the requests with fewer than k accepted items under their caps."""
+    numbers = []
+    for b, sequence in enumerate(search.sequences):
+        request = _request(sequence)
+        rows = with_chosen(sequence, verified.rows[verified.accepted & (verified.owners == b)])
+        if first_k(rows, request.caps, request.k).size < request.k:
+            numbers.append(b)
+    return numbers
+
+
+def end_filled(search: BeamSearch, numbers: Seq[int]) -> None:
+    """Ends the beams of all requests except the given ones."""
+    ended, beams = torch.ones(len(search.sequences), dtype=torch.bool), search.beams
+    ended[list(numbers)] = False
+    dead = ended.to(beams.log_probs.device)[:, None]
+    search.beams = replace(beams, log_probs=beams.log_probs.masked_fill(dead, DEAD))
+
+
+def slates(search: BeamSearch, verified: VerifiedItems) -> list[Slate | Continuation | NotFinite]:
+    """Returns each request's slate: accepted items in order, then the best finished beams.
+
+    Under caps, items of a repeated search follow in the same order.
+    """
+    beams, trie = search.beams, search.trie
+    alive = beams.alive()
+    rows = trie.items_of_leaves(torch.where(alive, beams.nodes, trie.any_leaf))
+    owners, rows, log_probs = alive.nonzero()[:, 0], rows.long()[alive], beams.log_probs[alive]
+    found = _on_host(owners, rows, log_probs, torch.ones_like(rows, dtype=torch.bool))
+    every = verified.at(verified.accepted).followed_by(found.likeliest_first())
+    answers: list[Slate | Continuation | NotFinite] = []
+    counts = alive.sum(1).float()
+    num_alive = (counts if search.flaws is None else counts + search.flaws).tolist()
+    for b, sequence in enumerate(search.sequences):
+        if math.isnan(num_alive[b]):
+            answers.append(NotFinite())
+            continue
+        mine = every.at(every.owners == b)
+        # Drop repeats: an accepted item may be a beam too, and its first place counts.
+        mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
+        complete = num_alive[b] < _request(sequence).width
+        answers.append(
+            slate_under_caps(
+                sequence, mine.rows, mine.log_probs, complete, exact=False, ranked=False
+            )
         )
-        return replace(state, pending=items, guided=beams.level)
+    return answers
+
+
+def _on_host(owners: Tensor, rows: Tensor, log_probs: Tensor, accepted: Tensor) -> VerifiedItems:
+    columns = (owners, rows, log_probs.float(), accepted)
+    return VerifiedItems(*(column.cpu().numpy() for column in columns))
+
+
+def _request(sequence: Sequence) -> SlateQuery:
+    assert isinstance(sequence.request, SlateQuery)
+    return sequence.request

@@ -1,41 +1,40 @@
-"""Strategy `speculative`: full beam search whose prefixes are drafted in advance."""
+"""Strategy `speculative`: full beam search whose prefixes are drafted in advance.
+
+The prefixes that proved a slate are cached with the user's root. When the same request comes again,
+one forward pass scores them and proves the slate. It needs neither the draft head nor another
+round.
+"""
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recserve.core.acceptance_watch import DraftWatch
-from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, Result, SlateQuery
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft
+from recserve.core.slate_tree import Origin
+from recserve.core.strategy import Draft, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD
+from recserve.kernels.trie.native import ANY, KNOWN, MISSING
+from recserve.kernels.trie.trie import Trie
 from recserve.models.item_heads import Calibration, DraftPlan, SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.search import rerank
-from recserve.search import verify as beam_verify
-from recserve.search.beams import Beams
-from recserve.search.expansion import NO_BOUND
-from recserve.search.head_search import likely_prefixes
-from recserve.search.prefixes import PrefixDraft, draft_of_keys
-from recserve.search.proof_cache import (
-    CachedDraft,
-    cache_proof,
-    cache_scored,
-    cached_drafts,
-    is_plain,
-    keys_of,
-)
-from recserve.search.recommend_strategy import Heads
+from recserve.search.beam_search import NO_BOUND, BeamSearch, HeadScores, descend
+from recserve.search.dense_candidates import score_ready_candidates, unscored_candidate_keys
 from recserve.search.strategies.beam import BeamStrategy, request_of
 from recserve.search.strategies.slate_trees import trace_round
+from recserve.search.strategy import Heads
+from recserve.search.trie_prefixes import PrefixDraft
 
 NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)
 # The plan of a head without a calibration: it always drafts.
@@ -43,7 +42,7 @@ UNCALIBRATED = DraftPlan(2.0, 0.0, 0.0, 1.0)
 ROUND_NODES = 20  # nodes of one forward that cost about as much as another round
 # Draft only below this share of beam search's work: the head's own search costs the rest.
 MAX_WORK_SHARE = 0.8
-MAX_REPAIRS = 3  # repair rounds before the search goes level by level
+MAX_EXTRA_ROUNDS = 3  # before the search goes level by level
 
 
 class SpeculativeStrategy(BeamStrategy):
@@ -95,62 +94,62 @@ class SpeculativeStrategy(BeamStrategy):
         return self.only or draft_plan(self.head.calibration, request.width, request.k)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """Returns the nodes of the plan, of all repairs, and of beam search itself."""
+        """Returns the nodes of the plan, of all extra rounds, and of beam search itself."""
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
         drafted = sum(min(math.ceil(self.plan(request).margin * request.width), s) for s in sizes)
         repair = sum(min(request.width, size) for size in sizes)
-        return drafted + MAX_REPAIRS * repair + super().tree_capacity(request)
+        return drafted + MAX_EXTRA_ROUNDS * repair + super().tree_capacity(request)
 
-    def start(self, sequences: Seq[Sequence]) -> Beams:
+    def start(self, sequences: Seq[Sequence]) -> BeamSearch:
         """Starts like beam search. A captured search runs only where nothing is drafted."""
         if self.recorded is not None and self._drafts(sequences):
             return self.begin(sequences)
         return super().start(sequences)
 
-    def propose(self, state: Beams) -> Draft:
-        """Returns the draft in the first round, and the missing prefixes in a repair round."""
-        dense_candidates = rerank.dense_candidate_keys(state)
-        if state.missing is not None:
-            keys = (
-                state.missing
-                if dense_candidates is None
-                else torch.cat([state.missing, dense_candidates])
-            )
-            return self._guess(state, keys)
-        if state.finished or state.scored.keys.shape[0]:
-            return self._draft(state, dense_candidates)
-        if not self._drafts(state.sequences):
-            return self._draft(state, dense_candidates)
+    def propose(self, state: BeamSearch) -> Draft:
+        """Returns the draft in the first round, and the unscored prefixes in an extra round."""
+        if state.unscored is not None:
+            return self._guess(state, state.unscored)
+        first = not state.finished and not state.scored.keys.shape[0]
+        if not first or not self._drafts(state.sequences):
+            return super().propose(state)
         drafts = self._cached(state.sequences)
         margins = [self.plan(request).margin for request in state.requests]
         for sequence, draft, margin in zip(state.sequences, drafts, margins, strict=True):
             sequence.timing.drafted = margin > 0 or draft is not None
-        keys = self._drafted(state, drafts, margins)
-        keys = keys if dense_candidates is None else torch.cat([keys, dense_candidates])
-        return replace(self._guess(state, keys), cached=any(drafts))
+        guess = self._guess(state, self._drafted(state, drafts, margins))
+        return replace(guess, cached=any(drafts))
 
-    def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """Searches over all scored prefixes together; after MAX_REPAIRS repairs, level by level.
+    def verify(
+        self, state: BeamSearch, draft: PrefixDraft, slots: Tensor, hidden: Tensor
+    ) -> BeamSearch:
+        """Proves the slate over all scored prefixes, or asks for those that are missing.
 
-        Beam search may need further prefixes for requests that were already proved.
+        After MAX_EXTRA_ROUNDS the search goes level by level. It may then need further prefixes
+        for requests that were already proved.
         """
+        origin: Origin = "repair" if state.extra_rounds else "draft" if draft.guessed else "search"
+        trace_round(state, draft, origin)
+        state.record(draft, slots, hidden)
+        score_ready_candidates(state)
+        state.unscored = None
         if not draft.guessed:
-            return super().verify(state, draft, slots, hidden)
-        trace_round(state, draft)
-        scored = beam_verify.record(state, draft, slots, hidden)
-        scored = replace(rerank.with_dense_candidate_scores(scored, self.model), missing=None)
-        drafts = cached_drafts(scored.sequences) if draft.cached else []
-        trims = any(own and not own.trimmed for own in drafts)
-        found = beam_verify.search_scored(scored, self.model, trims)
+            state.advance()
+            return state
+        found = state.verify_draft()
         if found.proven:
-            if trims:
-                cache_proof(scored, found.needed)
-            return found.beams
-        if scored.repairs < MAX_REPAIRS:
-            return replace(scored, missing=found.missing, repairs=scored.repairs + 1)
-        return beam_verify.advance(scored, self.model)
+            drafts = cached_drafts(state.sequences) if draft.cached else []
+            if any(own and not own.trimmed for own in drafts):
+                cache_proof(state, found.prefixes(KNOWN))
+            state.beams = found.last
+        elif state.extra_rounds < MAX_EXTRA_ROUNDS:
+            state.unscored = found.prefixes(MISSING)
+            state.extra_rounds += 1
+        else:
+            state.advance()
+        return state
 
-    def _observe(self, state: Beams) -> None:
+    def _observe(self, state: BeamSearch) -> None:
         """Records how many rounds each draft of the head saved.
 
         Like the calibration, the watch covers requests without filter and caps.
@@ -172,39 +171,37 @@ class SpeculativeStrategy(BeamStrategy):
                 gain = calibrated + plan.repairs - repairs
             self.watch.add(gain, 1, int(not repairs), calibrated)
 
-    def _guess(self, state: Beams, keys: Tensor) -> PrefixDraft:
-        count = len(state.sequences)
-        trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
-        return replace(trees, guessed=True)
+    def _guess(self, state: BeamSearch, keys: Tensor) -> PrefixDraft:
+        """Returns a draft of prefixes, with those of the dense candidates."""
+        if (extra := unscored_candidate_keys(state)) is not None:
+            keys = torch.cat([keys, extra])
+        return replace(state.lay_out(keys, self.level_offsets), guessed=True)
 
     def _cached(self, sequences: Seq[Sequence]) -> list[CachedDraft | None]:
         return cached_drafts(sequences) if self.caches else [None] * len(sequences)
 
     def _drafted(
-        self, state: Beams, drafts: list[CachedDraft | None], margins: list[float]
+        self, state: BeamSearch, drafts: list[CachedDraft | None], margins: list[float]
     ) -> Tensor:
-        """Returns keys (as in `Scored`) of cached drafts, and of head drafts for the rest."""
-        if not any(drafts):
-            return self._likely(state, margins)
+        """Returns keys of cached drafts, and of head drafts for the rest."""
         if all(drafts):
             return keys_of(drafts, state)
-        there = on_device([draft is not None for draft in drafts], state.nodes.device)
-        others = replace(state, log_probs=state.log_probs.masked_fill(there[:, None], DEAD))
-        return torch.cat([keys_of(drafts, state), self._likely(others, margins)])
-
-    def _likely(self, state: Beams, margins: list[float]) -> Tensor:
-        """Returns keys of the prefixes that the head drafts, each request by its margin."""
-        requests = state.requests
+        requests, beams = state.requests, state.beams
         widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
         free = [r.caps or r.dense_weight or not self.skip_single for r in requests]
         # The floor: the score of the item at rank margin * k. Without a bound, nothing is cut off.
-        places = [
+        ranks = [
             NO_BOUND if any_item else max(math.ceil(m * r.k) - 1, 0)
             for m, r, any_item in zip(margins, requests, free, strict=True)
         ]
-        return likely_prefixes(state, self.head, widths, places, self.skip_single)
+        if any(drafts):
+            there = on_device([draft is not None for draft in drafts], beams.nodes.device)
+            beams = replace(beams, log_probs=beams.log_probs.masked_fill(there[:, None], DEAD))
+        search = replace(state, beams=beams, widths=widths, bound_ranks=ranks)
+        keys = draft_prefixes(search, self.head)
+        return torch.cat([keys_of(drafts, state), keys]) if any(drafts) else keys
 
-    def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
+    def finish(self, state: BeamSearch) -> Results:
         """Caches the scored prefixes, watches the drafts, and returns the slates."""
         self._observe(state)
         if self.caches:
@@ -250,3 +247,129 @@ def cheapest_draft(plans: list[DraftPlan]) -> DraftPlan:
 def work(plan: DraftPlan) -> float:
     """Returns the expected work of a plan, in nodes."""
     return plan.nodes + ROUND_NODES * (1 + plan.repairs)
+
+
+def draft_prefixes(search: BeamSearch, head: SelfDraftHead) -> Tensor:
+    """Returns keys of the prefixes that the head's own search visits.
+
+    The search starts from proved beams, so the first level is exact. Prefixes that need no score
+    are left out, and those below the search's final floor: the score at the bound's rank. With a
+    prefix come all prefixes above it.
+
+    Args:
+        search: Proved beams, and how wide the head searches below them.
+        head: The draft head.
+    """
+    assert search.bound_ranks is not None
+    scores = HeadScores(search, head, head.contexts(search.last_hidden))
+    found = descend(search, scores, floor_ranks=search.bound_ranks)
+    return found.prefixes(KNOWN if search.skip_single else ANY)
+
+
+@dataclass(frozen=True)
+class CachedDraft:
+    """Prefixes that proved a slate. Scored in one forward, they prove the same slate again.
+
+    Attributes:
+        trie: Catalogue version of the request. The reference is weak.
+        width: Beam width of the request.
+        k: Number of items of the slate.
+        dense_weight: Weight of the dense head.
+        excluded: Digest of the excluded rows. A request may name thousands of rows.
+        nodes: [n] int64 ascending trie nodes. The tensor owns its memory.
+        trimmed: True once unneeded nodes have been removed.
+    """
+
+    trie: weakref.ref[Trie]
+    width: int
+    k: int
+    dense_weight: float
+    excluded: bytes
+    nodes: Tensor
+    trimmed: bool = False
+
+    @staticmethod
+    def of(request: SlateQuery, nodes: Tensor) -> CachedDraft:
+        """Returns the draft for a request whose slate these nodes proved."""
+        return CachedDraft(
+            weakref.ref(request.trie),
+            request.width,
+            request.k,
+            request.dense_weight,
+            _digest(request.excluded),
+            nodes.clone(),  # a view would keep the tensor of the whole step alive
+        )
+
+    def fits(self, request: SlateQuery) -> bool:
+        """Returns whether a plain request on the same root equals the draft's request."""
+        return (
+            self.trie() is request.trie
+            and (self.width, self.k) == (request.width, request.k)
+            and self.dense_weight == request.dense_weight
+            and is_plain(request)
+            and self.excluded == _digest(request.excluded)
+        )
+
+
+def is_plain(request: SlateQuery) -> bool:
+    """Returns whether a request has neither filter nor caps. Only its drafts are cached."""
+    return request.allowed is None and not request.caps
+
+
+def _digest(excluded: np.ndarray | None) -> bytes:
+    """Returns a digest of excluded rows in their order. None counts as an empty array."""
+    rows = np.empty(0, np.int64) if excluded is None else excluded.astype(np.int64)
+    return blake2b(rows.tobytes(), digest_size=16).digest()
+
+
+def cached_drafts(sequences: Seq[Sequence]) -> list[CachedDraft | None]:
+    """Returns the cached draft of each recommend request. None where there is none."""
+    drafts = [(sequence.cached_prefix.draft, sequence.request) for sequence in sequences]
+    return [
+        draft
+        if isinstance(draft, CachedDraft)
+        and isinstance(request, SlateQuery)
+        and draft.fits(request)
+        else None
+        for draft, request in drafts
+    ]
+
+
+def keys_of(drafts: Seq[CachedDraft | None], search: BeamSearch) -> Tensor:
+    """Returns the keys of the nodes of all cached drafts."""
+    size, keys = search.trie.num_nodes, [search.beams.nodes[:0, 0]]
+    keys += [draft.nodes + number * size for number, draft in enumerate(drafts) if draft]
+    return torch.cat(keys)
+
+
+def cache_scored(search: BeamSearch) -> None:
+    """Caches all scored prefixes of plain requests that have no cached draft."""
+    drafts = cached_drafts(search.sequences)
+    if not search.scored.keys.shape[0] or all(drafts):
+        return
+    # Every node that was computed is scored, so the host knows how many each request has.
+    sizes = [sequence.tree_used for sequence in search.sequences]
+    nodes = torch.split(search.scored.keys % search.trie.num_nodes, sizes)
+    for sequence, request, own, draft in zip(
+        search.sequences, search.requests, nodes, drafts, strict=True
+    ):
+        if draft is None and is_plain(request):
+            sequence.cached_prefix.draft = CachedDraft.of(request, own)
+
+
+def cache_proof(search: BeamSearch, needed: Tensor) -> None:
+    """Caches only the scored prefixes that the proofs of plain requests need.
+
+    The host waits once for the device.
+
+    Args:
+        search: The requests.
+        needed: [n] keys, each with all prefixes above it.
+    """
+    needed = torch.unique(needed)
+    size, count = search.trie.num_nodes, len(search.sequences)
+    sizes = torch.bincount(needed // size, minlength=count).tolist()
+    nodes = torch.split(needed % size, sizes)
+    for sequence, request, own in zip(search.sequences, search.requests, nodes, strict=True):
+        if is_plain(request):
+            sequence.cached_prefix.draft = replace(CachedDraft.of(request, own), trimmed=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from recserve.core.request import Result, Scores, TextScoreQuery
+from recserve.core.request import Scores, TextScoreQuery
 from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, TreeStrategy
+from recserve.core.strategy import Draft, OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import merge, root_branch
 from recserve.models.inputs import NodeInputs
@@ -20,20 +19,7 @@ from recserve.models.language_model import LanguageModel
 LABEL_ROWS = 128
 
 
-@dataclass(frozen=True)
-class TextScoreState:
-    """Requests whose texts are being scored.
-
-    Attributes:
-        sequences: The requests.
-        values: [M, K] of each request. None before the forward.
-    """
-
-    sequences: tuple[Sequence, ...]
-    values: tuple[Tensor, ...] | None = None
-
-
-class TextScoreStrategy(TreeStrategy):
+class TextScoreStrategy(OneRoundStrategy):
     """Scores labels after all texts with one tree of isolated branches, in one round."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -43,40 +29,23 @@ class TextScoreStrategy(TreeStrategy):
         """Returns one node per token."""
         return len(request.tokens)
 
-    def start(self, sequences: Seq[Sequence]) -> TextScoreState:
-        """Returns the state before the forward."""
-        return TextScoreState(tuple(sequences))
-
-    def finished(self, state: TextScoreState) -> bool:
-        """Returns whether the one round is done."""
-        return state.values is not None
-
-    def propose(self, state: TextScoreState) -> Draft:
+    def tree(self, sequences: Seq[Sequence]) -> Draft:
         """Returns all texts at once."""
-        return propose_texts(
-            [_request(s) for s in state.sequences], self.model.tokens.weight.device
-        )
+        return propose_texts([_request(s) for s in sequences], self.model.tokens.weight.device)
 
-    def verify(
-        self, state: TextScoreState, draft: Draft, slots: Tensor, hidden: Tensor
-    ) -> TextScoreState:
-        """Scores the labels at the last token of each text."""
-        values = []
-        start = 0
-        for request in [_request(s) for s in state.sequences]:
+    def results(self, sequences: Seq[Sequence], draft: Draft, hidden: Tensor) -> Results:
+        """Returns log-probabilities after the last token of each text, one column per label."""
+        requests = [_request(s) for s in sequences]
+        values, start = list[Tensor](), 0
+        for request in requests:
             # Packed index of the last token of each text.
             last = on_device(request.offsets[1:] - 1 + start, hidden.device)
             labels = on_device(request.labels, hidden.device)
             values.append(label_scores(self.model, hidden[last], labels))
             start += len(request.tokens)
-        return replace(state, values=tuple(values))
-
-    def finish(self, state: TextScoreState) -> list[Result]:
-        """Returns log-probabilities, one column per label."""
-        assert state.values is not None
         return [
-            Scores(values.cpu().numpy(), tuple(map(str, _request(s).labels)), s.timing)
-            for values, s in zip(state.values, state.sequences, strict=True)
+            Scores(own.cpu().numpy(), tuple(map(str, request.labels)), s.timing)
+            for own, request, s in zip(values, requests, sequences, strict=True)
         ]
 
 

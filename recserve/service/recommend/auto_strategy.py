@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategy import strategy_classes
 
 AUTO = "auto"
 SPECULATIVE, BEAM = "speculative", "beam"

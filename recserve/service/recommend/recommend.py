@@ -17,7 +17,7 @@ from recserve.schemas.items import (
     RecommendRequest,
     RecommendResponse,
 )
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategy import strategy_classes
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
 from recserve.service.pending import Pending, Stopwatch

@@ -11,7 +11,7 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.recommender import load_recommender
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategy import strategy_classes
 from recserve.service.model_loader import graph_of_links, item_index, load_heads, load_item_graph
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.item_graph import links_of

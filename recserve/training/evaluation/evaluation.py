@@ -19,7 +19,7 @@ from rich.table import Table
 
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.sasrec import load_sasrec
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategy import strategy_classes
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
 from recserve.training.evaluation.cases import Cases, leave_one_out_cases

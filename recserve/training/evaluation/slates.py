@@ -19,7 +19,7 @@ from recserve.models.config import RecommenderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender
 from recserve.models.sasrec import SasRec
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.training.evaluation.cases import Cases
 
 Ints = NDArray[np.int64]

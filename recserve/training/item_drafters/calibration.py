@@ -16,8 +16,8 @@ from recserve.models.item_heads import (
     save_self_draft,
 )
 from recserve.models.recommender import Recommender
-from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.speculative import SpeculativeStrategy
+from recserve.search.strategy import Heads
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.recommender.frozen_recommender import FrozenRecommender

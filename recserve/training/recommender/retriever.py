@@ -35,7 +35,7 @@ from recserve.models.dense_retriever import (
     save_retriever,
 )
 from recserve.models.recommender import Recommender
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.loop import StepLoss, fit

@@ -9,7 +9,7 @@ from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.request import PrefixKeys, Prewarmed, PrewarmQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.recommenders import CATALOGUES, draw_root, make
 
@@ -55,7 +55,7 @@ def test_one_at_a_time_is_begun():
     engine, model, _ = make_engine()
     futures = [engine.submit(warm(model, number, 9 + number)) for number in range(9)]
     while engine.step():
-        assert engine.background["recommender"].num_running <= 1
+        assert engine.schedulers["recommender"].num_running <= 1
         waiting = sum(not future.done() for future in futures)
         assert engine.stats().background == waiting
     assert all(future.done() for future in futures)

@@ -98,7 +98,7 @@ def stepped() -> tuple[Engine, list[int]]:
     """An engine whose scoring steps have STEP tokens at most, and the tokens of each step."""
     engine = build_engine(EngineModels(text=drawn_model()), EngineConfig(page_size=4))
     scheduler = engine.schedulers["text_scores"]
-    scheduler.step_tokens = STEP
+    scheduler.step_tokens, scheduler.admitted_tokens = STEP, 8 * STEP
     sizes: list[int] = []
     step = scheduler.step
 

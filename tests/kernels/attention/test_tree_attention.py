@@ -25,7 +25,7 @@ def same(batch, query, keys, values, activation):
             got = attention(query, query, query, keys, values)
         whole = keys.shape[2] % native.LANES == 0 and native.library() is not None
         heads = HeadLayout(keys.shape[1], query.shape[1] // keys.shape[1], keys.shape[2], F32)
-        assert (attention.natively(heads) is not None) == (in_c and whole)
+        assert (attention.native_attention(heads) is not None) == (in_c and whole)
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
@@ -90,7 +90,7 @@ def test_limits_in_a_tree_with_shared_rows_take_torchs_way():
     expected = reference.tree_attention(query, keys, values, batch)
     attention = CpuTreeAttention(batch, native=True)
     got = attention(query, query, query, keys, values)
-    assert attention.natively(HeadLayout(2, 1, 16, F32)) is None
+    assert attention.native_attention(HeadLayout(2, 1, 16, F32)) is None
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 

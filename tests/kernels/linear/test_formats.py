@@ -8,7 +8,7 @@ from recserve.cli.app import app
 from recserve.config import ServerConfig
 from recserve.engine.build import EngineModels, build_engine
 from recserve.kernels import backend
-from recserve.kernels.linear.formats import FORMATS, checked
+from recserve.kernels.linear.formats import FORMATS, check_format
 from recserve.kernels.native import native
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
@@ -40,9 +40,9 @@ def test_every_format_encodes_and_decodes():
 
 
 def test_an_exact_format_is_no_setting():
-    assert checked("int8") == "int8" and checked(None) is None
+    assert check_format("int8") == "int8" and check_format(None) is None
     with pytest.raises(ValueError, match="it is 'float16'; choose int8, or leave it out"):
-        checked("float16")
+        check_format("float16")
 
 
 def test_a_format_from_outside_is_multiplied_as_it_decodes(four_bits):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.kernels.linear import panels
+from recserve.kernels.linear.panels import Panels
 from recserve.kernels.native import native
 
 TYPES = [torch.float32, torch.bfloat16]
@@ -27,7 +27,7 @@ def rows(count, size, dtype, seed=0, scale=1.0):
 def test_products_of_any_number_of_rows(inner, outer, dtype):
     weight, bias = rows(outer, inner, dtype), rows(1, outer, torch.float32, 1)[0]
     x = rows(150, inner, dtype, 2)
-    packed = panels.Panels.of(weight, bias)
+    packed = Panels.of(weight, bias)
     whole = packed(x)
     exact = x.double() @ weight.double().T + bias
     eps = torch.finfo(dtype).eps

@@ -52,7 +52,7 @@ def test_c_multiplies_and_attends_wherever_it_can(kernels, monkeypatch):
     for nodes in (1, 700):
         attention = tree_attention(prompt(nodes))
         assert isinstance(attention, CpuTreeAttention)
-        assert (attention.natively(HEADS) is not None) == in_c
+        assert (attention.native_attention(HEADS) is not None) == in_c
 
 
 @needs_compiler

@@ -10,7 +10,7 @@ from recserve.kernels import backend
 from recserve.kernels.attention.native import NativeTreeAttention
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.layers import native as layers_native
-from recserve.kernels.linear import panels
+from recserve.kernels.linear.panels import Panels
 from recserve.kernels.native import native
 from tests.support.attention_batches import draw_batch
 
@@ -30,7 +30,7 @@ def rows(count, size, dtype, seed=0, scale=1.0):
 
 def test_threads_change_no_bit():
     x, weight = rows(9, 512, torch.bfloat16), rows(1000, 512, torch.bfloat16, 1)
-    packed = panels.Panels.of(weight, None)
+    packed = Panels.of(weight, None)
     batch, query, keys, values = draw_batch([("tree", 40)] * 3, [200, 0, 90], 8, 4, 32)
     found = []
     before = torch.get_num_threads()

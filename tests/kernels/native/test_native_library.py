@@ -307,8 +307,9 @@ def test_a_library_of_clang_has_as_many_threads_as_torch(tmp_path):
         pytest.skip(reason)
     code = """
 import os, torch
+from recserve.kernels.linear.panels import Panels
 from recserve.kernels.native import native
-packed = native.Panels.of(torch.ones(4096, 512), None)
+packed = Panels.of(torch.ones(4096, 512), None)
 for threads in (1, 2):
     torch.set_num_threads(threads)
     with torch.inference_mode():

@@ -8,10 +8,9 @@ from recserve.core.sequence import Sequence
 from recserve.kernels import backend
 from recserve.kernels.native import native
 from recserve.kernels.trie.trie import build_trie
-from recserve.search.beams import Beams
+from recserve.search.beam_search import Beams, BeamSearch
 from recserve.search.filters import RequestFilters
-from recserve.search.prefixes import draft_of_keys, propose_beams
-from recserve.search.scores import Scored, nothing_scored
+from recserve.search.trie_prefixes import ScoredTriePrefixes, draft_of_keys
 from tests.support.recommenders import CATALOGUES as ENGINE_CATALOGUES
 from tests.support.recommenders import draw_root, make
 from tests.support.tries import CATALOGUES, SHAPES, Changed
@@ -39,7 +38,9 @@ def scored_of(trie, keys, share, seed):
     g = torch.Generator().manual_seed(seed)
     keys = torch.unique(keys.flatten())
     keys = keys[torch.rand(len(keys), generator=g) < share]
-    return Scored(keys, torch.randperm(len(keys), generator=g), torch.zeros(len(keys), 4))
+    return ScoredTriePrefixes(
+        keys, torch.randperm(len(keys), generator=g), torch.zeros(len(keys), 4)
+    )
 
 
 def both(call, monkeypatch):
@@ -86,7 +87,8 @@ def test_what_a_round_scores(name, skip_single, monkeypatch):
     trie, batch, width = trie_of(name), 2, 6
     g = torch.Generator().manual_seed(0)
     offsets = torch.ones(trie.num_levels, dtype=torch.int64)
-    model, _ = make(ENGINE_CATALOGUES["ordinary"], "items", "children")
+    form = "children" if skip_single else "vocabulary"
+    model, _ = make(ENGINE_CATALOGUES["ordinary"], "items", form)
     sequences = tuple(
         Sequence(SlateQuery(draw_root(model, 1, b), trie, 3, width - b), *[None] * 7)
         for b in range(batch)
@@ -98,16 +100,15 @@ def test_what_a_round_scores(name, skip_single, monkeypatch):
         owners = torch.arange(batch)[:, None, None] * trie.num_nodes
         scored = scored_of(trie, owners + paths, 0.4, level)
         tails = torch.zeros(batch, 4)
-        for known in (scored, nothing_scored(tails)):
-            beams = Beams(
-                sequences, RequestFilters(trie, (None,) * batch), trie, level, paths[..., -1],
-                log_probs, paths, tails, known,
+        for known in (scored, ScoredTriePrefixes.empty(tails)):
+            search = BeamSearch(
+                model, sequences, [s.request for s in sequences], trie,
+                RequestFilters(trie, (None,) * batch), tails, known,
+                Beams(level, paths[..., -1], log_probs, paths), [width - b for b in range(batch)],
             )  # fmt: skip
             for closing in (level, trie.num_levels):
                 monkeypatch.setitem(trie.__dict__, "closing_level", closing)
-                same_drafts(
-                    *both(lambda b=beams: propose_beams(b, offsets, skip_single), monkeypatch)
-                )
+                same_drafts(*both(lambda s=search: s.propose(offsets), monkeypatch))
 
 
 @torch.inference_mode()
@@ -120,7 +121,7 @@ def test_tables_of_scored_prefixes(dtype, monkeypatch):
     parts = torch.split(torch.arange(200), [0, 70, 0, 1, 129])
 
     def grown():
-        table = nothing_scored(hidden)
+        table = ScoredTriePrefixes.empty(hidden)
         for part in parts:
             table = table.add(keys[part], slots[part], hidden[part])
         return table

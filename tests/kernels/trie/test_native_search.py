@@ -16,7 +16,7 @@ from recserve.kernels.trie.level_search import ChildQuery, best_children
 from recserve.kernels.trie.native import KNOWN, MISSING, LevelCodes, NativeDescent
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, draw_root, make

@@ -188,7 +188,7 @@ def test_what_was_under_way_for_the_old_history_is_dropped(opened, ids):
         correction = EventsRequest(events=[EventInput(**removal(0))])
         with engine.held():
             one.add_events(EventsRequest(events=first, warm=True))
-            futures = [waiting.future for waiting in engine.background_queue]
+            futures = [waiting.future for waiting in engine.queue.background]
             correcting = threading.Thread(target=one.add_events, args=(correction,))
             correcting.start()  # it waits for the engine, to forget the roots there are
             until = time.monotonic() + 30

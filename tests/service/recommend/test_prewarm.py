@@ -92,7 +92,7 @@ def test_newer_events_take_the_place_of_a_prewarm_under_way(service, monkeypatch
         for number in range(3):
             body = events(service, "me", first=number, count=1)
             assert service.add_events(body).warmed == 2
-            futures.append([w.future for w in list(engine.background_queue)[-2:]])
+            futures.append([w.future for w in list(engine.queue.background)[-2:]])
         assert [f.cancelled() for pair in futures for f in pair] == [True] * 4 + [False] * 2
     settled(service)
     assert len(found) == 6 and isinstance(found[-1], PrewarmQuery)
@@ -108,7 +108,7 @@ def test_a_deleted_user_is_not_warmed(service):
     before = engine.stats().pages_cached
     with engine.held():
         service.add_events(events(service, "me", first=40))
-        futures = [waiting.future for waiting in engine.background_queue]
+        futures = [waiting.future for waiting in engine.queue.background]
         deleting = threading.Thread(target=service.delete_user, args=("me",))
         deleting.start()  # it waits for the engine, to forget the roots there are
         until = time.monotonic() + 30
@@ -126,7 +126,7 @@ def test_what_was_not_begun_in_time_is_dropped(service, monkeypatch):
     engine = service.runtime.engine
     with engine.held():
         assert service.add_events(events(service, "me")).warmed == 2
-        futures = [waiting.future for waiting in engine.background_queue]
+        futures = [waiting.future for waiting in engine.queue.background]
     assert all(isinstance(f.exception(timeout=10), DeadlineExceeded) for f in futures)
     assert engine.stats().pages_cached == 0
 

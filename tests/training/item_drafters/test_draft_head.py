@@ -126,7 +126,9 @@ def test_divergence_is_zero_only_for_the_target_itself(tmp_path):
 
 def test_surprise_is_what_the_search_says_of_the_true_item(tmp_path):
     """Summed over the levels that cost something, it is minus the log-probability of the item."""
-    from recserve.search.head_search import item_log_probs
+    from recserve.search.beam_search import Beams, BeamSearch, HeadScores
+    from recserve.search.filters import RequestFilters
+    from recserve.search.trie_prefixes import ScoredTriePrefixes
 
     bundle = Bundle.open(tiny_bundle(tmp_path, ranker=False))
     target, trie = load_target(bundle)
@@ -137,7 +139,10 @@ def test_surprise_is_what_the_search_says_of_the_true_item(tmp_path):
         surprise = head_loss(head, target, trie, node_paths(trie), trees, reading).surprise
         tails = reading.hidden[trees.trunk_nodes]
         owners = torch.arange(len(tails))
-        found = item_log_probs(head, trie, owners, trees.trunk_rows, tails, reading.contexts)
+        search = BeamSearch(target, (), [], trie, RequestFilters(trie, ()), tails,
+                            ScoredTriePrefixes.empty(tails), Beams.root(len(tails), trie.device),
+                            [])  # fmt: skip
+        found = HeadScores(search, head, reading.contexts).of_items(owners, trees.trunk_rows)
     torch.testing.assert_close(-found.sum(), surprise, rtol=1e-4, atol=1e-3)
 
 

@@ -1,20 +1,36 @@
-"""The base class of all recommend strategies, and the heads that they use."""
+"""Recommend strategies: their base class, the heads that they use, and their registry by name.
+
+A new strategy is one file in search/strategies/ and one line in `BUILT_IN`.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
 from typing import ClassVar, Literal, Self
 
-from recserve.core.plugins import Pluggable
+from recserve.core.plugins import Pluggable, with_plugins
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Strategy
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.search.beams import Beams
+from recserve.search.beam_search import BeamSearch
+
+ENTRY_POINTS = "recserve.strategies"
+# Reports list strategies in this order.
+BUILT_IN = (
+    "recserve.search.strategies.beam:BeamStrategy",
+    "recserve.search.strategies.speculative:SpeculativeStrategy",
+    "recserve.search.strategies.nezha:NezhaStrategy",
+    "recserve.search.strategies.rpg:RpgStrategy",
+    "recserve.search.strategies.dense:DenseStrategy",
+    "recserve.search.strategies.specgr:SpecGRStrategy",
+)
 
 
 @dataclass(frozen=True)
@@ -36,13 +52,13 @@ class Heads:
 
 AutoRole = Literal["preferred", "default", "fallback", "hurried"]
 DenseWeight = Literal["used", "ignored", "refused"]
-Searching = Callable[[Seq[Sequence]], Beams | None]
+Searching = Callable[[Seq[Sequence]], BeamSearch | None]
 
 
 class RecommendStrategy(Strategy, Pluggable):
     """A strategy that requests select by name.
 
-    All strategies honour exclusions, filters and caps (`search.capped.answer`).
+    All strategies honour exclusions, filters and caps (`search.slates.slate_under_caps`).
 
     Attributes:
         name: Name in requests, settings and reports.
@@ -71,3 +87,19 @@ class RecommendStrategy(Strategy, Pluggable):
     @abstractmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
         """Returns the strategy for a recommender, None if a required model or head is missing."""
+
+
+@cache
+def strategy_classes() -> Mapping[str, type[RecommendStrategy]]:
+    """Returns all strategy classes by name, those of installed plug-ins last.
+
+    Raises:
+        PluginError: If an installed distribution registers a strategy that cannot be used.
+    """
+    return with_plugins(ENTRY_POINTS, RecommendStrategy, list(map(resolve_name, BUILT_IN)))
+
+
+def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, RecommendStrategy]:
+    """Returns the strategies by name that a recommender and its trained heads support."""
+    built = {name: cls.from_models(model, heads) for name, cls in strategy_classes().items()}
+    return {name: strategy for name, strategy in built.items() if strategy is not None}

@@ -1,4 +1,4 @@
-"""Slates under diversity caps.
+"""Slates from finished searches, under diversity caps.
 
 Caps apply to the items that a search of the requested width found. If they leave fewer than k
 items, and the search did not see all items, the same search is repeated with the items of all full
@@ -11,14 +11,61 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import first_k, still_open
+from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Slate, SlateQuery
 from recserve.core.sequence import Sequence
+from recserve.kernels.trie.level_search import DEAD
+from recserve.search.beam_search import BeamSearch
 
 
-def answer(
+def slates(search: BeamSearch, exact: bool) -> list[Slate | Continuation | NotFinite]:
+    """Returns the k best items of each request under its caps, best first, ties in item-row order.
+
+    A request with fewer live beams than its width has found all items that it allows. A request
+    whose states or scores are not finite gets NotFinite.
+
+    Args:
+        search: A finished search. Its dense candidates have log-probabilities.
+        exact: Whether all scores are the target's own.
+    """
+    beams = search.beams
+    rows, scores = search.trie.items_of_leaves(beams.nodes), beams.log_probs
+    if (candidates := search.dense_candidates) is not None:
+        rows, alive = rows.long(), beams.alive()
+        scores = scores + candidates.weights * candidates.dense.gather(1, rows)
+        # Candidates that are beams already must not appear twice.
+        again = ((candidates.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(-1)
+        alive = torch.cat([alive, candidates.valid & ~again], dim=1)
+        rows = torch.cat([rows, candidates.rows], dim=1)
+        scores = torch.cat([scores, candidates.scores], dim=1).masked_fill(~alive, DEAD)
+    if search.flaws is not None:  # one more column, -inf or NaN, so that the host reads one tensor
+        scores = torch.cat([scores, (search.flaws + DEAD)[:, None]], dim=1)
+        rows = F.pad(rows, (0, 1))
+    rows_read, scores_read = rows.cpu().numpy(), scores.cpu().numpy()
+    flawed = np.isnan(scores_read).any(axis=1)
+    # The host sorts so few numbers faster than a device could start.
+    order = np.lexsort((rows_read, -scores_read))
+    answers: list[Slate | Continuation | NotFinite] = []
+    alive_read = scores_read > DEAD
+    num_alive = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
+    for b, (sequence, width) in enumerate(zip(search.sequences, search.widths, strict=True)):
+        if flawed[b]:
+            answers.append(NotFinite())
+            continue
+        places = order[b, : np.count_nonzero(alive_read[b])]
+        found = rows_read[b, places], scores_read[b, places]
+        answers.append(
+            slate_under_caps(sequence, *found, complete=bool(num_alive[b] < width), exact=exact)
+        )
+    return answers
+
+
+def slate_under_caps(
     sequence: Sequence,
     rows: np.ndarray,
     scores: np.ndarray,

@@ -1,0 +1,729 @@
+"""Beam search in the trie, and the proof that a search over a draft finds the same items.
+
+A semantic id is a path in the trie. Beam search keeps the W best prefixes of each length. A level
+takes the children of all beams and keeps the best W of them that lead to an allowed item:
+
+    level 0      level 1         level 2            width 2
+      () -+- 3   -0.4  beam -+- 3 7   -0.9  beam
+          |                  `- 3 9   -2.6
+          +- 5   -1.1  beam -+- 5 1   -1.2  beam
+          |                  `- 5 4   -3.0
+          `- 8   -2.0  dropped
+
+Ties go to the lower trie node, which is the lexicographically smaller semantic id. Prefixes added
+after the trie was built (kernels/trie/trie.py) rank after all others of their level.
+
+The children of a prefix follow from the target's state at its last code. One forward pass computes
+the states of a token tree of prefixes. `BeamSearch` works in rounds: `propose` prefixes, one
+forward pass, `record` their states, then either `advance` or `verify_draft`. Both run `descend`:
+
+- `advance` stops at the first level on which a beam that forks has no state. All levels above it
+  are those of full beam search, whoever proposed the prefixes.
+- `verify_draft` goes on to the leaves without the prefixes that have no state, and proves that
+  they do not matter, or names those that still could.
+
+THEOREM. Log-probabilities are at most 0, so no item scores more than a prefix of it. Take any
+threshold, and drop any prefixes that are not above it. Above the threshold the search still finds
+what full beam search finds: a child above it has a parent above it, and a prefix that is not above
+it displaces nothing above it. So if k found items are above the threshold, they are the k best.
+
+The proof of a draft: the threshold is the best prefix that was left out for lack of a state. The
+slate is proven if its k-th item is above it. Otherwise only the prefixes left out that reach the
+k-th item can change the slate.
+
+The bound of a level: if levels are normalised over the valid children, a prefix with one item below
+already has that item's score. The threshold is just below the k-th best score of such items, so
+prefixes that tie stay. If prefixes above the bound fill the whole width, the item that sets it can
+still be displaced at a deeper level. In that case nothing was dropped, and the next level computes
+its own bound.
+
+With a dense head, a prefix gains at most the head's weighted log-probability of its best item. The
+head's own best items (`DenseCandidates`) always compete, so the bound includes their scores. Any
+other item gains at most as much as the last of them, so each prefix is credited with that share.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from recserve.core.finite import flaws_of, without_flaws
+from recserve.core.request import SlateQuery
+from recserve.core.sequence import Sequence, stacked_last_hidden
+from recserve.kernels.backend import Backend, backend_of
+from recserve.kernels.host import on_device
+from recserve.kernels.trie import level_search
+from recserve.kernels.trie.level_search import DEAD, ChildQuery, child_log_probs, wanted_prefixes
+from recserve.kernels.trie.native import (
+    ALIVE,
+    FORKED,
+    KNOWN,
+    MISSING,
+    OPEN,
+    Levels,
+    NativeDescent,
+    passed_prefixes,
+)
+from recserve.kernels.trie.trie import Trie
+from recserve.models.item_heads import SelfDraftHead
+from recserve.models.recommender import Recommender
+from recserve.search.filters import RequestFilters, leaf_filter
+from recserve.search.trie_prefixes import (
+    PrefixDraft,
+    ScoredTriePrefixes,
+    draft_of_keys,
+    level_scores,
+    path_scores,
+    root_scores,
+)
+
+NO_BOUND = 2**31  # larger than any rank
+ROUNDING = 1e-4  # scores of dense candidates and of beams are summed in different orders
+
+
+@dataclass(frozen=True)
+class Beams:
+    """W prefixes of the same length for each of B requests, best first.
+
+    Attributes:
+        level: Length of the prefixes.
+        nodes: [B, W] trie node of each prefix, any leaf where the beam is dead.
+        log_probs: [B, W], -inf where the beam is dead.
+        paths: [B, W, level] trie nodes on the way to each beam, the beam's own node last.
+        parents: [B, W] column of each beam's parent in the level above. None if that level is not
+            the one directly above.
+    """
+
+    level: int
+    nodes: Tensor
+    log_probs: Tensor
+    paths: Tensor
+    parents: Tensor | None = None
+
+    @staticmethod
+    def root(batch: int, device: torch.device) -> Beams:
+        """Returns level 0: the empty prefix of each request, which is trie node 0."""
+        nodes = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        paths = torch.empty(batch, 1, 0, dtype=torch.int64, device=device)
+        return Beams(0, nodes, torch.zeros(batch, 1, device=device), paths)
+
+    def alive(self) -> Tensor:
+        """Returns [B, W] bool: which beams are alive."""
+        return self.log_probs > DEAD
+
+
+@dataclass
+class DenseCandidates:
+    """The dense head's best items of B requests, which compete with the finished beams.
+
+    Attributes:
+        rows: [B, R] item rows, best first.
+        valid: [B, R] bool, False for padding.
+        dense: [B, I] log-probability of every item under the dense head.
+        weights: [B, 1] weight of the dense head in each request.
+        keys: [n] keys of the prefixes that the target must score for the candidates. None: not
+            known yet.
+        log_probs: [B, R] log-probabilities of the semantic ids, -inf where not valid. None until
+            the prefixes are scored.
+    """
+
+    rows: Tensor
+    valid: Tensor
+    dense: Tensor
+    weights: Tensor
+    keys: Tensor | None = None
+    log_probs: Tensor | None = None
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Returns request number [n] and item row [n] of the valid candidates, row by row."""
+        return self.valid.nonzero()[:, 0], self.rows[self.valid]
+
+    def among(self, rows: Tensor) -> Tensor:
+        """Returns [B, n] bool: which item rows [B, n] are dense candidates of their request."""
+        same = rows[:, :, None] == self.rows[:, None, :]
+        return (same & self.valid[:, None, :]).any(-1)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[B, R] final scores, -inf where not valid. Requires `log_probs`."""
+        assert self.log_probs is not None, "the dense candidates are not scored"
+        weighed = self.weights * self.dense.gather(1, self.rows)
+        return (self.log_probs + weighed).masked_fill(~self.valid, DEAD)
+
+    @cached_property
+    def share(self) -> Tensor:
+        """[B, 1] upper bound of what the dense head adds to the score of any other item.
+
+        Candidates are the head's best items, so the bound is the weighted log-probability of the
+        last one.
+        """
+        last = self.dense.gather(1, self.rows).masked_fill(~self.valid, float("inf"))
+        return (self.weights * last.amin(1, True)).masked_fill(self.weights == 0, 0.0)
+
+
+@dataclass(eq=False)
+class BeamSearch:
+    """Beam search of B requests over one catalogue version.
+
+    Attributes:
+        model: The target.
+        sequences: The requests.
+        requests: Their queries.
+        trie: The catalogue version.
+        filters: Filter of each request.
+        last_hidden: [B, E] state of the last root token.
+        scored: Prefixes that the target has scored.
+        beams: The deepest level that is proven to be that of full beam search.
+        widths: Beam width of each request.
+        bound_ranks: Rank, from 0, of the score that bounds each request. None: no request is
+            bounded.
+        dense_candidates: Items that compete with the finished beams. None: there are none.
+        flaws: [B] flaws of the states behind the beams (core/finite.py). None: all states are
+            finite.
+        unscored: [n] keys of prefixes that the draft lacked and that could change the slate, each
+            with all prefixes above it. None: propose whatever the beams lack.
+        extra_rounds: Rounds that scored prefixes that the draft lacked.
+    """
+
+    model: Recommender
+    sequences: tuple[Sequence, ...]
+    requests: list[SlateQuery]
+    trie: Trie
+    filters: RequestFilters
+    last_hidden: Tensor
+    scored: ScoredTriePrefixes
+    beams: Beams
+    widths: list[int]
+    bound_ranks: list[int] | None = None
+    dense_candidates: DenseCandidates | None = None
+    flaws: Tensor | None = None
+    unscored: Tensor | None = None
+    extra_rounds: int = 0
+
+    @staticmethod
+    def start(
+        model: Recommender, sequences: Seq[Sequence], bounded: bool, filtered: bool = True
+    ) -> BeamSearch:
+        """Returns a search at level 0, the empty prefix of each request.
+
+        Args:
+            model: The target.
+            sequences: The requests, all over one trie.
+            bounded: Whether prefixes that cannot enter the result may be dropped. Levels must be
+                normalised over the valid children.
+            filtered: Whether the requests' filters apply.
+        """
+        requests = [s.request for s in sequences if isinstance(s.request, SlateQuery)]
+        trie, last_hidden, flaws = requests[0].trie, stacked_last_hidden(sequences), None
+        if last_hidden.is_cuda:  # on a CPU the scheduler has checked already
+            flaws = _root_flaws(sequences, last_hidden)
+            last_hidden = without_flaws(last_hidden, flaws)
+        filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
+        return BeamSearch(
+            model=model,
+            sequences=tuple(sequences),
+            requests=requests,
+            trie=trie,
+            filters=RequestFilters(trie, tuple(filters)),
+            last_hidden=last_hidden,
+            scored=ScoredTriePrefixes.empty(last_hidden),
+            beams=Beams.root(len(sequences), last_hidden.device),
+            widths=[request.width for request in requests],
+            bound_ranks=bound_ranks(requests) if bounded else None,
+            flaws=flaws,
+        )
+
+    @property
+    def skip_single(self) -> bool:
+        """True if prefixes with one child need no state."""
+        return self.model.config.normalization == "children"
+
+    @property
+    def finished(self) -> bool:
+        """True when the beams are leaves.
+
+        Dead beams also advance, because checking for them costs more.
+        """
+        return self.beams.level == self.trie.num_levels
+
+    def keys(self, nodes: Tensor) -> Tensor:
+        """Returns the keys of trie nodes [B, ...], in the same shape."""
+        owners = torch.arange(nodes.shape[0], device=nodes.device)
+        owners = owners.view(-1, *[1] * (nodes.ndim - 1))
+        return owners * self.trie.num_nodes + nodes
+
+    def needs_state(self, beams: Beams) -> Tensor:
+        """Returns [B, W] bool: live beams whose children depend on a state."""
+        alive = beams.alive()
+        return alive & (self.trie.num_children(beams.nodes) > 1) if self.skip_single else alive
+
+    def propose(self, level_offsets: Tensor, extra: Tensor | None = None) -> PrefixDraft:
+        """Returns trees of all unscored nodes on the way to the beams that need a state.
+
+        Few prefixes fork below the trie's `closing_level`, and a round costs more than a few nodes.
+        From that level on, all forks below the beams are scored together with the beams, so that
+        few requests need another round.
+
+        Args:
+            level_offsets: [L] first token of each level.
+            extra: [n] keys of further nodes to score, each with all nodes above it.
+        """
+        beams, trie = self.beams, self.trie
+        closing = self.skip_single and beams.level >= trie.closing_level
+        which = OPEN if closing else FORKED if self.skip_single else ALIVE
+        below = self.widths if closing else [0] * len(self.widths)
+        keys = wanted_prefixes(trie, beams.log_probs, beams.paths, which, self.scored.keys, below)
+        if extra is not None:
+            keys = torch.cat([keys, extra])
+        return self.lay_out(keys, level_offsets)
+
+    def lay_out(self, keys: Tensor, level_offsets: Tensor) -> PrefixDraft:
+        """Returns the prefixes of keys [n] as token trees. Scored ones are not computed again."""
+        return draft_of_keys(self.trie, keys, len(self.sequences), level_offsets, self.scored)
+
+    def record(self, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> None:
+        """Adds the states of a draft to the scored prefixes.
+
+        Args:
+            draft: The draft that the forward pass computed.
+            slots: [T] pool slot of every node.
+            hidden: [Tq, E] states of the computed nodes.
+        """
+        keys, slots = draft.computed(slots)
+        if hidden.is_cuda:  # on a CPU the scheduler has checked already
+            flaws = flaws_of(hidden)
+            hidden, owners = without_flaws(hidden, flaws), keys // self.trie.num_nodes
+            self.add_flaws(flaws.new_zeros(len(self.sequences)).index_add(0, owners, flaws))
+        self.scored = self.scored.add(keys, slots, hidden)
+
+    def add_flaws(self, flaws: Tensor) -> None:
+        """Adds flaws [B] of states that the beams depend on."""
+        self.flaws = flaws if self.flaws is None else self.flaws + flaws
+
+    def advance(self, until: int | None = None) -> None:
+        """Moves to the deepest level above which all states are known, at most to level `until`."""
+        found = descend(self, TargetScores(self), until=until, stop_at_unscored=True)
+        self.beams = found.last
+
+    def verify_draft(self) -> Descent:
+        """Searches over the scored prefixes only. See the proof of a draft above.
+
+        With caps or a dense head, the slate is proven only if no state is missing.
+        """
+        ranks = [NO_BOUND if r.caps or r.dense_weight else r.k - 1 for r in self.requests]
+        return descend(self, TargetScores(self), floor_ranks=ranks)
+
+    @property
+    def bounded(self) -> bool:
+        """True if requests have bounds and all dense candidates, which set them, are scored."""
+        candidates = self.dense_candidates
+        scored = candidates is None or candidates.log_probs is not None
+        return scored and self.bound_ranks is not None
+
+    @cached_property
+    def ranks_on_device(self) -> Tensor:
+        """[B, 1] the bound ranks."""
+        assert self.bound_ranks is not None
+        return on_device(self.bound_ranks, self.last_hidden.device)[:, None]
+
+
+def _root_flaws(sequences: Seq[Sequence], last_hidden: Tensor) -> Tensor:
+    """Returns [B] flaws of the roots' last states [B, E] and of the placeholders' states."""
+    placeholder_states = [
+        s.placeholder_states
+        for s in sequences
+        if s.placeholders is not None and s.placeholder_states is not None
+    ]
+    flaws = flaws_of(last_hidden)
+    return flaws + flaws_of(torch.stack(placeholder_states)) if placeholder_states else flaws
+
+
+def descend(
+    search: BeamSearch,
+    scores: PrefixScores,
+    *,
+    until: int | None = None,
+    stop_at_unscored: bool = False,
+    floor_ranks: Seq[int] = (),
+) -> Descent:
+    """Expands the beams of a search level by level. It does not change the search.
+
+    On a CPU all levels are one call of C. The loop here is its reference, and runs on a GPU.
+
+    Args:
+        search: The requests, and the beams to start from.
+        scores: Whose log-probabilities the search follows.
+        until: Level to reach. None: the leaves.
+        stop_at_unscored: Whether to stop at the first level that lacks a state. Otherwise beams
+            without a state have no children.
+        floor_ranks: Rank, from 0, of the found item whose score is the floor of each request.
+    """
+    until = search.trie.num_levels if until is None else until
+    if (native := native_of(search, scores)) is not None:
+        levels = _descend_in_c(native, search, scores, until, stop_at_unscored)
+        return DescentInC(search, levels, floor_ranks)
+    found, beams = DescentInTorch(search, floor_ranks), search.beams
+    while beams.level < until:
+        unscored = scores.unscored(beams)
+        if unscored is not None and stop_at_unscored:
+            break
+        found.passed.append((beams, unscored))
+        logits, normalizers = scores.logits(beams)
+        if unscored is not None:
+            beams = replace(beams, log_probs=beams.log_probs.masked_fill(unscored, DEAD))
+        beams = expand(search, beams, logits, normalizers)
+    found.last = beams
+    return found
+
+
+def native_of(search: BeamSearch, scores: PrefixScores) -> NativeDescent | None:
+    """Returns the C function that searches by these scores, None where torch does."""
+    return scores.native if backend_of(search.last_hidden) is Backend.C else None
+
+
+def expand(
+    search: BeamSearch,
+    beams: Beams,
+    logits: Tensor,
+    normalizers: Tensor | None,
+) -> Beams:
+    """Returns the beams of the next level: the best allowed children of each request.
+
+    All children of all beams are computed at once, dead ones too, without waiting for the device:
+    the shapes follow from host values only. Children past the beam width or below the bound are
+    dead.
+
+    Args:
+        search: The requests.
+        beams: The parents.
+        logits: [B * W, C] logits of the level's codes at each beam. Any finite row will do where a
+            beam is dead or has one child.
+        normalizers: [B * W] subtracted from the logits. None: the log-sum-exp over the valid
+            children.
+    """
+    trie, width = search.trie, beams.nodes.shape[1]
+    widest = trie.widths[beams.level]
+    query = ChildQuery(
+        nodes=beams.nodes,
+        log_probs=beams.log_probs,
+        logits=logits,
+        width=widest,
+        keep=min(max(search.widths), width * widest),
+        normalizers=normalizers,
+        filters=search.filters.left,
+    )
+    found = level_search.best_children(trie, query)
+    log_probs, count = found.log_probs, found.log_probs.shape[1]
+    if min(search.widths) < count:
+        rank = torch.arange(count, device=log_probs.device)
+        widths = on_device(search.widths, log_probs.device)[:, None]
+        log_probs = log_probs.masked_fill(rank >= widths, DEAD)
+    if search.bounded:
+        log_probs = _above_bound(search, found.nodes, log_probs)
+    nodes = torch.where(log_probs > DEAD, found.nodes, trie.any_leaf)
+    # A path is the parent's path and the chosen node.
+    above = found.parents[..., None].expand(-1, -1, beams.level)
+    paths = torch.cat([beams.paths.gather(1, above), nodes[..., None]], dim=-1)
+    return Beams(beams.level + 1, nodes, log_probs, paths, found.parents)
+
+
+def bound_ranks(requests: Seq[SlateQuery]) -> list[int] | None:
+    """Returns the rank, from 0, of the score that bounds each request.
+
+    The rank is NO_BOUND if k equals the beam width, or if caps admit items of lower scores.
+
+    Returns:
+        None if no request has a bound.
+    """
+    ranks = [r.k - 1 if r.k < r.width and not r.caps else NO_BOUND for r in requests]
+    return None if min(ranks) == NO_BOUND else ranks
+
+
+def _above_bound(search: BeamSearch, nodes: Tensor, log_probs: Tensor) -> Tensor:
+    """Returns log_probs [B, n] with -inf for prefixes [B, n] of a level below its bound."""
+    ranks = search.ranks_on_device
+    below, candidates = search.trie.leaves(nodes), search.dense_candidates
+    single = below.last - below.first == 1
+    if candidates is None:
+        known = torch.where(single, log_probs, DEAD)
+        return log_probs.masked_fill(log_probs < value_at(known, ranks), DEAD)
+    # The first leaf below is the item of a single prefix; other entries are not used.
+    rows = search.trie.leaf_rows[below.first].long()
+    scores = log_probs + candidates.weights * candidates.dense.gather(1, rows)
+    known = torch.where(single & ~candidates.among(rows), scores, DEAD)
+    bound = value_at(torch.cat([known, candidates.scores], dim=1), ranks)
+    return log_probs.masked_fill(log_probs + candidates.share < bound - ROUNDING, DEAD)
+
+
+def value_at(values: Tensor, ranks: Tensor) -> Tensor:
+    """Returns [B, 1] the value at each row's rank, largest first, -inf past the last."""
+    ranked = values.sort(dim=1, descending=True).values
+    size = values.shape[1]
+    ranked = ranked.gather(1, ranks.clamp(max=size - 1))
+    return ranked.masked_fill(ranks >= size, DEAD)
+
+
+class Descent(ABC):
+    """The levels that one descent passed, and what they prove.
+
+    Floors are the scores of the found items at the `floor_ranks` of `descend`.
+
+    Attributes:
+        last: The deepest level that was reached.
+    """
+
+    last: Beams
+
+    @property
+    @abstractmethod
+    def proven(self) -> bool:
+        """True if every prefix left out for lack of a state is below its request's floor."""
+
+    @abstractmethod
+    def prefixes(self, which: int) -> Tensor:
+        """Returns keys [n] of prefixes above the last level that reach their request's floor.
+
+        Args:
+            which: KNOWN for prefixes whose state was needed and there, MISSING for those whose
+                state was needed and not there, ANY for all.
+
+        Returns:
+            The keys. With a prefix come all prefixes above it.
+        """
+
+
+class DescentInTorch(Descent):
+    """What `descend` passed in torch.
+
+    Attributes:
+        passed: The levels above the last one, and which of their beams [B, W] were left out.
+    """
+
+    def __init__(self, search: BeamSearch, floor_ranks: Seq[int]) -> None:
+        self.search, self.floor_ranks = search, floor_ranks
+        self.passed: list[tuple[Beams, Tensor | None]] = []
+
+    @property
+    def proven(self) -> bool:
+        """As in `Descent`. The host waits for the device if a prefix was left out."""
+        left_out = [
+            beams.log_probs.masked_fill(~unscored, DEAD).amax(1, keepdim=True)
+            for beams, unscored in self.passed
+            if unscored is not None
+        ]
+        if not left_out:
+            return True
+        best_unscored = torch.cat(left_out, 1).amax(1, keepdim=True)
+        return bool(((self._floors > best_unscored) | (best_unscored == DEAD)).all())
+
+    def prefixes(self, which: int) -> Tensor:
+        """As in `Descent`."""
+        nothing = self.search.beams.nodes[:0, 0]
+        keys, chosen = [nothing], [nothing.bool()]
+        for beams, unscored in self.passed:
+            if which == MISSING:
+                if unscored is None:
+                    continue
+                wanted = unscored
+            elif which == KNOWN:
+                wanted = self.search.needs_state(beams)
+                wanted = wanted if unscored is None else wanted & ~unscored
+            else:
+                wanted = beams.alive()
+            wanted = wanted & (beams.log_probs >= self._floors)
+            keys.append(self.search.keys(beams.paths).flatten())
+            chosen.append(wanted[..., None].expand_as(beams.paths).flatten())
+        return torch.cat(keys)[torch.cat(chosen)]
+
+    @cached_property
+    def _floors(self) -> Tensor:
+        """[B, 1] the floor of each request."""
+        ranks = on_device(self.floor_ranks, self.last.nodes.device)[:, None]
+        return value_at(self.last.log_probs, ranks)
+
+
+class DescentInC(Descent):
+    """What `descend` passed in C."""
+
+    def __init__(self, search: BeamSearch, levels: Levels, floor_ranks: Seq[int]) -> None:
+        self.search, self.levels, self.floor_ranks = search, levels, floor_ranks
+        self.last, level = search.beams, levels.reached
+        if level > self.last.level:
+            width = levels.used[level]
+            paths = levels.paths[level, :, :width, :level]
+            log_probs = levels.log_probs[level, :, :width]
+            self.last = Beams(level, paths[..., level - 1], log_probs, paths)
+
+    @property
+    def proven(self) -> bool:
+        """As in `Descent`."""
+        pairs = zip(self._floors, self.levels.lost, strict=True)
+        return all(floor > unscored or unscored == DEAD for floor, unscored in pairs)
+
+    def prefixes(self, which: int) -> Tensor:
+        """As in `Descent`."""
+        first, nodes = self.search.beams.level, self.search.trie.num_nodes
+        return passed_prefixes(self.levels, first, nodes, which, self._floors)
+
+    @cached_property
+    def _floors(self) -> list[float]:
+        """[B] the floor of each request."""
+        width = self.last.log_probs.shape[1]
+        ranked = zip(self.last.log_probs.tolist(), self.floor_ranks, strict=True)
+        return [scores[rank] if rank < width else DEAD for scores, rank in ranked]
+
+
+def _descend_in_c(
+    native: NativeDescent, search: BeamSearch, scores: PrefixScores, until: int, stops: bool
+) -> Levels:
+    candidates, by_target = search.dense_candidates, scores.contexts is None
+    ranks = search.bound_ranks if search.bounded else None
+    ranks = ranks or [NO_BOUND] * len(search.widths)
+    return native(
+        search.trie,
+        search.beams.log_probs,
+        search.beams.paths,
+        search.last_hidden,
+        until,
+        widths=search.widths,
+        bounds=[-1 if rank == NO_BOUND else rank for rank in ranks],
+        filters=search.filters.each,
+        scored_keys=search.scored.keys if by_target else None,
+        scored_hidden=search.scored.hidden if by_target else None,
+        contexts=scores.contexts,
+        dense_candidates=None if candidates is None or candidates.log_probs is None else candidates,
+        stops=stops,
+    )
+
+
+class PrefixScores(Protocol):
+    """Whose log-probabilities one descent follows: those of the target or of a draft head."""
+
+    @property
+    def native(self) -> NativeDescent | None:
+        """The same search in C. None: there is none."""
+        ...
+
+    @property
+    def contexts(self) -> Tensor | None:
+        """[B, L, E] that a draft head reads at each level. None for the target."""
+        ...
+
+    def unscored(self, beams: Beams) -> Tensor | None:
+        """Returns [B, W] bool: beams whose children need a state that is missing. None: no beam."""
+        ...
+
+    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits of the beams' children, and their normalisers, as `level_scores` does.
+
+        `unscored` was called for the same beams. Any finite row will do where no state is needed.
+        """
+        ...
+
+    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
+        """Returns [n] log-probabilities of item rows [n] of requests [n]."""
+        ...
+
+
+class TargetScores:
+    """The target's log-probabilities, as far as prefixes are scored."""
+
+    contexts = None
+
+    def __init__(self, search: BeamSearch) -> None:
+        self.search, self.native = search, search.model.search
+        self._rows: Tensor | None = None
+
+    def unscored(self, beams: Beams) -> Tensor | None:
+        """Looks the beams up in the scored prefixes. The host waits once for the device.
+
+        Level 0 has the state of the last root token.
+        """
+        if not beams.level:
+            return None
+        self._rows = self.search.scored.find(self.search.keys(beams.nodes))
+        unscored = self.search.needs_state(beams) & (self._rows < 0)
+        return unscored if bool(unscored.any()) else None
+
+    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
+        """As in `PrefixScores`."""
+        search, states = self.search, self.search.last_hidden
+        if self._rows is not None:
+            table = search.scored.hidden if search.scored.keys.shape[0] else states
+            states = table[self._rows.flatten().clamp(min=0)]
+        return level_scores(search.model, states, beams.level)
+
+    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
+        """As in `PrefixScores`. All prefixes of the items that need a state are scored."""
+        trie, model, scored = self.search.trie, self.search.model, self.search.scored
+        nodes = trie.nodes_of_items(rows)
+        first = root_scores(trie, nodes, owners, self.search.last_hidden, model)
+        return first + path_scores(trie, nodes, owners, scored.keys, scored.hidden, model)
+
+
+class HeadScores:
+    """A draft head's own log-probabilities. The head carries a state along each beam."""
+
+    def __init__(self, search: BeamSearch, head: SelfDraftHead, contexts: Tensor) -> None:
+        """Args: contexts: [B, L, E] what the head reads at each level besides its state."""
+        self.search, self.head, self.contexts = search, head, contexts
+        self.native = head.search
+        self._states: Tensor | None = None  # [B * W, E]
+
+    def unscored(self, beams: Beams) -> None:
+        """Returns None: the head needs no states of the target."""
+
+    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
+        """As in `PrefixScores`."""
+        states = self._states_of_paths(beams) if self._states is None else self._deeper(beams)
+        self._states = states
+        context = self.contexts[:, beams.level].repeat_interleave(beams.nodes.shape[1], 0)
+        return self.head.level_logits(context, states, beams.level), None
+
+    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
+        """As in `PrefixScores`."""
+        trie, head, nodes = self.search.trie, self.head, self.search.trie.nodes_of_items(rows)
+        parents, state = torch.zeros_like(rows), self.search.last_hidden[owners]
+        total = torch.zeros(rows.shape, device=rows.device)
+        for level, width in enumerate(trie.widths):
+            logits = head.level_logits(self.contexts[owners, level], state, level)
+            own = nodes[:, level]
+            total += child_log_probs(trie, parents, own[:, None], logits, width)[:, 0]
+            if level + 1 < trie.num_levels:
+                parents, state = own, head.step(level, state, trie.codes_of(own))
+        return total
+
+    def _states_of_paths(self, beams: Beams) -> Tensor:
+        """Returns the states after the codes of each beam."""
+        states, width = self.search.last_hidden, beams.nodes.shape[1]
+        if width > 1:
+            states = states[:, None].expand(-1, width, -1).flatten(0, 1)
+        for level in range(beams.level):
+            states = self.head.step(level, states, self._codes(beams.paths[..., level], level))
+        return states
+
+    def _deeper(self, beams: Beams) -> Tensor:
+        """Returns the states of all beams from those of the level above.
+
+        Dead beams are included: to count the live ones, the host would have to wait for the device.
+        """
+        assert self._states is not None and beams.parents is not None
+        batch, level = beams.nodes.shape[0], beams.level - 1
+        owners = torch.arange(batch, device=beams.nodes.device)[:, None]
+        # The states are packed, so columns of parents become row numbers.
+        parents = (owners * (self._states.shape[0] // batch) + beams.parents).flatten()
+        return self.head.step(level, self._states[parents], self._codes(beams.nodes, level))
+
+    def _codes(self, nodes: Tensor, level: int) -> Tensor:
+        """Returns [B * W] the last code of each prefix, clamped to the codebook.
+
+        A dead beam points to a leaf, whose code may lie outside the level's codebook.
+        """
+        trie = self.search.trie
+        return trie.codes_of(nodes.flatten()).clamp(max=trie.codebook_sizes[level] - 1)
