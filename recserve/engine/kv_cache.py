@@ -356,7 +356,7 @@ class KVCache:
 
     def place(
         self, prefix: PrefixKeys, num_after: int, separate: bool
-    ) -> tuple[list[int], int, CachedPrefix | None] | None:
+    ) -> tuple[list[int], Tensor, int, CachedPrefix | None] | None:
         """Returns pages for a prefix and the tokens after it, or None if too few pages are free.
 
         Args:
@@ -369,6 +369,7 @@ class KVCache:
         Returns:
             - The pages of the prefix in order, then those of the tokens after it. The caller is a
               user of each.
+            - The slots of all these pages.
             - The number of cached rows.
             - What is cached with the whole prefix. None unless all rows are cached.
         """
@@ -381,13 +382,19 @@ class KVCache:
         if own is None:
             self.allocator.release(found)
             return None
-        partial = found[len(cached) :]
-        if partial:
-            # A drafter's entry of the next row depends on cached rows only.
-            copied = length % self.page_size + bool(prefix.drafter)
-            self._copy(partial[0], own[0], min(copied, self.page_size))
+        pages, partial = cached + own, found[len(cached) :]
+        try:
+            if partial:
+                # A drafter's entry of the next row depends on cached rows only.
+                copied = length % self.page_size + bool(prefix.drafter)
+                self._copy(partial[0], own[0], min(copied, self.page_size))
+            slots = self.slots_of(pages)
+        except Exception:
+            self.allocator.release(pages)
+            raise
+        finally:
             self.allocator.release(partial)
-        return cached + own, length, whole
+        return pages, slots, length, whole
 
     def discard(self, prefix: PrefixKeys, pages: Seq[int]) -> None:
         """Removes a prefix whose states are not finite, and zeroes pages that nobody else holds.

@@ -77,6 +77,33 @@ def test_one_failed_step_fails_nobody(monkeypatch, nth):
     assert [future.result(0).rows.tolist() for future in futures] == expected
 
 
+def test_an_admission_that_fails_fails_alone_and_leaks_no_page(monkeypatch):
+    """The copy of a partly filled page fails once, as without memory."""
+    model = drawn_model(1)
+    engine = engine_for(model)
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    prompt = prompts(1, low=18, high=19)[0]
+    queries = [TextQuery(prompt[:length], params) for length in (11, 15, 18)]
+    expected = [engine.run(query).tokens.tolist() for query in queries[:1]]
+    pool, failed = engine.schedulers["text"].runner.pool, []
+    copy_slots = pool.copy_slots
+
+    def broken(source, target):
+        if not failed:
+            failed.append(len(source))
+            raise RuntimeError("no memory")
+        copy_slots(source, target)
+
+    monkeypatch.setattr(pool, "copy_slots", broken)
+    futures = [engine.submit(query) for query in (queries[1], queries[0])]
+    run(engine)
+    assert failed
+    with pytest.raises(RuntimeError, match="no memory"):
+        futures[0].result(0)
+    assert [futures[1].result(0).tokens.tolist()] == expected
+    assert_no_leak(engine)
+
+
 def test_no_request_joins_while_suspects_are_tried(monkeypatch):
     _, engine, queries = slates(5)
     failed = fail_with(monkeypatch, lambda pieces: len(pieces) > 1)

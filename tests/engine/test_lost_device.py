@@ -15,8 +15,8 @@ from recserve.kernels import backend
 from tests.support.device_worlds import ranking, recommending, text_engine, text_scores, texts
 from tests.support.pretend_cuda import PretendCuda
 
-POSITIONS = 6
-STRATEGIES = ("beam", "speculative", "nezha", "rpg", "dense", "specgr", "likelihood")
+POSITIONS = 4
+STRATEGIES = ("beam", "speculative", "nezha", "dense", "specgr")
 
 
 @pytest.fixture
@@ -37,14 +37,17 @@ def run(engine, requests):
 
 def lose_everywhere(device, engine, requests):
     """Loses the device at operators all over the work, and checks the engine's state each time."""
-    before = device.calls
-    assert all(future.exception(0) is None for future in run(engine, requests))
-    calls = device.calls - before
+    for _ in range(2):  # the first run also fills tables of the process
+        engine.forget_all()
+        before = device.calls
+        assert all(future.exception(0) is None for future in run(engine, requests))
+        calls = device.calls - before
     assert calls > POSITIONS
     schedulers = engine.schedulers.values()
-    for number in range(POSITIONS):
+    # From the last operator, which reads results, to the first one, which is part of an admission.
+    for number in reversed([*(calls * n // POSITIONS for n in range(POSITIONS)), calls - 1]):
         engine.forget_all()
-        device.lost_at = device.calls + calls * number // POSITIONS
+        device.lost_at = device.calls + number
         futures = run(engine, requests)
         assert device.lost and isinstance(engine.stopped_by, DeviceLost), (number, calls)
         assert not engine.alive and engine.stats().running == 0
@@ -76,9 +79,10 @@ def test_a_device_lost_under_rankings(device):
     lose_everywhere(device, world.engine, world.ask())
 
 
-@pytest.mark.parametrize("parameters", ["greedy", "everything"])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "medusa", "draft_model"])
+@pytest.mark.parametrize(
+    "drafter, parameters", [("none", "everything"), ("ngram", "greedy"), ("medusa", "greedy")]
+)
 def test_a_device_lost_under_texts(device, drafter, parameters):
     engine = text_engine("cuda", [drafter] if drafter != "none" else [])
-    requests = [*texts(drafter, "sample", parameters), text_scores("cuda")]
+    requests = [*texts(drafter, "sample", parameters, most=6), text_scores("cuda")]
     lose_everywhere(device, engine, requests)

@@ -98,8 +98,7 @@ class ItemScheduler(Scheduler[SearchSequence]):
         placed = kv.place(_keys(request), capacity, separate=True)
         if placed is None:
             return False
-        pages, length, cached = placed
-        slots = kv.slots_of(pages)
+        pages, slots, length, cached = placed
         tree_slots = slots[kv.pages_of(rows) * kv.page_size :]
         if self.admitted_tokens is not None and self.num_admitted:
             tokens = rows - length + tree_slots.shape[0]

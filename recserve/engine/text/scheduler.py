@@ -311,8 +311,8 @@ class TextScheduler(Scheduler[TextSequence]):
         placed = self.kv.place(sequence.prefix(sequence.length - 1), 1, separate=False)
         if placed is None:
             return False
-        pages, length, cached = placed
-        sequence.set_pages(pages, self.kv.slots_of(pages))
+        pages, slots, length, cached = placed
+        sequence.set_pages(pages, slots)
         sequence.restore(length, cached)
         if not sequence.timing.forwards:
             sequence.timing.root_cached = sequence.num_computed
