@@ -1,10 +1,11 @@
-"""Sequence: the engine's unit of work, with its cached root and its slots for tree nodes."""
+"""Sequence: a request from submission to delivery, the engine's unit of work."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from recserve.core.request import Continuation, Request, Result, Timing
 from recserve.core.slate_tree import TracedRound
 from recserve.models.inputs import NodeInputs
+
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(eq=False)
@@ -32,47 +35,69 @@ class CachedPrefix:
     draft: object = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Sequence:
-    """State of one request between admission and result.
+    """A request from its submission to the delivery of its result.
 
     Attributes:
         request: The query.
         future: Receives the result.
         submitted_s: `time.monotonic()` at submission.
-        pages: Page numbers that the sequence holds a reference to, root pages first.
-        prefix_slots: [R] pool slots of the root.
-        num_computed: Prefix tokens that are already in the cache.
-        last_hidden: [E] state of the last root token. None until it is computed.
+        model: Name of the scheduler that runs it.
+        background: Whether nobody waits for the result.
+        pages: Pages that it holds a reference to, in the order of its tokens. None while it waits.
+        num_computed: Tokens at its beginning with keys and values.
+        last_hidden: [E] state of the last of them. None if it is not known.
+        timing: Time and work so far.
+        flawed: Whether a state or score of it is not finite. It then fails.
+    """
+
+    request: Any
+    future: Future[Any]
+    submitted_s: float
+    model: str
+    background: bool = False
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    last_hidden: Tensor | None = None
+    timing: Timing = field(default_factory=Timing)
+    flawed: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class SearchSequence(Sequence):
+    """A request for items or scores.
+
+    Attributes:
+        strategy: The strategy that computes it (core/strategy.py).
+        prefix_slots: [R] pool slots of the root. Empty while it waits.
         tree_slots: Pool slots reserved for tree nodes.
         tree_used: Number of `tree_slots` in use.
         rounds: Forwards that scored a node of the request's trees.
-        placeholders: Inputs that the strategy reads after the root. None: it reads none.
-        placeholder_states: [P, E] states of the placeholders. None until they are computed.
+        placeholder_states: [P, E] states of the strategy's placeholders. None until they are
+            computed.
         cached_prefix: What is cached with the root.
-        timing: Time and work so far.
-        flawed: True if a state of the trees was not finite. The request then fails.
         chosen: Items that earlier searches chose for the request. None in the first search.
         traced: Prefixes that each forward scored, if the request wants an explanation.
     """
 
     request: Request
     future: Future[Result]
-    submitted_s: float
-    pages: list[int]
-    prefix_slots: Tensor
-    num_computed: int
-    last_hidden: Tensor | None
-    tree_slots: Tensor
+    strategy: Any
+    prefix_slots: Tensor = NO_SLOTS
+    tree_slots: Tensor = NO_SLOTS
     tree_used: int = 0
     rounds: int = 0
-    placeholders: NodeInputs | None = None
     placeholder_states: Tensor | None = None
     cached_prefix: CachedPrefix = field(default_factory=CachedPrefix)
-    timing: Timing = field(default_factory=Timing)
-    flawed: bool = False
     chosen: Continuation | None = None
     traced: list[TracedRound] = field(default_factory=list)
+
+    @property
+    def placeholders(self) -> NodeInputs | None:
+        """Inputs that the strategy reads after the root. None: it reads none."""
+        found: NodeInputs | None = self.strategy.placeholders
+        return found
 
     @property
     def computed(self) -> bool:
@@ -87,13 +112,27 @@ class Sequence:
         """Number of root tokens R, computed or not."""
         return self.prefix_slots.shape[0]
 
+    def place(
+        self,
+        pages: list[int],
+        prefix_slots: Tensor,
+        tree_slots: Tensor,
+        num_computed: int,
+        cached: CachedPrefix,
+    ) -> None:
+        """Gives the request its pages with their slots, and what is cached of its root."""
+        self.pages, self.prefix_slots, self.tree_slots = pages, prefix_slots, tree_slots
+        self.num_computed, self.cached_prefix = num_computed, cached
+        self.last_hidden, self.placeholder_states = cached.last_hidden, cached.placeholder_states
+
     def search_again(self, again: Continuation) -> None:
         """Continues with another request on the same root; frees the slots of the old tree."""
         self.request, self.chosen, self.tree_used = again.request, again, 0
 
-    def take_over(self, earlier: Sequence) -> None:
-        """Takes over what the searches before this one chose, after a step of `earlier` failed."""
-        self.chosen, self.rounds, self.traced = earlier.chosen, earlier.rounds, earlier.traced
+    def restart(self) -> None:
+        """Forgets what was computed, after a failed step. What earlier searches chose stays."""
+        self.num_computed, self.tree_used, self.flawed = 0, 0, False
+        self.timing = Timing()
 
     def take_tree_slots(self, count: int) -> Tensor:
         """Returns [count] pool slots for nodes that the next forward computes.

@@ -13,7 +13,7 @@ from torch import Tensor
 from recserve.core.acceptance_watch import DraftWatch
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Result
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 
@@ -58,7 +58,7 @@ class Strategy(ABC):
         return 0
 
     @abstractmethod
-    def start(self, sequences: Seq[Sequence]) -> Any:
+    def start(self, sequences: Seq[SearchSequence]) -> Any:
         """Returns the state of requests whose roots are computed."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class OneRound:
         results: The results. None before the forward pass.
     """
 
-    sequences: Seq[Sequence]
+    sequences: Seq[SearchSequence]
     draft: Draft | None
     results: Results | None = None
 
@@ -103,12 +103,12 @@ class OneRound:
 class OneRoundStrategy(Strategy):
     """A strategy that needs one tree per request, or none besides the root."""
 
-    def tree(self, sequences: Seq[Sequence]) -> Draft | None:
+    def tree(self, sequences: Seq[SearchSequence]) -> Draft | None:
         """Returns the trees to score. None or empty trees: the roots alone give the results."""
         return None
 
     @abstractmethod
-    def results(self, sequences: Seq[Sequence], draft: Any, hidden: Any) -> Results:
+    def results(self, sequences: Seq[SearchSequence], draft: Any, hidden: Any) -> Results:
         """Returns one result per sequence, in their order.
 
         Args:
@@ -117,7 +117,7 @@ class OneRoundStrategy(Strategy):
             hidden: [Tq, E] states of the draft's computed nodes. None if there are none.
         """
 
-    def start(self, sequences: Seq[Sequence]) -> OneRound:
+    def start(self, sequences: Seq[SearchSequence]) -> OneRound:
         """Makes the trees, or the results where no tree is needed."""
         began = time.perf_counter()
         state = OneRound(sequences, self.tree(sequences))

@@ -12,25 +12,23 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import overload
+from typing import Any, overload
 
 import torch
 
 from recserve.core.errors import EngineStopped
 from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
+from recserve.core.sequence import SearchSequence, Sequence
 from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import BeamSearchGraphs
 from recserve.engine.runtime.request_queue import (
     Cancellations,
-    QueuedItems,
-    QueuedRequest,
-    QueuedText,
     RequestQueue,
     model_and_method,
 )
-from recserve.engine.runtime.scheduler import StepLock
+from recserve.engine.runtime.scheduler import Scheduler, StepLock
 from recserve.engine.runtime.step_watch import StepWatch
 from recserve.engine.stats import EngineStats, watched
 from recserve.engine.text.scheduler import TextScheduler
@@ -55,12 +53,12 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.schedulers: dict[str, ItemScheduler | TextScheduler] = {}
+        self.schedulers: dict[str, Scheduler[Any]] = {}
         self.drafters: dict[str, Drafter] = {}
         self.strategies: tuple[str, ...] = ()
         self._strategies: dict[str, Strategy] = {}
         self.searches: BeamSearchGraphs | None = None
-        self.queue = RequestQueue(config.max_queue)
+        self.queue = RequestQueue(config.max_queue, self.schedulers)
         self._changed = threading.Condition()
         self._stepping = StepLock()
         self._thread: threading.Thread | None = None
@@ -88,16 +86,16 @@ class Engine:
             EngineStopped: If the engine's thread has ended with an error.
             ValueError: If its model, strategy, drafter or verifier is not available.
         """
-        entry = self._route(request)
-        entry.check()
+        sequence = self._sequence_of(request)
+        self.schedulers[sequence.model].check(sequence)
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed")
             if self.stopped_by is not None:
                 raise EngineStopped("the engine has stopped")
-            self.queue.enqueue(entry)
+            self.queue.enqueue(sequence)
             self._changed.notify()
-        return entry.future
+        return sequence.future
 
     def check_queue(self, others: int = 0) -> None:
         """Raises QueueFull if the queue is full, before a caller prepares a request for it.
@@ -307,21 +305,25 @@ class Engine:
         for scheduler in self.schedulers.values():
             scheduler.abandon(error)
 
-    def _route(self, request: Request | TextQuery) -> QueuedItems | QueuedText:
-        """Returns the request with its scheduler and its strategy or drafter."""
+    def _sequence_of(self, request: Request | TextQuery) -> Sequence:
+        """Returns the request with its strategy or drafter."""
         model, name = model_and_method(request)
         if model not in self.schedulers:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self.schedulers)}")
-        submitted_s, scheduler = time.monotonic(), self.schedulers[model]
         if isinstance(request, TextQuery):
             if name not in self.drafters:
                 raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")
+            scheduler = self.schedulers[model]
             assert isinstance(scheduler, TextScheduler)
             text = self._cancelled.watch(Future[Completion]())
-            return QueuedRequest(request, text, submitted_s, scheduler, self.drafters[name])
+            return scheduler.sequence_of(request, text, self.drafters[name])
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
-        assert isinstance(scheduler, ItemScheduler)
-        future = self._cancelled.watch(Future[Result]())
-        strategy, background = self._strategies[name], isinstance(request, PrewarmQuery)
-        return QueuedRequest(request, future, submitted_s, scheduler, strategy, background)
+        return SearchSequence(
+            request=request,
+            future=self._cancelled.watch(Future[Result]()),
+            submitted_s=time.monotonic(),
+            model=model,
+            background=isinstance(request, PrewarmQuery),
+            strategy=self._strategies[name],
+        )

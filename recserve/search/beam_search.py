@@ -55,7 +55,7 @@ from torch import Tensor
 
 from recserve.core.finite import flaws_of, without_flaws
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence, stacked_last_hidden
+from recserve.core.sequence import SearchSequence, stacked_last_hidden
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.host import on_device
 from recserve.kernels.trie import level_search
@@ -192,7 +192,7 @@ class BeamSearch:
     """
 
     model: Recommender
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SearchSequence, ...]
     requests: list[SlateQuery]
     trie: Trie
     filters: RequestFilters
@@ -208,7 +208,7 @@ class BeamSearch:
 
     @staticmethod
     def start(
-        model: Recommender, sequences: Seq[Sequence], bounded: bool, filtered: bool = True
+        model: Recommender, sequences: Seq[SearchSequence], bounded: bool, filtered: bool = True
     ) -> BeamSearch:
         """Returns a search at level 0, the empty prefix of each request.
 
@@ -333,7 +333,7 @@ class BeamSearch:
         return on_device(self.bound_ranks, self.last_hidden.device)[:, None]
 
 
-def _root_flaws(sequences: Seq[Sequence], last_hidden: Tensor) -> Tensor:
+def _root_flaws(sequences: Seq[SearchSequence], last_hidden: Tensor) -> Tensor:
     """Returns [B] flaws of the roots' last states [B, E] and of the placeholders' states."""
     placeholder_states = [
         s.placeholder_states

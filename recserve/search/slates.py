@@ -18,7 +18,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import first_k, still_open
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Slate, SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.kernels.trie.level_search import DEAD
 from recserve.search.beam_search import BeamSearch
 
@@ -66,7 +66,7 @@ def slates(search: BeamSearch, exact: bool) -> list[Slate | Continuation | NotFi
 
 
 def slate_under_caps(
-    sequence: Sequence,
+    sequence: SearchSequence,
     rows: np.ndarray,
     scores: np.ndarray,
     complete: bool,
@@ -107,6 +107,6 @@ def slate_under_caps(
     return Slate(rows, scores, exact, sequence.rounds, sequence.timing)
 
 
-def with_chosen(sequence: Sequence, rows: np.ndarray) -> np.ndarray:
+def with_chosen(sequence: SearchSequence, rows: np.ndarray) -> np.ndarray:
     """Returns the item rows that earlier searches chose, followed by `rows`."""
     return rows if sequence.chosen is None else np.concatenate([sequence.chosen.rows, rows])

@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import ClassVar, Literal, Self
 
 from recserve.core.plugins import Pluggable, with_plugins
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Strategy
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.item_heads import SelfDraftHead
@@ -52,7 +52,7 @@ class Heads:
 
 AutoRole = Literal["preferred", "default", "fallback", "hurried"]
 DenseWeight = Literal["used", "ignored", "refused"]
-Searching = Callable[[Seq[Sequence]], BeamSearch | None]
+Searching = Callable[[Seq[SearchSequence]], BeamSearch | None]
 
 
 class RecommendStrategy(Strategy, Pluggable):

@@ -43,7 +43,7 @@ def lose_everywhere(device, engine, requests):
         assert all(future.exception(0) is None for future in run(engine, requests))
         calls = device.calls - before
     assert calls > POSITIONS
-    schedulers = list(engine.schedulers.values())
+    schedulers = engine.schedulers.values()
     # From the last operator, which reads results, to the first one, which is part of an admission.
     for number in reversed([*(calls * n // POSITIONS for n in range(POSITIONS)), calls - 1]):
         engine.forget_all()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.request import Continuation, PromptScores, Result, Scores, Slate
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Strategy
 from recserve.engine.runtime.runner import BatchSlice
 from recserve.kernels.cache.kv_pool import KVPool
@@ -81,12 +81,14 @@ class SearchBatch:
     """
 
     strategy: Strategy
-    sequences: list[Sequence]
+    sequences: list[SearchSequence]
     state: Any
     round: Round | None = None
 
 
-def isolate(sequences: Seq[Sequence], piece: BatchSlice, states: Tensor, pool: KVPool) -> Tensor:
+def isolate(
+    sequences: Seq[SearchSequence], piece: BatchSlice, states: Tensor, pool: KVPool
+) -> Tensor:
     """Replaces states that are not finite by zeros, and marks their sequences as flawed.
 
     The search goes on with the zeros because it compares sums of states, and NaN compares as false

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recserve.core.finite import flaws_of
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.engine.items.search_scorers import ExtendedBeams, LevelScorer
 from recserve.kernels.trie import level_search
 from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
@@ -296,7 +296,7 @@ class BeamSearchGraph:
             parents = nodes.flatten()
         return total
 
-    def account(self, sequences: Seq[Sequence]) -> None:
+    def account(self, sequences: Seq[SearchSequence]) -> None:
         """Adds the nodes, rounds and forward passes of the search to each request's statistics."""
         scorer = self.scorer
         for sequence in sequences:
@@ -306,7 +306,7 @@ class BeamSearchGraph:
             sequence.timing.forwards += scorer.forwards
             sequence.timing.nodes += nodes
 
-    def _put(self, sequences: Seq[Sequence]) -> None:
+    def _put(self, sequences: Seq[SearchSequence]) -> None:
         """Uploads all requests in one copy, after the previous upload has ended."""
         if self._uploaded is not None:
             self._uploaded.synchronize()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,14 +19,13 @@ from recserve.core.request import (
     Request,
     Result,
     SlateQuery,
-    Timing,
 )
-from recserve.core.sequence import CachedPrefix, Sequence
+from recserve.core.sequence import CachedPrefix, SearchSequence
 from recserve.core.strategy import Draft, Strategy
 from recserve.engine.items.cohort import Round, SearchBatch, checked, computed_nodes, isolate
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import BatchSlice, Runner
-from recserve.engine.runtime.scheduler import Dropped, RequestTooLarge, Scheduler, expired
+from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler, expired
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
 from recserve.models.inputs import NodeInputs
@@ -40,11 +37,10 @@ class StrategyError(RuntimeError):
     """A strategy broke its contract with the scheduler. Its requests fail, and no others."""
 
 
-class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
+class ItemScheduler(Scheduler[SearchSequence]):
     """Admits, steps and releases the item requests of one model.
 
     Attributes:
-        strategies: The strategy of each admitted request.
         cohorts: Requests whose search runs.
         cold: Admitted requests whose root still needs a forward pass.
         warm: Admitted requests whose root is computed.
@@ -68,67 +64,51 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         self.step_tokens, self.admitted_tokens = step_tokens, admitted_tokens
         self.kv = kv or KVCache(runner.pool)
         self.cohorts: list[SearchBatch] = []
-        self.strategies: dict[Sequence, Strategy] = {}
-        self.cold: list[Sequence] = []
-        self.warm: list[Sequence] = []
+        self._admitted: dict[SearchSequence, None] = {}  # in the order of admission
+        self.cold: list[SearchSequence] = []
+        self.warm: list[SearchSequence] = []
 
     @property
-    def admitted(self) -> list[Sequence]:
+    def admitted(self) -> list[SearchSequence]:
         """Running requests that have pages."""
-        return list(self.strategies)
+        return list(self._admitted)
 
     @property
     def num_admitted(self) -> int:
         """Number of running requests that have pages."""
-        return len(self.strategies)
+        return len(self._admitted)
 
-    def check(self, request: Request, strategy: Strategy) -> None:
+    def check(self, sequence: SearchSequence) -> None:
         """Raises RequestTooLarge if the request needs more pages than the pool has."""
-        kv, rows = self.kv, len(request.root.inputs)
-        pages = kv.pages_of(rows) + kv.pages_of(strategy.tree_capacity(request))
+        kv, request = self.kv, sequence.request
+        rows = len(request.root.inputs)
+        pages = kv.pages_of(rows) + kv.pages_of(sequence.strategy.tree_capacity(request))
         if pages > kv.allocator.num_pages:
             raise RequestTooLarge(
                 f"the request needs {pages} pages of {kv.page_size} tokens ({rows} of history), "
                 f"the pool has {kv.allocator.num_pages}; request less or raise kv_bytes"
             )
 
-    def admit(
-        self, request: Request, future: Future[Result], submitted_s: float, strategy: Strategy
-    ) -> bool:
+    def admit(self, sequence: SearchSequence) -> bool:
         """Takes a request in and reserves all pages that it will need. Returns False if too few
         are free, or if the admitted requests suffice for the next steps.
         """
-        kv, rows = self.kv, request.root.keys.shape[0]
-        placed = kv.place(_keys(request), strategy.tree_capacity(request), separate=True)
+        kv, request, timing = self.kv, sequence.request, sequence.timing
+        capacity, rows = sequence.strategy.tree_capacity(request), request.root.keys.shape[0]
+        placed = kv.place(_keys(request), capacity, separate=True)
         if placed is None:
             return False
         pages, slots, length, cached = placed
-        cached = cached or CachedPrefix()
         tree_slots = slots[kv.pages_of(rows) * kv.page_size :]
         if self.admitted_tokens is not None and self.num_admitted:
             tokens = rows - length + tree_slots.shape[0]
             if self._num_open_tokens() + tokens > self.admitted_tokens:
                 kv.allocator.release(pages)
                 return False
-        sequence = Sequence(
-            request=request,
-            future=future,
-            submitted_s=submitted_s,
-            pages=pages,
-            prefix_slots=slots[:rows],
-            num_computed=length,
-            last_hidden=cached.last_hidden,
-            tree_slots=tree_slots,
-            placeholders=strategy.placeholders,
-            placeholder_states=cached.placeholder_states,
-            cached_prefix=cached,
-            timing=Timing(
-                queue_ms=(time.monotonic() - submitted_s) * 1e3,
-                root_cached=length,
-                root_computed=rows - length,
-            ),
-        )
-        self.strategies[sequence] = strategy
+        sequence.place(pages, slots[:rows], tree_slots, length, cached or CachedPrefix())
+        timing.queue_ms = (time.monotonic() - sequence.submitted_s) * 1e3
+        timing.root_cached, timing.root_computed = length, rows - length
+        self._admitted[sequence] = None
         (self.warm if sequence.computed else self.cold).append(sequence)
         return True
 
@@ -161,7 +141,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         if not pieces:
             return
         hidden = self.runner.forward(pieces)
-        started, flawed = list[Sequence](), list[Sequence]()
+        started, flawed = list[SearchSequence](), list[SearchSequence]()
         for (sequence, stop), states in zip(chunks, hidden, strict=False):
             if stop < sequence.root_length:
                 sequence.num_computed = stop
@@ -187,12 +167,14 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         self._start(started)
         self._finish()
 
-    def drop_all(self) -> list[Dropped[Sequence]]:
+    def drop_all(self) -> list[SearchSequence]:
         """Removes all running requests, releases their pages, and returns them."""
-        pairs = list(self.strategies.items())
+        dropped = self.admitted
         self.cold, self.warm, self.cohorts = [], [], []
-        self._remove(self.admitted)
-        return [Dropped(s, partial(self._search_anew, s, strategy)) for s, strategy in pairs]
+        self._remove(dropped)
+        for sequence in dropped:
+            sequence.restart()
+        return dropped
 
     def drop_cancelled(self) -> None:
         """Removes cancelled requests. A cohort is removed once all of its requests are
@@ -210,17 +192,17 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         self.cohorts = running
         self._remove(gone)
 
-    def _remove(self, requests: Seq[Sequence]) -> None:
+    def _remove(self, sequences: Seq[SearchSequence]) -> None:
         """Releases the pages. A request that is not finite leaves no root in the prefix cache."""
-        for sequence in requests:
+        for sequence in sequences:
             if sequence.flawed:
                 log.error("the model's output for a request is not finite; its root is dropped")
                 self.kv.discard(_keys(sequence.request), sequence.pages)
             self.kv.allocator.release(sequence.pages)
             sequence.pages = []
-            self.strategies.pop(sequence, None)
+            self._admitted.pop(sequence, None)
 
-    def _next_chunks(self) -> tuple[list[tuple[Sequence, int]], int | None]:
+    def _next_chunks(self) -> tuple[list[tuple[SearchSequence, int]], int | None]:
         """Returns the roots that the next step computes, and how many tokens it has left for trees.
 
         With each root comes the number of its tokens that are computed after the step. None: the
@@ -240,14 +222,14 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
 
     def _num_open_tokens(self) -> int:
         """Returns how many tokens of the admitted requests are not computed, in whole pages."""
-        return sum(s.root_length - s.num_computed + s.tree_slots.shape[0] for s in self.strategies)
+        return sum(s.root_length - s.num_computed + s.tree_slots.shape[0] for s in self._admitted)
 
     def _end_late(self) -> None:
         """Ends requests between two parts of their root or of a round, once they are late.
 
         A round ends only if nobody waits for any of its results.
         """
-        late, running = list[Sequence](), list[SearchBatch]()
+        late, running = list[SearchSequence](), list[SearchBatch]()
         if self.cold and any([expired(sequence.request) for sequence in self.cold]):
             late += [sequence for sequence in self.cold if expired(sequence.request)]
             self.cold = [sequence for sequence in self.cold if sequence not in late]
@@ -263,25 +245,18 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
         error = DeadlineExceeded("the deadline passed while the request ran")
         self._end([(sequence, error) for sequence in late])
 
-    def _search_anew(self, old: Sequence, strategy: Strategy) -> bool:
-        """Starts a dropped request again. What its earlier searches chose stays chosen."""
-        if not self.admit(old.request, old.future, old.submitted_s, strategy):
-            return False
-        next(reversed(self.strategies)).take_over(old)
-        return True
-
-    def _start(self, ready: list[Sequence]) -> None:
+    def _start(self, ready: list[SearchSequence]) -> None:
         """Groups requests with computed roots into cohorts."""
-        groups: dict[tuple[Strategy, int], list[Sequence]] = {}
+        groups: dict[tuple[Strategy, int], list[SearchSequence]] = {}
         for sequence in ready:
             request = sequence.request
             by_trie = isinstance(request, SlateQuery | LikelihoodQuery)
             trie = id(request.trie) if by_trie else 0  # type: ignore[union-attr]
-            groups.setdefault((self.strategies[sequence], trie), []).append(sequence)
+            groups.setdefault((sequence.strategy, trie), []).append(sequence)
         for (strategy, _), sequences in groups.items():
             self._start_group(strategy, sequences)
 
-    def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> None:
+    def _start_group(self, strategy: Strategy, sequences: list[SearchSequence]) -> None:
         """Starts one cohort. If that fails, each request starts alone."""
         try:
             self.cohorts.append(SearchBatch(strategy, sequences, strategy.start(sequences)))
@@ -354,7 +329,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
             counts=counts,
         )
 
-    def _prefill_piece(self, sequence: Sequence, stop: int) -> BatchSlice:
+    def _prefill_piece(self, sequence: SearchSequence, stop: int) -> BatchSlice:
         """Returns the next tokens of a root as a chain, with the placeholders after the last one.
 
         Args:
@@ -387,7 +362,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy, Sequence]):
             counts=[len(inputs)],
         )
 
-    def _store_root(self, sequence: Sequence, states: Tensor) -> bool:
+    def _store_root(self, sequence: SearchSequence, states: Tensor) -> bool:
         """Caches a computed root. Returns False if its states are not finite.
 
         On a CUDA device, the check would make the host wait. There the result shows whether the

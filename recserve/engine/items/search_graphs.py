@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import torch
 
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Strategy
 from recserve.engine.items.graph_search import (
     BeamSearchGraph,
@@ -190,7 +190,7 @@ class BeamSearchGraphs:
             if isinstance(strategy, RecommendStrategy) and strategy.replays is not None:
                 strategy.recorded = partial(self.search, strategy.replays)
 
-    def search(self, strategy: str, sequences: Seq[Sequence]) -> BeamSearch | None:
+    def search(self, strategy: str, sequences: Seq[SearchSequence]) -> BeamSearch | None:
         """Returns the finished search of requests over one version, or None if no graph holds
         them.
 
@@ -217,7 +217,7 @@ class BeamSearchGraphs:
         return search
 
     def _fitting(
-        self, strategy: str, sequences: Seq[Sequence]
+        self, strategy: str, sequences: Seq[SearchSequence]
     ) -> list[CapturedSearch] | SearchResult:
         """Returns the graphs that hold the requests one after another, or the reason why there
         are none.

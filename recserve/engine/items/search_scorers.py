@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.engine.runtime.runner import Runner
 from recserve.kernels.attention.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
@@ -66,7 +66,7 @@ class LevelScorer(Protocol):
         """
         ...
 
-    def write(self, words: Words, sequence: Sequence) -> None:
+    def write(self, words: Words, sequence: SearchSequence) -> None:
         """Writes the values of a request to words [num_words], on the host."""
         ...
 
@@ -74,7 +74,7 @@ class LevelScorer(Protocol):
         """Writes the values of missing requests to words [n, num_words]."""
         ...
 
-    def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
+    def load(self, sequences: Seq[SearchSequence], last_hidden: Tensor) -> None:
         """Copies states that are on the device into the scorer's buffers. last_hidden is [n, E]."""
         ...
 
@@ -117,13 +117,13 @@ class HeadScorer:
         """As LevelScorer."""
         return 0
 
-    def write(self, words: Words, sequence: Sequence) -> None:
+    def write(self, words: Words, sequence: SearchSequence) -> None:
         """As LevelScorer."""
 
     def write_padding(self, words: Words) -> None:
         """As LevelScorer."""
 
-    def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
+    def load(self, sequences: Seq[SearchSequence], last_hidden: Tensor) -> None:
         """As LevelScorer."""
         count = len(sequences)
         self._last_hidden[:count].copy_(last_hidden)
@@ -231,7 +231,7 @@ class TargetScorer:
             (self.dense_candidates * len(self.columns), dense_candidates * len(self.columns)),
         ]
 
-    def write(self, words: Words, sequence: Sequence) -> None:
+    def write(self, words: Words, sequence: SearchSequence) -> None:
         """As LevelScorer."""
         size, rows = self.runner.pool.page_size, sequence.root_length
         slots = (np.array(sequence.pages)[:, None] * size + np.arange(size)).ravel()
@@ -249,7 +249,7 @@ class TargetScorer:
         words[:, 0] = 0
         words[:, 1:] = self.runner.pool.spare_slot
 
-    def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
+    def load(self, sequences: Seq[SearchSequence], last_hidden: Tensor) -> None:
         """As LevelScorer."""
         self._last_hidden[: len(sequences)].copy_(last_hidden)
 

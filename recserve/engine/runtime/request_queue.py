@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, TypeVar
 
 from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.request import (
@@ -15,60 +15,16 @@ from recserve.core.request import (
     PromptQuery,
     RankQuery,
     Request,
-    Result,
     SlateQuery,
     TextScoreQuery,
 )
-from recserve.core.strategy import Strategy
-from recserve.engine.runtime.scheduler import (
-    MethodT,
-    RequestT,
-    ResultT,
-    Scheduler,
-    expired,
-)
-from recserve.speculation.completion import Completion, TextQuery
-from recserve.speculation.drafter import Drafter
+from recserve.core.sequence import Sequence
+from recserve.engine.runtime.scheduler import Scheduler, expired
+from recserve.speculation.completion import TextQuery
 
+ResultT = TypeVar("ResultT")
 MAX_RETRY_AFTER_S = 60.0
 TURN_S = 0.5  # each further group of texts of one body counts as if it came so much later
-
-
-@dataclass
-class QueuedRequest(Generic[RequestT, ResultT, MethodT]):
-    """A submitted request.
-
-    Attributes:
-        request: The request.
-        future: Gets the result or the error.
-        submitted_s: time.monotonic() of the submission.
-        scheduler: The scheduler that runs the request.
-        method: The strategy or drafter that computes it.
-        background: Whether nobody waits for the result.
-    """
-
-    request: RequestT
-    future: Future[ResultT]
-    submitted_s: float
-    scheduler: Scheduler[RequestT, ResultT, MethodT, Any]
-    method: MethodT
-    background: bool = False
-
-    def check(self) -> None:
-        """Raises ValueError if the request cannot run even alone."""
-        self.scheduler.check(self.request, self.method)
-
-    def admit(self) -> bool:
-        """Hands the request to its scheduler. Returns False while there is no capacity."""
-        return self.scheduler.admit(self.request, self.future, self.submitted_s, self.method)
-
-    def fail(self, error: Exception) -> None:
-        """Sets the request's future to an error."""
-        self.scheduler.fail(self.future, error)
-
-
-QueuedItems = QueuedRequest[Request, Result, Strategy]
-QueuedText = QueuedRequest[TextQuery, Completion, Drafter]
 
 
 class RequestQueue:
@@ -81,11 +37,12 @@ class RequestQueue:
         background: Background requests that wait, oldest first.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._entries: deque[QueuedItems | QueuedText] = deque()
-        self.background: deque[QueuedItems | QueuedText] = deque()
-        self._begun: QueuedItems | QueuedText | None = None
+    def __init__(self, capacity: int, schedulers: Mapping[str, Scheduler[Any]]) -> None:
+        """Makes an empty queue for the requests of these schedulers, by model."""
+        self.capacity, self.schedulers = capacity, schedulers
+        self._entries: deque[Sequence] = deque()
+        self.background: deque[Sequence] = deque()
+        self._begun: Sequence | None = None
         self._departures = Departures()
 
     def __len__(self) -> int:
@@ -103,21 +60,21 @@ class RequestQueue:
             retry_after_s = self._departures.seconds_for(waiting, time.monotonic())
             raise QueueFull(f"{self.capacity} requests are waiting already", retry_after_s)
 
-    def enqueue(self, entry: QueuedItems | QueuedText) -> None:
+    def enqueue(self, sequence: Sequence) -> None:
         """Adds a request. Raises QueueFull if the queue is full."""
-        if entry.background:
+        if sequence.background:
             if len(self.background) >= self.capacity:
                 raise QueueFull(f"{self.capacity} requests are waiting already", TURN_S)
-            self.background.append(entry)
+            self.background.append(sequence)
             return
         self.check()
-        self._entries.append(entry)
+        self._entries.append(sequence)
 
     def drain(self, error: Exception) -> None:
         """Fails all requests."""
-        for entries in (self._entries, self.background):
-            while entries:
-                entries.popleft().fail(error)
+        for waiting in (self._entries, self.background):
+            while waiting:
+                self._fail(waiting.popleft(), error)
 
     def admit(self, max_running: int) -> None:
         """Moves requests to their schedulers, by priority and then by age.
@@ -128,49 +85,55 @@ class RequestQueue:
         Args:
             max_running: Most requests that a scheduler runs at once.
         """
-        full: set[int] = set()
-        left: list[QueuedItems | QueuedText] = []
-        entries = [self._entries.popleft() for _ in range(len(self._entries))]
-        for entry in sorted(entries, key=_turn):
-            if entry.future.cancelled():
+        full: set[str] = set()
+        left: list[Sequence] = []
+        waiting = [self._entries.popleft() for _ in range(len(self._entries))]
+        for sequence in sorted(waiting, key=_turn):
+            if self._left(sequence):
                 continue
-            if expired(entry.request):
-                entry.fail(DeadlineExceeded("the deadline passed in the queue"))
-                continue
-            scheduler = entry.scheduler
+            scheduler = self.schedulers[sequence.model]
             free = scheduler.num_running < max_running and not scheduler.isolating
-            if free and id(scheduler) not in full:
+            if free and sequence.model not in full:
                 try:
-                    admitted = entry.admit()
+                    admitted = scheduler.admit(sequence)
                 except Exception as error:
-                    entry.fail(error)
+                    self._fail(sequence, error)
                     continue
                 if admitted:
                     continue
-            full.add(id(scheduler))
-            left.append(entry)
-        self._departures.add(len(entries) - len(left), time.monotonic())
+            full.add(sequence.model)
+            left.append(sequence)
+        self._departures.add(len(waiting) - len(left), time.monotonic())
         self._entries.extendleft(reversed(left))
 
     def admit_background(self) -> None:
         """Moves the oldest background request to its scheduler, if its pages are free."""
         while self.background:
-            entry = self.background.popleft()
-            if entry.future.cancelled():
+            sequence = self.background.popleft()
+            if self._left(sequence):
                 continue
-            if expired(entry.request):
-                entry.fail(DeadlineExceeded("the deadline passed in the queue"))
-                continue
+            scheduler = self.schedulers[sequence.model]
             try:
-                admitted = not entry.scheduler.isolating and entry.admit()
+                admitted = not scheduler.isolating and scheduler.admit(sequence)
             except Exception as error:
-                entry.fail(error)
+                self._fail(sequence, error)
                 continue
             if admitted:
-                self._begun = entry
+                self._begun = sequence
             else:
-                self.background.appendleft(entry)
+                self.background.appendleft(sequence)
             return
+
+    def _left(self, sequence: Sequence) -> bool:
+        """Returns whether nobody waits for a request any more, and fails a late one."""
+        if sequence.future.cancelled():
+            return True
+        if late := expired(sequence.request):
+            self._fail(sequence, DeadlineExceeded("the deadline passed in the queue"))
+        return late
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        self.schedulers[sequence.model].fail(sequence.future, error)
 
 
 class Departures:
@@ -234,9 +197,9 @@ class Cancellations:
         return True
 
 
-def _turn(entry: QueuedItems | QueuedText) -> tuple[int, float]:
+def _turn(sequence: Sequence) -> tuple[int, float]:
     """Returns the priority and the age; a large body's later groups give way to other bodies."""
-    request, submitted_s = entry.request, entry.submitted_s
+    request, submitted_s = sequence.request, sequence.submitted_s
     if isinstance(request, TextQuery):
         return request.priority, submitted_s
     if isinstance(request, TextScoreQuery | PromptQuery):

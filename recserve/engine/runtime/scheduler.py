@@ -7,37 +7,22 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
-from recserve.core.request import Timing
+from recserve.core.request import Request
+from recserve.core.sequence import Sequence
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import DeviceLost, Runner
+from recserve.speculation.completion import TextQuery
 
 log = logging.getLogger(__name__)
 
 
-class HasDeadline(Protocol):
-    """A request that may have a deadline.
-
-    Attributes:
-        deadline_s: Value of time.monotonic() after which the result is useless. None means never.
-    """
-
-    @property
-    def deadline_s(self) -> float | None:
-        """Value of time.monotonic() after which the result is useless."""
-        ...
-
-
-RequestT = TypeVar("RequestT", bound=HasDeadline)
-ResultT = TypeVar("ResultT")
-MethodT = TypeVar("MethodT")
+SequenceT = TypeVar("SequenceT", bound=Sequence)
 
 # Errors that say nothing about the device.
 HARMLESS = (DeadlineExceeded, EngineStopped, NotFinite)
@@ -47,44 +32,8 @@ class RequestTooLarge(ValueError):
     """A request needs more pages than the pool has, even when nothing else runs."""
 
 
-class RunningRequest(Protocol[ResultT]):
-    """A request between admission and result, such as core/sequence.py's `Sequence`."""
-
-    submitted_s: float
-    timing: Timing
-    flawed: bool
-
-    @property
-    def request(self) -> HasDeadline:
-        """The request."""
-        ...
-
-    @property
-    def future(self) -> Future[ResultT]:
-        """Gets the result."""
-        ...
-
-
-RunningT = TypeVar("RunningT", bound=RunningRequest[Any])
-
-
-@dataclass(frozen=True)
-class Dropped(Generic[RunningT]):
-    """A request that was removed from a scheduler without a result.
-
-    Attributes:
-        running: The request. It holds no pages.
-        readmit: Starts it again from what it has committed. Returns False if pages are missing.
-    """
-
-    running: RunningT
-    readmit: Callable[[], bool]
-
-
-class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
+class Scheduler(ABC, Generic[SequenceT]):
     """Admits the requests of one model, steps them, and releases them.
-
-    MethodT computes a request: it is a Strategy for items and a Drafter for text.
 
     An admitted request stays among `admitted` until `_end` has noted its result. A step that fails
     can therefore lose no request:
@@ -108,9 +57,9 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
 
     def __init__(self) -> None:
         self.lost: DeviceLost | None = None
-        self._results: list[tuple[RunningT, ResultT | Exception]] = []
-        self._suspects: deque[Dropped[RunningT]] = deque()
-        self._cleared: deque[Dropped[RunningT]] = deque()
+        self._results: list[tuple[SequenceT, Any]] = []
+        self._suspects: deque[SequenceT] = deque()
+        self._cleared: deque[SequenceT] = deque()
 
     @property
     def num_running(self) -> int:
@@ -124,7 +73,7 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
 
     @property
     @abstractmethod
-    def admitted(self) -> list[RunningT]:
+    def admitted(self) -> list[SequenceT]:
         """Running requests that have pages or wait for them."""
 
     @property
@@ -133,13 +82,11 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
         """Number of requests in `admitted`."""
 
     @abstractmethod
-    def check(self, request: RequestT, method: MethodT, /) -> None:
+    def check(self, sequence: SequenceT) -> None:
         """Raises ValueError if the request cannot run, even alone."""
 
     @abstractmethod
-    def admit(
-        self, request: RequestT, future: Future[ResultT], submitted_s: float, method: MethodT, /
-    ) -> bool:
+    def admit(self, sequence: SequenceT) -> bool:
         """Takes a request in. Returns False if other requests hold the pages that it needs."""
 
     @abstractmethod
@@ -151,18 +98,22 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
         """Runs one forward pass over all running requests, and ends those that it completes."""
 
     @abstractmethod
-    def drop_all(self) -> list[Dropped[RunningT]]:
-        """Removes and returns all admitted requests."""
+    def drop_all(self) -> list[SequenceT]:
+        """Removes and returns all admitted requests. `readmit` starts each of them again."""
+
+    def readmit(self, sequence: SequenceT) -> bool:
+        """Takes a dropped request in again. Returns False if pages are missing."""
+        return self.admit(sequence)
 
     @abstractmethod
     def drop_cancelled(self) -> None:
         """Removes cancelled requests."""
 
     @abstractmethod
-    def _remove(self, requests: Seq[RunningT]) -> None:
+    def _remove(self, sequences: Seq[SequenceT]) -> None:
         """Removes admitted requests and releases what they hold."""
 
-    def pause(self) -> Seq[Dropped[RunningT]]:
+    def pause(self) -> Seq[SequenceT]:
         """Removes and returns requests that can continue later from what they have computed.
 
         None by default: requests that end within a few steps run to their end.
@@ -193,7 +144,7 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
             if self.lost is None:
                 self._isolate(error)
 
-    def fail(self, future: Future[ResultT], error: Exception) -> None:
+    def fail(self, future: Future[Any], error: Exception) -> None:
         """Sets a future to an error, or to EngineStopped if the device is lost."""
         if not isinstance(error, HARMLESS):
             self._check_device()
@@ -207,37 +158,37 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
     def abandon(self, error: EngineStopped) -> None:
         """Fails all running requests, whatever the device says."""
         self._deliver()
-        dropped = [one.running for one in (*self._suspects, *self._cleared)]
+        dropped = [*self._suspects, *self._cleared, *self.admitted]
         self._suspects.clear()
         self._cleared.clear()
-        for running in [*dropped, *self.admitted]:
-            self.fail(running.future, error)
+        for sequence in dropped:
+            self.fail(sequence.future, error)
         try:
             self.drop_all()
         except Exception:
             log.exception("the pages of ended requests could not be released")
 
-    def _end(self, results: Seq[tuple[RunningT, ResultT | Exception]]) -> None:
-        """Ends requests: notes their results for delivery, and removes them."""
-        for running, result in results:
-            running.flawed |= isinstance(result, NotFinite)
+    def _end(self, results: Seq[tuple[SequenceT, Any]]) -> None:
+        """Ends requests: notes their results or errors for delivery, and removes them."""
+        for sequence, result in results:
+            sequence.flawed |= isinstance(result, NotFinite)
         self._results += results
-        self._remove([running for running, _ in results])
+        self._remove([sequence for sequence, _ in results])
 
     def _deliver(self) -> None:
         """Sets the futures of the ended requests."""
         results, self._results = self._results, []
-        for running, result in results:
+        for sequence, result in results:
             if isinstance(result, Exception):
-                self.fail(running.future, result)
+                self.fail(sequence.future, result)
                 continue
-            running.timing.total_ms = (time.monotonic() - running.submitted_s) * 1e3
-            if expired(running.request):
+            sequence.timing.total_ms = (time.monotonic() - sequence.submitted_s) * 1e3
+            if expired(sequence.request):
                 late = DeadlineExceeded("the deadline passed while the request ran")
-                self.fail(running.future, late)
+                self.fail(sequence.future, late)
                 continue
             try:
-                running.future.set_result(result)
+                sequence.future.set_result(result)
             except InvalidStateError:
                 log.debug("a result is ready after its request was cancelled")
 
@@ -253,9 +204,9 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
         """Makes the requests of a failed step suspects. A request that failed alone gets the
         error.
         """
-        dropped = [one for one in self.drop_all() if not one.running.future.done()]
+        dropped = [sequence for sequence in self.drop_all() if not sequence.future.done()]
         if len(dropped) == 1:
-            self.fail(dropped[0].running.future, error)
+            self.fail(dropped[0].future, error)
         else:
             self._suspects.extend(dropped)
 
@@ -263,16 +214,16 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT, RunningT]):
         """Starts the next suspect, or all cleared requests if no suspect is left."""
         waiting, most = (self._suspects, 1) if self._suspects else (self._cleared, None)
         while waiting and (most is None or self.num_admitted < most):
-            one = waiting.popleft()
-            if one.running.future.cancelled():
+            sequence = waiting.popleft()
+            if sequence.future.cancelled():
                 continue
             try:
-                admitted = one.readmit()
+                admitted = self.readmit(sequence)
             except Exception as error:
-                self.fail(one.running.future, error)
+                self.fail(sequence.future, error)
                 continue
             if not admitted:
-                waiting.appendleft(one)
+                waiting.appendleft(sequence)
                 return
 
 
@@ -295,6 +246,6 @@ class StepLock:
         self._held.release()
 
 
-def expired(request: HasDeadline) -> bool:
+def expired(request: Request | TextQuery) -> bool:
     """Returns whether the request's deadline has passed."""
     return request.deadline_s is not None and time.monotonic() > request.deadline_s

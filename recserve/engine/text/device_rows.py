@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.engine.text.sequence import NO_SLOTS, TextSequence
+from recserve.core.sequence import NO_SLOTS
+from recserve.engine.text.sequence import TextSequence
 from recserve.kernels.cache.kv_pool import KVPool
 
 PAD_ROW = 0

@@ -14,9 +14,7 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from functools import partial
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import Runner
-from recserve.engine.runtime.scheduler import Dropped, RequestTooLarge, Scheduler
+from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
 from recserve.engine.text.draft_proposer import DraftProposer
 from recserve.engine.text.groups import TextGroup, TextGroups, record_times
 from recserve.engine.text.limits import TextLimits, check_query
@@ -45,7 +43,7 @@ from recserve.speculation.logits_processor import TokenCounts
 log = logging.getLogger(__name__)
 
 
-class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
+class TextScheduler(Scheduler[TextSequence]):
     """Admits, steps and releases the texts of one language model.
 
     Attributes:
@@ -84,9 +82,23 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
         """Number of running texts that have pages or wait for them."""
         return len(self.running) + len(self.preempted)
 
-    def check(self, request: TextQuery, drafter: Drafter) -> None:
+    def sequence_of(
+        self, request: TextQuery, future: Future[Completion], drafter: Drafter
+    ) -> TextSequence:
+        """Returns a submitted request. It is safe to call from any thread."""
+        return TextSequence(
+            request=request,
+            future=future,
+            submitted_s=time.monotonic(),
+            model="text",
+            context=context_of(request, next(self._ids)),
+            drafter=drafter,
+            limit=self.model.config.decoder.max_positions,
+        )
+
+    def check(self, sequence: TextSequence) -> None:
         """Raises ValueError if the request cannot run, even alone."""
-        config = self.model.config
+        config, request = self.model.config, sequence.request
         check_query(request, config)
         length = request.prompt.shape[0] + request.params.max_tokens
         pages = self.kv.pages_of(min(length, config.decoder.max_positions))
@@ -96,9 +108,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
                 f"has {self.kv.allocator.num_pages}; request less or raise kv_bytes"
             )
 
-    def admit(
-        self, request: TextQuery, future: Future[Any], submitted_s: float, drafter: Drafter
-    ) -> bool:
+    def admit(self, sequence: TextSequence) -> bool:
         """Takes a request if its pages are free or another text computes its beginning.
 
         Returns:
@@ -106,18 +116,10 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
         """
         if any(not s.waits for s in self.preempted):
             return False
-        config = self.model.config
-        sequence = TextSequence(
-            request=request,
-            future=future,
-            submitted_s=submitted_s,
-            context=context_of(request, next(self._ids)),
-            drafter=drafter,
-            limit=config.decoder.max_positions,
-        )
-        if request.params.counts_tokens:
+        request = sequence.request
+        if request.params.counts_tokens and sequence.token_counts is None:
             tokens, device = sequence.context.tokens, self.runner.pool.keys.device
-            sequence.token_counts = TokenCounts(tokens, config.vocab_size, device)
+            sequence.token_counts = TokenCounts(tokens, self.model.config.vocab_size, device)
         if self._place(sequence):
             insort(self.running, sequence, key=_turn)
         elif sequence.waits:
@@ -126,7 +128,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
             return False
         if request.deadline_s is not None:
             self._earliest_s = min(self._earliest_s, request.deadline_s)
-        sequence.timing.queue_ms = (time.monotonic() - submitted_s) * 1e3
+        sequence.timing.queue_ms = (time.monotonic() - sequence.submitted_s) * 1e3
         return True
 
     def begin(self) -> None:
@@ -191,13 +193,13 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
         """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
         return self._proposer.health()
 
-    def drop_all(self) -> list[Dropped[TextSequence]]:
+    def drop_all(self) -> list[TextSequence]:
         """Removes all texts, releases their pages, and returns them."""
         dropped = self.admitted
         self._remove(dropped)
-        return [Dropped(s, partial(self._continue, s)) for s in dropped]
+        return dropped
 
-    def pause(self) -> list[Dropped[TextSequence]]:
+    def pause(self) -> list[TextSequence]:
         """Removes and returns all texts; their computed tokens stay in the prefix cache."""
         for sequence in self.running:
             self._cache_prefix(sequence)
@@ -207,7 +209,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
         """Removes the texts whose futures were cancelled."""
         self._remove([s for s in self.admitted if s.future.cancelled()])
 
-    def _continue(self, sequence: TextSequence) -> bool:
+    def readmit(self, sequence: TextSequence) -> bool:
         """Continues a dropped text after the tokens that it has committed."""
         sequence.restart()
         insort(self.preempted, sequence, key=_turn)
@@ -351,14 +353,14 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
             pages = sequence.pages[: self.kv.pages_of(length)]
             self.kv.prefixes.insert(sequence.prefix(length), pages, sequence.to_cache())
 
-    def _remove(self, requests: Seq[TextSequence]) -> None:
+    def _remove(self, sequences: Seq[TextSequence]) -> None:
         """Removes texts, and releases their pages and their drafters' state.
 
         A text that is not finite leaves nothing in the prefix cache.
         """
-        if not requests:
+        if not sequences:
             return
-        for sequence in requests:
+        for sequence in sequences:
             if sequence.flawed:
                 log.error("the model's output for a text is not finite; its prefix is dropped")
                 self.kv.discard(sequence.prefix(sequence.length), sequence.pages)
@@ -367,7 +369,7 @@ class TextScheduler(Scheduler[TextQuery, Completion, Drafter, TextSequence]):
             self._proposer.forget(sequence)
             if self.graphs is not None:
                 self.graphs.forget(sequence)
-        gone = set(requests)
+        gone = set(sequences)
         self.running = [s for s in self.running if s not in gone]
         self.preempted = [s for s in self.preempted if s not in gone]
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.request import PrefixKeys, Timing
-from recserve.core.sequence import CachedPrefix
+from recserve.core.request import PrefixKeys
+from recserve.core.sequence import NO_SLOTS, CachedPrefix, Sequence
 from recserve.speculation.completion import (
     Completion,
     FinishReason,
@@ -26,28 +24,22 @@ from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.logits_processor import TokenCounts
 
-NO_SLOTS = torch.empty(0, dtype=torch.int64)
 NO_BUDGET = Budget(0, 0)
 
 
-@dataclass(eq=False)
-class TextSequence:
-    """State of one text request between admission and result.
+@dataclass(eq=False, kw_only=True)
+class TextSequence(Sequence):
+    """A request for a text.
 
     Attributes:
-        request, future, submitted_s, drafter: As submitted.
+        drafter: Drafter of the text.
         context: The tokens and parameters that drafters see.
         limit: Most committed tokens that the model's positions allow.
         token_counts: Token counts for penalties. None without penalties.
-        pages: Pages of the text, in the order of the tokens.
-        slots: Pool slots of all these pages.
+        slots: Pool slots of all pages.
         capacity: Number of these slots.
-        num_computed: Number of tokens with keys and values. A text may step when only the last
-            token has none.
         waits: Whether another text is computing this text's beginning.
-        flawed: Whether a state or logits of the text are not finite.
-        last_hidden: [E] final hidden state of the last computed token. None if not known. The next
-            step may overwrite it.
+        last_hidden: As in `Sequence`. The next step may overwrite it.
         states: [m, F] what the drafter reads of the last m computed tokens. None if it reads
             nothing or the states are not known.
         num_read: Number of first positions whose states the drafter has received.
@@ -55,24 +47,18 @@ class TextSequence:
     """
 
     request: TextQuery
-    future: Future[Any]
-    submitted_s: float
+    future: Future[Completion]
     context: TextContext
     drafter: Drafter
     limit: int
     token_counts: TokenCounts | None = None
-    pages: list[int] = field(default_factory=list)
     slots: Tensor = NO_SLOTS
     capacity: int = 0
-    num_computed: int = 0
     waits: bool = False
-    flawed: bool = False
-    last_hidden: Tensor | None = None
     states: Tensor | None = None
     num_read: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
-    timing: Timing = field(default_factory=Timing)
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     end: int = field(init=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Results
 from recserve.models.recommender import Recommender
 from recserve.search.beam_search import BeamSearch
@@ -61,13 +61,13 @@ class BeamStrategy(RecommendStrategy):
             nodes += width * max(trie.num_levels - 1 - trie.closing_level, 0)
         return nodes + width * (trie.num_levels - 1) * bool(request.dense_weight)
 
-    def start(self, sequences: Seq[Sequence]) -> BeamSearch:
+    def start(self, sequences: Seq[SearchSequence]) -> BeamSearch:
         """Returns level 1 by the root's last hidden state, or a captured search's result."""
         if self.recorded is not None and (found := self.recorded(sequences)) is not None:
             return found
         return self.begin(sequences)
 
-    def begin(self, sequences: Seq[Sequence]) -> BeamSearch:
+    def begin(self, sequences: Seq[SearchSequence]) -> BeamSearch:
         """Returns a search at level 1, in five steps whose order matters.
 
         1. Level 0 of each request, with its filters.
@@ -112,7 +112,7 @@ def level_offsets_of(model: Recommender) -> Tensor:
     return torch.tensor(model.config.level_offsets, device=model.tokens.weight.device)
 
 
-def request_of(sequence: Sequence) -> SlateQuery:
+def request_of(sequence: SearchSequence) -> SlateQuery:
     """Returns the query of a recommend sequence."""
     assert isinstance(sequence.request, SlateQuery)
     return sequence.request

@@ -25,7 +25,7 @@ from recserve.core.allowed import is_removed
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
 from recserve.core.request import Slate, SlateQuery, VectorIndex
-from recserve.core.sequence import Sequence, stacked_last_hidden
+from recserve.core.sequence import SearchSequence, stacked_last_hidden
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.models.dense_retriever import DenseRetriever
@@ -61,7 +61,7 @@ class DenseStrategy(OneRoundStrategy, RecommendStrategy):
             return None
         return cls(heads.retriever)
 
-    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
+    def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Runs the head once and one index search for all requests."""
         requests = list(map(request_of, sequences))
         found = nearest(self.retriever, stacked_last_hidden(sequences), requests)

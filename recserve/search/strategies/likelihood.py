@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import LikelihoodQuery, Scores
-from recserve.core.sequence import Sequence, stacked_last_hidden
+from recserve.core.sequence import SearchSequence, stacked_last_hidden
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import score_rows
@@ -55,7 +55,7 @@ class LikelihoodStrategy(OneRoundStrategy):
         sizes = request.trie.level_sizes[1:-1]
         return sum(min(size, len(request.rows)) for size in sizes)
 
-    def tree(self, sequences: Seq[Sequence]) -> ItemDraft:
+    def tree(self, sequences: Seq[SearchSequence]) -> ItemDraft:
         """Returns the items' prefixes. The last code of an item needs no node.
 
         The trees are empty if the roots alone decide all scores.
@@ -67,7 +67,9 @@ class LikelihoodStrategy(OneRoundStrategy):
         draft = draft_of_keys(trie, keys, len(sequences), self.level_offsets)
         return ItemDraft(**vars(draft), owners=owners, nodes=nodes)
 
-    def results(self, sequences: Seq[Sequence], draft: ItemDraft, hidden: Tensor | None) -> Results:
+    def results(
+        self, sequences: Seq[SearchSequence], draft: ItemDraft, hidden: Tensor | None
+    ) -> Results:
         """Returns scores with the one task `likelihood`."""
         trie, last_hidden = _request(sequences[0]).trie, stacked_last_hidden(sequences)
         scores = root_scores(trie, draft.nodes, draft.owners, last_hidden, self.model)
@@ -86,7 +88,7 @@ class LevelLikelihoodStrategy(OneRoundStrategy):
         self.model = model
         self.tables = model.level_tables()
 
-    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
+    def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Returns scores with the one task `likelihood`."""
         log_probs = self.tables.log_probs(stacked_last_hidden(sequences))
         scores = score_rows(log_probs, self.model.item_tokens, *_items(sequences))
@@ -100,12 +102,12 @@ def likelihood_strategy(model: Recommender) -> OneRoundStrategy:
     return LevelLikelihoodStrategy(model)
 
 
-def _request(sequence: Sequence) -> LikelihoodQuery:
+def _request(sequence: SearchSequence) -> LikelihoodQuery:
     assert isinstance(sequence.request, LikelihoodQuery)
     return sequence.request
 
 
-def _items(sequences: Seq[Sequence]) -> tuple[Tensor, Tensor]:
+def _items(sequences: Seq[SearchSequence]) -> tuple[Tensor, Tensor]:
     """Returns request number [M] and item row [M] of all items, ordered by request."""
     rows = [_request(s).rows for s in sequences]
     owners = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
@@ -113,7 +115,7 @@ def _items(sequences: Seq[Sequence]) -> tuple[Tensor, Tensor]:
     return on_device(owners, device), on_device(np.concatenate(rows), device, torch.int64)
 
 
-def _likelihoods(sequences: Seq[Sequence], scores: Tensor) -> Results:
+def _likelihoods(sequences: Seq[SearchSequence], scores: Tensor) -> Results:
     """Returns the result of each request from scores [M], ordered by request."""
     sizes = [len(_request(s).rows) for s in sequences]
     parts = torch.split(scores.float().cpu()[:, None], sizes)

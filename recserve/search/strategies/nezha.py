@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftHead
@@ -51,7 +51,7 @@ class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
         """Returns the number of placeholders, which take tree slots."""
         return 0 if self.placeholders is None else len(self.placeholders)
 
-    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
+    def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Runs the whole search, which reads only the states of the root's forward."""
         search = None if self.recorded is None else self.recorded(sequences)
         if search is None:

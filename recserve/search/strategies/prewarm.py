@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from recserve.core.request import Prewarmed
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import OneRoundStrategy, Results
 
 
 class PrewarmStrategy(OneRoundStrategy):
     """Computes the root and nothing else."""
 
-    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
+    def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Returns the time and work of each request. The roots are already computed."""
         return [Prewarmed(sequence.timing) for sequence in sequences]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import PromptQuery, PromptScores
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, OneRoundStrategy, Results
 from recserve.kernels.tree import merge, root_branch
 from recserve.models.inputs import NodeInputs
@@ -28,7 +28,7 @@ class PromptStrategy(OneRoundStrategy):
         """Returns one node per token."""
         return len(request.tokens)
 
-    def tree(self, sequences: Seq[Sequence]) -> Draft:
+    def tree(self, sequences: Seq[SearchSequence]) -> Draft:
         """Returns all prompts at once."""
         branches = []
         for request in map(_request, sequences):
@@ -37,7 +37,7 @@ class PromptStrategy(OneRoundStrategy):
         tree = merge(branches).to(self.model.tokens.weight.device)
         return Draft(tree, NodeInputs(tree.tokens))
 
-    def results(self, sequences: Seq[Sequence], draft: Draft, hidden: Tensor) -> Results:
+    def results(self, sequences: Seq[SearchSequence], draft: Draft, hidden: Tensor) -> Results:
         """Returns what each request asks for."""
         parts = torch.split(hidden, [len(_request(sequence).tokens) for sequence in sequences])
         return [
@@ -45,7 +45,9 @@ class PromptStrategy(OneRoundStrategy):
             for sequence, own in zip(sequences, parts, strict=True)
         ]
 
-    def _scores(self, request: PromptQuery, hidden: Tensor, sequence: Sequence) -> PromptScores:
+    def _scores(
+        self, request: PromptQuery, hidden: Tensor, sequence: SearchSequence
+    ) -> PromptScores:
         mean = hidden.float().mean(0).cpu().numpy() if request.mean else None
         if request.num_top is None or len(request.tokens) == 1:
             return PromptScores(mean=mean, timing=sequence.timing)
@@ -71,6 +73,6 @@ class PromptStrategy(OneRoundStrategy):
         )
 
 
-def _request(sequence: Sequence) -> PromptQuery:
+def _request(sequence: SearchSequence) -> PromptQuery:
     assert isinstance(sequence.request, PromptQuery)
     return sequence.request

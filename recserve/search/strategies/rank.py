@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import RankQuery, Scores
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, OneRoundStrategy, Results
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
@@ -25,11 +25,11 @@ class RankStrategy(OneRoundStrategy):
         """Returns one node per candidate."""
         return len(request.candidates)
 
-    def tree(self, sequences: Seq[Sequence]) -> Draft:
+    def tree(self, sequences: Seq[SearchSequence]) -> Draft:
         """Returns one isolated node per candidate."""
         return propose_branches([_request(s) for s in sequences])
 
-    def results(self, sequences: Seq[Sequence], draft: Draft, hidden: Tensor) -> Results:
+    def results(self, sequences: Seq[SearchSequence], draft: Draft, hidden: Tensor) -> Results:
         """Returns logits per task."""
         logits = self.model.heads(hidden).float().cpu()
         parts = torch.split(logits, [len(_request(s).candidates) for s in sequences])
@@ -39,7 +39,7 @@ class RankStrategy(OneRoundStrategy):
         ]
 
 
-def _request(sequence: Sequence) -> RankQuery:
+def _request(sequence: SearchSequence) -> RankQuery:
     assert isinstance(sequence.request, RankQuery)
     return sequence.request
 

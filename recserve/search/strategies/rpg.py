@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence, stacked_last_hidden
+from recserve.core.sequence import SearchSequence, stacked_last_hidden
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import NOTHING, GraphWalk, best_of_all, rows_of, scores_of, search
@@ -58,7 +58,7 @@ class RpgStrategy(OneRoundStrategy, RecommendStrategy):
         """Returns the strategy for a recommender with level heads."""
         return cls(model) if model.config.level_heads else None
 
-    def results(self, sequences: Seq[Sequence], draft: None, hidden: None) -> Results:
+    def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Finds the items of all requests together."""
         requests = [request_of(s) for s in sequences]
         log_probs = self.tables.log_probs(stacked_last_hidden(sequences))

@@ -29,7 +29,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Slate, SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD
@@ -161,7 +161,7 @@ class SpecGRStrategy(RecommendStrategy):
         levels = request.trie.num_levels - 1
         return request.width * (2 * levels + levels * (levels - 1) // 2)
 
-    def start(self, sequences: Seq[Sequence]) -> SpecGRState:
+    def start(self, sequences: Seq[SearchSequence]) -> SpecGRState:
         """Makes the first draft. The root's last hidden state scores its items' first codes."""
         began = time.perf_counter()
         search = BeamSearch.start(self.model, sequences, bounded=False)
@@ -376,6 +376,6 @@ def _on_host(owners: Tensor, rows: Tensor, log_probs: Tensor, accepted: Tensor) 
     return VerifiedItems(*(column.cpu().numpy() for column in columns))
 
 
-def _request(sequence: Sequence) -> SlateQuery:
+def _request(sequence: SearchSequence) -> SlateQuery:
     assert isinstance(sequence.request, SlateQuery)
     return sequence.request

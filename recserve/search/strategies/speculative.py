@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recserve.core.acceptance_watch import DraftWatch
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.slate_tree import Origin
 from recserve.core.strategy import Draft, Results
 from recserve.kernels.host import on_device
@@ -100,7 +100,7 @@ class SpeculativeStrategy(BeamStrategy):
         repair = sum(min(request.width, size) for size in sizes)
         return drafted + MAX_EXTRA_ROUNDS * repair + super().tree_capacity(request)
 
-    def start(self, sequences: Seq[Sequence]) -> BeamSearch:
+    def start(self, sequences: Seq[SearchSequence]) -> BeamSearch:
         """Starts like beam search. A captured search runs only where nothing is drafted."""
         if self.recorded is not None and self._drafts(sequences):
             return self.begin(sequences)
@@ -177,7 +177,7 @@ class SpeculativeStrategy(BeamStrategy):
             keys = torch.cat([keys, extra])
         return replace(state.lay_out(keys, self.level_offsets), guessed=True)
 
-    def _cached(self, sequences: Seq[Sequence]) -> list[CachedDraft | None]:
+    def _cached(self, sequences: Seq[SearchSequence]) -> list[CachedDraft | None]:
         return cached_drafts(sequences) if self.caches else [None] * len(sequences)
 
     def _drafted(
@@ -208,7 +208,7 @@ class SpeculativeStrategy(BeamStrategy):
             cache_scored(state)
         return super().finish(state)
 
-    def _drafts(self, sequences: Seq[Sequence]) -> bool:
+    def _drafts(self, sequences: Seq[SearchSequence]) -> bool:
         """Returns whether the first round of a batch scores a draft.
 
         It does if all requests have a cached draft, or if a plan of one of them drafts.
@@ -322,7 +322,7 @@ def _digest(excluded: np.ndarray | None) -> bytes:
     return blake2b(rows.tobytes(), digest_size=16).digest()
 
 
-def cached_drafts(sequences: Seq[Sequence]) -> list[CachedDraft | None]:
+def cached_drafts(sequences: Seq[SearchSequence]) -> list[CachedDraft | None]:
     """Returns the cached draft of each recommend request. None where there is none."""
     drafts = [(sequence.cached_prefix.draft, sequence.request) for sequence in sequences]
     return [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import Scores, TextScoreQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import merge, root_branch
@@ -29,11 +29,11 @@ class TextScoreStrategy(OneRoundStrategy):
         """Returns one node per token."""
         return len(request.tokens)
 
-    def tree(self, sequences: Seq[Sequence]) -> Draft:
+    def tree(self, sequences: Seq[SearchSequence]) -> Draft:
         """Returns all texts at once."""
         return propose_texts([_request(s) for s in sequences], self.model.tokens.weight.device)
 
-    def results(self, sequences: Seq[Sequence], draft: Draft, hidden: Tensor) -> Results:
+    def results(self, sequences: Seq[SearchSequence], draft: Draft, hidden: Tensor) -> Results:
         """Returns log-probabilities after the last token of each text, one column per label."""
         requests = [_request(s) for s in sequences]
         values, start = list[Tensor](), 0
@@ -49,7 +49,7 @@ class TextScoreStrategy(OneRoundStrategy):
         ]
 
 
-def _request(sequence: Sequence) -> TextScoreQuery:
+def _request(sequence: SearchSequence) -> TextScoreQuery:
     assert isinstance(sequence.request, TextScoreQuery)
     return sequence.request
 

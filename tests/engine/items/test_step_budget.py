@@ -10,7 +10,7 @@ from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import LikelihoodQuery, RankQuery, SlateQuery
 from recserve.engine.build import ITEM_TOKENS, EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search.recommend_strategy import Heads
+from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.rankers import make_ranker, ranking_root
 from tests.support.recommenders import CATALOGUES, draw_root, make
@@ -101,7 +101,7 @@ def test_a_late_request_leaves_between_two_parts_of_its_root(cancelled):
     if cancelled:
         future.cancel()
     else:
-        ((sequence, _),) = world.scheduler.cold
+        (sequence,) = world.scheduler.cold
         sequence.request = replace(request, deadline_s=time.monotonic() - 1)
     while world.engine.step():
         pass

@@ -1,10 +1,12 @@
 """Which prefixes a round scores, and their trees, in C against torch's."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import SearchSequence
 from recserve.kernels import backend
 from recserve.kernels.native import native
 from recserve.kernels.trie.trie import build_trie
@@ -90,7 +92,13 @@ def test_what_a_round_scores(name, skip_single, monkeypatch):
     form = "children" if skip_single else "vocabulary"
     model, _ = make(ENGINE_CATALOGUES["ordinary"], "items", form)
     sequences = tuple(
-        Sequence(SlateQuery(draw_root(model, 1, b), trie, 3, width - b), *[None] * 7)
+        SearchSequence(
+            request=SlateQuery(draw_root(model, 1, b), trie, 3, width - b),
+            future=Future(),
+            submitted_s=0.0,
+            model="recommender",
+            strategy=None,
+        )
         for b in range(batch)
     )
     for level in range(1, trie.num_levels):
