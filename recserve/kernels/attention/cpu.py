@@ -58,7 +58,7 @@ class CpuTreeAttention:
         """
         kv_heads, dim = keys.shape[1:]
         heads = HeadLayout(kv_heads, query.shape[1] // kv_heads, dim, query.dtype)
-        native = self.native_attention(heads) if keys.dtype == query.dtype else None
+        native = self.native_attention(heads)
         if native is not None:
             return native(query, key, value, keys, values)
         if not self._blocks:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.kernels.attention import reference as attention_reference
+from recserve.kernels.attention import reference
 from recserve.kernels.attention.native import HeadLayout, NativeTreeAttention
-from recserve.kernels.attention.reference import Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import TreeBatch
@@ -47,9 +47,7 @@ def test_attention_is_the_references(kinds, roots, heads, kv_heads, dim, cached,
         )
         batch, keys, values = placed(batch, keys, values, layout)
         query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
-        expected = attention_reference.tree_attention(
-            query.float(), keys.float(), values.float(), batch
-        )
+        expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
         foreign = torch.ones(keys.shape[0], dtype=torch.bool)
         foreign[torch.cat([*batch.prefix_slots, batch.slots])] = False
         keys[foreign] = values[foreign] = float("nan")
@@ -117,6 +115,18 @@ def test_a_candidate_has_the_same_bits_whoever_is_ranked_with_it(limits, dtype):
         row = query[[node]]
         got = NativeTreeAttention(alone, silu)(row, row, row, keys, values)
         assert torch.equal(got[0], found[0][node]), node
+
+
+@pytest.mark.parametrize("activation", [SOFTMAX, Activation(32.0)], ids=["softmax", "silu"])
+@pytest.mark.parametrize("limit", [1, 7, 8, 15, 16, 31, 32, 63, 64, 75])
+def test_no_root_token_behind_the_limit_is_seen(limit, activation):
+    """All rows have one limit: just below, at and above the ends of blocks of keys."""
+    batch, query, keys, values = draw_batch([("branches", 9)], [75], 2, 2, 32)
+    limits = torch.full((9,), limit)
+    batch = replace(batch, tree=replace(batch.tree, root_limits=limits))
+    got = NativeTreeAttention(batch, activation)(query, query, query, keys, values)
+    expected = reference.tree_attention(query, keys, values, batch, activation)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_heads_that_c_does_not_attend_with():
