@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recserve.core.errors import EngineStopped
+from recserve.core.errors import DeadlineExceeded, EngineStopped
+from recserve.core.finite import NotFinite
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.runtime import scheduler as scheduler_module
 from recserve.engine.runtime.request_queue import Departures
 from recserve.engine.runtime.runner import DeviceLost, Runner
 from recserve.engine.runtime.step_watch import StepWatch
@@ -44,6 +46,31 @@ def fail_with(monkeypatch, poison, times=None):
 
     monkeypatch.setattr(Runner, "forward", broken)
     return failed
+
+
+@pytest.mark.parametrize("how", ["not finite", "late"])
+def test_one_result_that_fails_holds_back_no_other_of_its_step(how, monkeypatch):
+    """Three requests end in one step. The first two fail, and the third is answered."""
+    _, engine, requests = slates(3)
+    futures = [engine.submit(request) for request in requests]
+    scheduler = engine.schedulers["recommender"]
+    while not scheduler.cohorts:
+        engine.step()
+    (cohort,) = scheduler.cohorts
+    first = cohort.sequences[:2]
+    if how == "not finite":
+        for sequence in first:
+            sequence.flawed = True
+    else:
+        late = [sequence.request for sequence in first]
+        monkeypatch.setattr(
+            scheduler_module, "expired", lambda request: any(request is one for one in late)
+        )
+    run(engine)
+    assert all(future.done() for future in futures)
+    wanted = NotFinite if how == "not finite" else DeadlineExceeded
+    assert all(isinstance(future.exception(0), wanted) for future in futures[:2])
+    assert futures[2].exception(0) is None and len(futures[2].result().rows)
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])

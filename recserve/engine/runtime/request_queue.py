@@ -108,21 +108,19 @@ class RequestQueue:
 
     def admit_background(self) -> None:
         """Moves the oldest background request to its scheduler, if its pages are free."""
-        while self.background:
-            sequence = self.background.popleft()
-            if self._left(sequence):
-                continue
-            scheduler = self.schedulers[sequence.model]
-            try:
-                admitted = not scheduler.isolating and scheduler.admit(sequence)
-            except Exception as error:
-                self._fail(sequence, error)
-                continue
-            if admitted:
-                self._begun = sequence
-            else:
-                self.background.appendleft(sequence)
+        sequence = self.background.popleft()
+        if self._left(sequence):
             return
+        scheduler = self.schedulers[sequence.model]
+        try:
+            admitted = not scheduler.isolating and scheduler.admit(sequence)
+        except Exception as error:
+            self._fail(sequence, error)
+            return
+        if admitted:
+            self._begun = sequence
+        else:
+            self.background.appendleft(sequence)
 
     def _left(self, sequence: Sequence) -> bool:
         """Returns whether nobody waits for a request any more, and fails a late one."""

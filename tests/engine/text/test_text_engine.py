@@ -5,7 +5,7 @@ would notice a tie within about 1e-5; the drawn models have none.
 """
 
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +15,11 @@ import torch
 from recserve.core.errors import DeadlineExceeded
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.limits import PromptTooLong
+from recserve.engine.text.sequence import TextSequence, context_of
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
+from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.paths import reference
@@ -437,3 +439,22 @@ def test_stories(kind, packed):
     params = SamplingParams(temperature=0.0, max_tokens=len(whole) - len(prompt))
     answer = engine.run(TextQuery(np.array(prompt), params, Speculation("table")))
     assert tokenizer.decode([*prompt, *answer.tokens.tolist()]) == text
+
+
+@pytest.mark.parametrize(
+    "limit,max_tokens,room", [(64, 9, 8), (64, 1, 0), (24, 50, 3), (21, 50, 0)]
+)
+def test_a_draft_leaves_room_for_the_token_after_it(limit, max_tokens, room):
+    """A draft never reaches past the last token that the request or the positions allow."""
+    request = TextQuery(np.arange(20), SamplingParams(max_tokens=max_tokens))
+    text = TextSequence(
+        request=request,
+        future=Future(),
+        submitted_s=0.0,
+        model="text",
+        context=context_of(request, 0),
+        drafter=NoDrafter(),
+        limit=limit,
+    )
+    assert text.budget(64).depth == room
+    assert text.budget(2).depth == min(room, 2)
