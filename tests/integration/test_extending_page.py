@@ -28,7 +28,7 @@ PROJECT = tomllib.loads(FILES.pop("pyproject.toml"))["project"]
 
 
 def forget_plugins() -> None:
-    for cached in (drafter_classes, strategy_classes, rules.verifiers, rules._mixed_rules):
+    for cached in (drafter_classes, strategy_classes, rules.verifiers):
         cached.cache_clear()
 
 

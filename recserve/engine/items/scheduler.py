@@ -143,10 +143,14 @@ class ItemScheduler(Scheduler[SearchSequence]):
         hidden = self.runner.forward(pieces)
         started, flawed = list[SearchSequence](), list[SearchSequence]()
         for (sequence, stop), states in zip(chunks, hidden, strict=False):
-            if stop < sequence.root_length:
+            # On a CUDA device, the check would make the host wait. There the result shows it.
+            if not states.is_cuda and not all_finite(states):
+                flawed.append(sequence)
+            elif stop < sequence.root_length:
                 sequence.num_computed = stop
             else:
-                (started if self._store_root(sequence, states) else flawed).append(sequence)
+                self._store_root(sequence, states)
+                started.append(sequence)
         for (cohort, one, part), states in zip(parts, hidden[len(chunks) :], strict=True):
             whole = one.add(isolate(cohort.sequences, part, states, self.runner.pool))
             if whole is not None:
@@ -362,14 +366,8 @@ class ItemScheduler(Scheduler[SearchSequence]):
             counts=[len(inputs)],
         )
 
-    def _store_root(self, sequence: SearchSequence, states: Tensor) -> bool:
-        """Caches a computed root. Returns False if its states are not finite.
-
-        On a CUDA device, the check would make the host wait. There the result shows whether the
-        states are finite, and `_remove` drops the root.
-        """
-        if not states.is_cuda and not all_finite(states):
-            return False
+    def _store_root(self, sequence: SearchSequence, states: Tensor) -> None:
+        """Caches a computed root."""
         if sequence.num_computed < sequence.root_length:
             sequence.last_hidden, states = states[0].clone(), states[1:]
         if sequence.placeholders is not None:
@@ -381,7 +379,6 @@ class ItemScheduler(Scheduler[SearchSequence]):
         cached.placeholder_states = sequence.placeholder_states
         pages = sequence.pages[: self.kv.pages_of(sequence.root_length)]
         self.kv.prefixes.insert(_keys(sequence.request), pages, cached)
-        return True
 
 
 def _keys(request: Request) -> PrefixKeys:

@@ -34,20 +34,21 @@ class RequestQueue:
 
     Attributes:
         capacity: Most waiting requests, of both kinds each.
+        waiting: Requests that wait, without background ones.
         background: Background requests that wait, oldest first.
     """
 
     def __init__(self, capacity: int, schedulers: Mapping[str, Scheduler[Any]]) -> None:
         """Makes an empty queue for the requests of these schedulers, by model."""
         self.capacity, self.schedulers = capacity, schedulers
-        self._entries: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()
         self.background: deque[Sequence] = deque()
         self._begun: Sequence | None = None
         self._departures = Departures()
 
     def __len__(self) -> int:
         """Returns the number of waiting requests, without background ones."""
-        return len(self._entries)
+        return len(self.waiting)
 
     @property
     def num_background_begun(self) -> int:
@@ -56,7 +57,7 @@ class RequestQueue:
 
     def check(self, others: int = 0) -> None:
         """Raises QueueFull if the queue is full, or would be with so many others."""
-        if (waiting := len(self._entries) + others) >= self.capacity:
+        if (waiting := len(self.waiting) + others) >= self.capacity:
             retry_after_s = self._departures.seconds_for(waiting, time.monotonic())
             raise QueueFull(f"{self.capacity} requests are waiting already", retry_after_s)
 
@@ -68,13 +69,13 @@ class RequestQueue:
             self.background.append(sequence)
             return
         self.check()
-        self._entries.append(sequence)
+        self.waiting.append(sequence)
 
     def drain(self, error: Exception) -> None:
         """Fails all requests."""
-        for waiting in (self._entries, self.background):
-            while waiting:
-                self._fail(waiting.popleft(), error)
+        for sequences in (self.waiting, self.background):
+            while sequences:
+                self._fail(sequences.popleft(), error)
 
     def admit(self, max_running: int) -> None:
         """Moves requests to their schedulers, by priority and then by age.
@@ -87,8 +88,8 @@ class RequestQueue:
         """
         full: set[str] = set()
         left: list[Sequence] = []
-        waiting = [self._entries.popleft() for _ in range(len(self._entries))]
-        for sequence in sorted(waiting, key=_turn):
+        sequences = [self.waiting.popleft() for _ in range(len(self.waiting))]
+        for sequence in sorted(sequences, key=_turn):
             if self._left(sequence):
                 continue
             scheduler = self.schedulers[sequence.model]
@@ -103,8 +104,8 @@ class RequestQueue:
                     continue
             full.add(sequence.model)
             left.append(sequence)
-        self._departures.add(len(waiting) - len(left), time.monotonic())
-        self._entries.extendleft(reversed(left))
+        self._departures.add(len(sequences) - len(left), time.monotonic())
+        self.waiting.extendleft(reversed(left))
 
     def admit_background(self) -> None:
         """Moves the oldest background request to its scheduler, if its pages are free."""

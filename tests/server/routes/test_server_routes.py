@@ -303,7 +303,7 @@ def test_late_answers_are_504_and_their_work_is_not_done(client, user):
             answer = client.post("/v1/recommend", **extra)
             assert answer.status_code == 504
             assert error_of(answer)["code"] == "deadline_exceeded"
-        assert all(w.future.cancelled() for w in engine.queue)
+        assert all(w.future.cancelled() for w in engine.queue.waiting)
     bad = client.post("/v1/recommend", json={"user": {"id": user}}, headers={"X-Deadline-Ms": "x"})
     assert bad.status_code == 422
 
@@ -311,13 +311,13 @@ def test_late_answers_are_504_and_their_work_is_not_done(client, user):
 def test_work_of_a_client_that_went_away_is_cancelled(client, user):
     engine = engine_of(client)
     with stalled(engine):
-        before = list(engine.queue)
+        before = list(engine.queue.waiting)
         body = json.dumps({"user": {"id": user}, "k": 5}).encode()
         head = f"POST /v1/recommend HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
             raw.sendall(head.encode() + body)
             until(lambda: len(engine.queue) > len(before) or engine.stats().queue_depth > 0)
-            future = list(engine.queue)[-1].future
+            future = list(engine.queue.waiting)[-1].future
             assert not future.cancelled()
         until(future.cancelled)
     until(lambda: 'failed_total{reason="cancelled"} 1' in client.get("/metrics").text)
