@@ -44,8 +44,8 @@ class Sequence:
         future: Receives the result.
         submitted_s: `time.monotonic()` at submission.
         model: Name of the scheduler that runs it.
-        background: Whether nobody waits for the result.
-        pages: Pages that it holds a reference to, in the order of its tokens. None while it waits.
+        background: Whether it runs only while no other item request does.
+        pages: Pages that it holds a reference to, in the order of its tokens.
         num_computed: Tokens at its beginning with keys and values.
         last_hidden: [E] state of the last of them. None if it is not known.
         timing: Time and work so far.

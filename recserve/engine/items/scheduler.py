@@ -233,9 +233,9 @@ class ItemScheduler(Scheduler[SearchSequence]):
 
         A round ends only if nobody waits for any of its results.
         """
-        late, running = list[SearchSequence](), list[SearchBatch]()
-        if self.cold and any([expired(sequence.request) for sequence in self.cold]):
-            late += [sequence for sequence in self.cold if expired(sequence.request)]
+        running = list[SearchBatch]()
+        late = [sequence for sequence in self.cold if expired(sequence.request)]
+        if late:
             self.cold = [sequence for sequence in self.cold if sequence not in late]
         for cohort in self.cohorts:
             gone = cohort.round is not None and all(

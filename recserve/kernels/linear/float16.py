@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.linear.formats import Codec
-from recserve.kernels.linear.panels import Panels
-from recserve.kernels.native.native import library
+from recserve.kernels.linear.panels import Panels, c_multiplies
 
 
 def encode(weight: Tensor) -> Tensor:
@@ -26,9 +25,7 @@ def decode(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def c_supports(weight: Tensor) -> bool:
     """Returns whether C multiplies in place of a weight [n, m]: float32, exact in float16."""
-    if not weight.is_cpu or weight.dtype != torch.float32 or weight.ndim != 2:
-        return False
-    if library() is None:
+    if weight.dtype != torch.float32 or not c_multiplies(weight):
         return False
     half = weight.half()
     return bool(half.isfinite().all()) and torch.equal(half.float(), weight)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.linear.formats import Codec
-from recserve.kernels.linear.panels import Panels
-from recserve.kernels.native.native import TYPES, library
+from recserve.kernels.linear.panels import Panels, c_multiplies
 
 LARGEST = 127
 
@@ -50,17 +49,10 @@ def panels(weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype) -> Panel
     return Panels.of(weight.values, bias, dtype, weight.scales)
 
 
-def c_supports(weight: Tensor) -> bool:
-    """Returns whether C multiplies activations of this weight's device and type with 8 bits."""
-    if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2:
-        return False
-    return library() is not None
-
-
 INT8 = Codec(
     Int8Weight.of,
     Int8Weight.dequantize,
     panels,
-    c_supports,
+    c_multiplies,
     triton="recserve.kernels.linear.triton_int8:TritonInt8Product",
 )

@@ -15,11 +15,16 @@ from recserve.kernels.native.native import PANEL, TYPES, N, P, compiled, library
 STORED = {torch.float16: 1, torch.int8: 2}
 
 
-def multiplies(weight: Tensor) -> bool:
-    """Returns whether C multiplies activations of the type of a weight [n, m] with it."""
-    if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2 or weight.shape[1] % 2:
+def c_multiplies(weight: Tensor) -> bool:
+    """Returns whether C multiplies activations of the type and device of a weight [n, m]."""
+    if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2:
         return False
     return library() is not None
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Returns whether C multiplies with a weight [n, m] of the activations' type."""
+    return c_multiplies(weight) and weight.shape[1] % 2 == 0
 
 
 class Product(ctypes.Structure):

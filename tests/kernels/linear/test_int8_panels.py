@@ -47,9 +47,9 @@ def test_what_does_not_fit_is_refused():
     for x in (torch.zeros(1, 9), torch.zeros(1, 8, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"expected torch.float32 \[\.\.\., 8\]"):
             panels(x)
-    assert int8.c_supports(torch.zeros(2, 3))
-    assert not int8.c_supports(torch.zeros(2, 3, dtype=torch.float16))
-    assert not int8.c_supports(torch.zeros(2, 3, device="meta"))
+    assert int8.INT8.c_supports(torch.zeros(2, 3))
+    assert not int8.INT8.c_supports(torch.zeros(2, 3, dtype=torch.float16))
+    assert not int8.INT8.c_supports(torch.zeros(2, 3, device="meta"))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
