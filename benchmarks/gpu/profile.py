@@ -30,6 +30,7 @@ from benchmarks.support.timing import Deadline, milliseconds
 from recserve.core.request import Prefix, PrewarmQuery, SlateQuery
 from recserve.engine.engine import Engine
 from recserve.engine.items.graph_search import SearchShape
+from recserve.engine.runtime.graph_prefill import cuda_prefills
 from recserve.kernels.trie.trie import Trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
@@ -58,7 +59,7 @@ def profile_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[
     jobs: list[Callable[[], Iterator[dict[str, Any]]]] = [
         lambda: profiled("a warm search, replayed", lambda: engine.run_many(one(0)), device),
         lambda: profiled("a prefill", lambda: cold(engine, one), device),
-        lambda: iter([attempted("append", lambda: appended(engine, model, events, device))]),
+        lambda: appends(engine, model, events, device),
         lambda: products(shape, dtype, device, ROWS[:2] if smoke else ROWS),
         lambda: concurrent(engine, model, trie, (width, events), (3,) if smoke else CONCURRENT),
     ]
@@ -102,7 +103,24 @@ def profiled(name: str, call: Callable[[], Any], device: str) -> Iterator[dict[s
         yield {"profile": name, "kernel": event.key[:80], **row}
 
 
-def appended(engine: Engine, model: Recommender, events: int, device: str) -> dict[str, Any]:
+def appends(
+    engine: Engine, model: Recommender, events: int, device: str
+) -> Iterator[dict[str, Any]]:
+    """Yields the time to add one event to a cached history: launched, and captured on CUDA."""
+    runner = engine.schedulers["recommender"].runner
+    yield attempted("append", lambda: appended(engine, model, events, device, "launched"))
+    graphs = cuda_prefills(runner, model, None)
+    if graphs is None:
+        return
+    launched, runner.prefills = runner.prefills, graphs
+    row = attempted("append", lambda: appended(engine, model, events, device, "replayed"))
+    yield row | {"replays": graphs.replays, "captured": len(graphs.captured)}
+    runner.prefills = launched
+
+
+def appended(
+    engine: Engine, model: Recommender, events: int, device: str, how: str
+) -> dict[str, Any]:
     """Returns milliseconds to add one event to a cached history, with and without the device.
 
     This is the most frequent request of a live recommender: three rows of a prefill.
@@ -110,7 +128,7 @@ def appended(engine: Engine, model: Recommender, events: int, device: str) -> di
     host, whole = [], []
     codes = len(model.config.codebook_sizes) if model.config.input == "codes" else 1
     for seed in range(7):
-        after = recommend_root(model, events + 1, 9000 + seed)
+        after = recommend_root(model, events + 1, (9000 if how == "launched" else 9500) + seed)
         before = Prefix(NodeInputs(after.inputs.tokens[:-codes]), after.keys[:-codes])
         engine.run(PrewarmQuery(before, "recommender"))
         _synchronize(device)
@@ -120,7 +138,7 @@ def appended(engine: Engine, model: Recommender, events: int, device: str) -> di
         _synchronize(device)
         whole.append((time.perf_counter() - began) * 1e3)
     return {
-        "profile": f"append one event to {events}",
+        "profile": f"append one event to {events}, {how}",
         "host_ms": float(np.median(host[2:])),
         "wall_ms": float(np.median(whole[2:])),
     }

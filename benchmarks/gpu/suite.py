@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --json gpu.json                        # within 9 minutes
     python benchmarks/gpu.py --device cpu --smoke --json smoke.json # its logic, tiny, anywhere
+    python benchmarks/gpu.py --checks                               # only the checks, 2 minutes
     python benchmarks/gpu.py --part "kernel checks"                 # one part, in this process
 
 It needs only torch, numpy, safetensors and triton, and runs from a checkout that is not installed.
@@ -32,10 +33,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.checks import Task, kernel_checks
+from benchmarks.gpu.defaults import default_rows
 from benchmarks.gpu.engine import engine_checks, engine_rows
 from benchmarks.gpu.parts import DEAD, GRACE_S, begun, found, rows_of, side_by_side
 from benchmarks.gpu.profile import profile_rows
-from benchmarks.gpu.searches import search_checks, search_rows
+from benchmarks.gpu.searches import prefill_checks, search_checks, search_rows
 from benchmarks.gpu.text import text_checks, text_rows
 from benchmarks.kernels.attention_rows import (
     FIRST_SHAPES,
@@ -134,15 +136,16 @@ LIMIT_S = 540.0
 SHARES_S = {
     "start": 10,  # start of this process, before its clock runs
     "machine": 25,
-    "checks": 125,
-    "compiling": 75,
-    "attention": 70,
+    "checks": 115,
+    "compiling": 70,
+    "attention": 60,
     "text": 60,
     "searches": 50,
     "profile": 35,
-    "engine": 45,
-    "kernels": 25,
-    "tuning": 20,
+    "defaults": 50,
+    "engine": 35,
+    "kernels": 20,
+    "tuning": 15,
 }
 PARTS = {
     "machine": Part("machine", lambda device, smoke, *_: iter([facts(device, smoke)])),
@@ -150,10 +153,12 @@ PARTS = {
     "engine checks": Part("checks", checked(engine_checks, poisoned), 4),
     "text checks": Part("checks", checked(text_checks), 2),
     "search checks": Part("checks", checked(search_checks), 2),
+    "prefill checks": Part("checks", checked(prefill_checks)),
     "attention": Part("attention", measured_attention, 4),
     "text": Part("text", lambda *how: text_rows(*how[:3])),
     "searches": Part("engine", lambda *how: search_rows(*how[:3])),
     "profile": Part("profile", lambda *how: profile_rows(*how[:3])),
+    "defaults": Part("defaults", lambda *how: default_rows(*how[:3])),
     "engine": Part("engine", lambda *how: engine_rows(*how[:3])),
     "kernels": Part("kernels", measured_kernels),
     "tuning": Part("tuning", lambda *how: tuning_rows(*how), 4),
@@ -294,19 +299,20 @@ class Run:
         return found
 
 
-def run(device: str, smoke: bool, path: Path | None, workers: int) -> bool:
-    """Runs all parts; returns True if every check passed."""
+def run(device: str, smoke: bool, path: Path | None, workers: int, measure: bool = True) -> bool:
+    """Runs all parts, or without `measure` only the checks; returns True if every check passed."""
     start, report = time.monotonic(), Report(path)
     everything = Run(device, smoke, workers, start)
     for row in everything.rows("machine", "machine"):
         report.add("machine", row)
     for row in everything.checks():
         report.add("checks", row)
-    for row in everything.compiled():
-        report.add("cut", row)
-    for name, part in PARTS.items():
-        for row in everything.rows(name, name) if part.measures else ():
-            report.add(part.stage, row)
+    if measure:
+        for row in everything.compiled():
+            report.add("cut", row)
+        for name, part in PARTS.items():
+            for row in everything.rows(name, name) if part.measures else ():
+                report.add(part.stage, row)
     checks = report.content["checks"]
     failed = [check["name"] for check in checks if not check["ok"]]
     report.content["seconds"] = time.monotonic() - start
@@ -325,6 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="use tiny shapes")
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--checks", action="store_true", help="run the checks, measure nothing")
     parser.add_argument("--part", choices=PARTS, help="run this part only, print JSON lines")
     cores = os.cpu_count() or 1
     parser.add_argument(
@@ -346,4 +353,5 @@ def main(arguments: list[str] | None = None) -> int:
             torch.set_num_threads(1)
         return run_part(chosen.part, *how, slice(first, None, step))
     workers = chosen.workers or (cores if chosen.device == "cuda" else 1)
-    return 0 if run(chosen.device, chosen.smoke, chosen.json, workers) else 1
+    how = chosen.device, chosen.smoke, chosen.json, workers
+    return 0 if run(*how, measure=not chosen.checks) else 1
