@@ -93,7 +93,8 @@ def recommend_root(model: Recommender, events: int, seed: int) -> Prefix:
     g = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
     device = model.tokens.weight.device
-    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), model.item_tokens.cpu()[rows].flatten()])
+    codes = model.item_tokens[rows.to(device)].cpu()
+    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), codes.flatten()])
     return Prefix(NodeInputs(tokens.to(device)), tokens.numpy())
 
 
