@@ -1,8 +1,10 @@
-"""The examples of docs/guides/extending.md, installed as the package that the page describes."""
+"""The examples of docs/guides/extending.md, each built and installed as a package of its own."""
 
 import re
+import subprocess
 import sys
-import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +25,12 @@ from tests.support.paths import ROOT
 from tests.support.tiny_bundle import shared_bundle
 
 PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r"^```\w+\n# (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-PROJECT = tomllib.loads(FILES.pop("pyproject.toml"))["project"]
+CODE = dict(re.findall(r"^```python\n# (acme-\w+/\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+DRAFTER = "acme-drafter/pyproject.toml"
+(PROJECT,) = re.findall(rf"^```toml\n# {DRAFTER}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+OTHERS = re.findall(
+    r"^```toml\n# in acme-(\w+)/pyproject.toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+)
 
 
 def forget_plugins() -> None:
@@ -32,36 +38,54 @@ def forget_plugins() -> None:
         cached.cache_clear()
 
 
+def write_packages(folder: Path) -> list[Path]:
+    """Writes the packages of the page. All but the drafter's differ from it as the page says."""
+    for name, text in CODE.items():
+        (folder / name).parent.mkdir()
+        (folder / name).write_text(text)
+    (folder / DRAFTER).write_text(PROJECT)
+    entry_points = PROJECT[PROJECT.index("[project.entry") : PROJECT.index("[tool")]
+    for name, own in OTHERS:
+        text = PROJECT.replace(entry_points, own + "\n").replace("drafter", name)
+        (folder / f"acme-{name}" / "pyproject.toml").write_text(text)
+    return sorted(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """A folder into which pip has built and installed each package."""
+    packages = write_packages(tmp_path_factory.mktemp("packages"))
+    site = tmp_path_factory.mktemp("site")
+    how = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", str(site)]
+    command = [sys.executable, "-m", "pip", "install", *how, *map(str, packages)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return site
+
+
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """The files of the page on the path, with the entry points of its pyproject.toml."""
-    site = tmp_path / "site"
-    info = site / f"{PROJECT['name']}-{PROJECT['version']}.dist-info"
-    info.mkdir(parents=True)
-    for name, text in FILES.items():
-        (site / name).write_text(text)
-    lines = []
-    for group, entries in PROJECT["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    about = f"Metadata-Version: 2.1\nName: {PROJECT['name']}\nVersion: {PROJECT['version']}\n"
-    (info / "METADATA").write_text(about)
+def installed(site, monkeypatch):
+    """The installed packages on the path."""
     monkeypatch.syspath_prepend(site)
     forget_plugins()
     yield
-    for name in FILES:
-        sys.modules.pop(name.removesuffix(".py"), None)
+    for name in CODE:
+        sys.modules.pop(Path(name).stem, None)
     monkeypatch.undo()
     forget_plugins()
 
 
-def test_the_page_has_a_file_for_each_entry_point():
-    groups = PROJECT["entry-points"]
-    assert sorted(groups) == [
+def test_the_page_has_a_package_for_each_group(site):
+    found = {
+        entry.group: entry.value
+        for package in distributions(path=[str(site)])
+        for entry in package.entry_points
+    }
+    assert sorted(found) == [
         f"recserve.{g}" for g in ("drafters", "stores", "strategies", "verifiers")
     ]
-    modules = {value.partition(":")[0] for group in groups.values() for value in group.values()}
-    assert {f"{module}.py" for module in modules} == set(FILES)
+    modules = {value.partition(":")[0] for value in found.values()}
+    assert modules == {Path(name).stem for name in CODE} and len(CODE) == 4
 
 
 def test_the_drafter_proposes_within_its_budget(installed):
