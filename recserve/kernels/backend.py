@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,7 +79,8 @@ def c_is_allowed() -> bool:
 
 
 def _first(*args: Any, **kwargs: Any) -> HasDevice:
-    return cast(Tensor, args[0])
+    first: Tensor = args[0]
+    return first
 
 
 def _always(*args: Any, **kwargs: Any) -> bool:

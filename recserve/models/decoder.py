@@ -224,7 +224,8 @@ class Decoder(nn.Module):
         if self._frequencies.device != x.device:
             self._frequencies = self._frequencies.to(x.device)
         rope = Rope(positions, self._frequencies, x.dtype)
-        last, taps = len(self.layers) - 1, AuxHiddenStates(()) if taps is None else taps
+        last = self.config.num_layers - 1
+        taps = AuxHiddenStates(()) if taps is None else taps
         done, wanted = 0, list(taps.layers)
         run = self._in_c(x, rope, attend, gate)
         if run is not None:
@@ -251,7 +252,8 @@ class Decoder(nn.Module):
 
     def _norm_before(self, number: int) -> RMSNorm:
         """Returns the norm of a layer's inputs, or the final norm."""
-        norm = self.norm if number == len(self.layers) else self.layers[number].attention_norm
+        final = number == self.config.num_layers
+        norm = self.norm if final else self.layers[number].attention_norm
         assert isinstance(norm, RMSNorm)
         return norm
 

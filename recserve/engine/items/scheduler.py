@@ -108,9 +108,12 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
     def settle(self) -> None:
         """Starts the requests with computed roots, and ends those that are finished or late."""
         warm, self.warm = self.warm, []
-        self._end_late()
-        self._start(warm)
-        self._finish()
+        if self.cold or self.cohorts:
+            self._end_late()
+        if warm:
+            self._start(warm)
+        if self.cohorts:
+            self._finish()
 
     def schedule(self) -> tuple[list[Chunk[SearchSequence]], list[SearchBatch]]:
         """Proposes the trees of every batch, and returns `step_tokens` tokens of roots and trees.

@@ -218,17 +218,19 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """
         drafted = time.perf_counter()
         if not self.replay(chunks, trees):
-            pieces = [self.chunk_slice(chunk) for chunk in chunks]
-            pieces += [self.tree_slice(one) for one in trees]
+            pieces = [self.tree_slice(one) for one in trees]
+            if chunks:
+                pieces = [self.chunk_slice(chunk) for chunk in chunks] + pieces
             states, count = self.forward(pieces), len(chunks)
             if chunks:
                 self.prefilled(chunks, states[:count])
             for one, piece, own in zip(trees, pieces[count:], states[count:], strict=True):
                 self.verify(one, piece, own)
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
-        first = {chunk.sequence for chunk in chunks}
-        for sequence in first:
-            sequence.timing.prefill_ms += forward_ms
+        first = set[Sequence]()
+        for chunk in chunks:
+            first.add(chunk.sequence)
+            chunk.sequence.timing.prefill_ms += forward_ms
         for one in trees:
             for member in one.sequences:
                 timing = member.timing
