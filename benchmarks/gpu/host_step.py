@@ -69,13 +69,13 @@ class NoReplay:
 
 def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
     """Returns the outputs with `accepted` tokens and a bonus token for every text."""
-    columns, at = outputs.found.clone(), outputs.columns
-    accepted = min(accepted, at.depth)
-    columns[:, : at.length] = -1
-    columns[:, : accepted + 1] = torch.arange(accepted + 1)
-    columns[:, at.length], columns[:, at.bonus] = accepted, 1
-    columns[:, at.tokens][:, : accepted + 1] = 2
-    return replace(outputs, found=columns)
+    changed = replace(outputs, found=outputs.found.clone())
+    accepted, nodes = min(accepted, outputs.depth), outputs.depth + 1
+    changed.found[:, :nodes] = -1
+    changed.found[:, : accepted + 1] = torch.arange(accepted + 1)
+    changed.found[:, nodes], changed.found[:, nodes + 1] = accepted, 1
+    changed.tokens[:, : accepted + 1] = 2
+    return changed
 
 
 def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
