@@ -31,8 +31,8 @@ from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence, context_of
 from recserve.engine.text.step import VerifiedPaths, token_logprobs
-from recserve.engine.text.step_graphs import TextStepGraphs
 from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
+from recserve.engine.text.text_step_graph import TextStepGraphs
 from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextQuery
@@ -162,8 +162,7 @@ class TextScheduler(Scheduler[TextSequence]):
         if replayed is None:
             self._launch(groups, parts)
         else:
-            outputs = replayed.outputs
-            last_hidden = [row.last_hidden for row in replayed.rows]
+            outputs, last_hidden = replayed
             states = split_states([outputs.hidden], outputs.taps)[0]
             self._commit(groups[0], outputs.paths(), states, outputs.logits, last_hidden)
         self._proposer.stepped()
