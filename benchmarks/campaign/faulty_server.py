@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -37,7 +38,11 @@ ON_CUDA = SimpleNamespace(pool=SimpleNamespace(keys=SimpleNamespace(is_cuda=True
 def main() -> int:
     """Serves with faults."""
     config = Path(sys.argv[1])
-    forward, check_device, step = Runner.forward, Runner.check_device, ItemScheduler.step
+    forward, check_device, schedule = (
+        Runner.forward,
+        Runner.check_device,
+        ItemScheduler.schedule,
+    )
 
     def fail_if_lost(device: object = None) -> None:
         if (config.parent / LOST).exists():
@@ -55,17 +60,17 @@ def main() -> int:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         return forward(self, pieces, taps, masks)
 
-    def stepped(self: ItemScheduler) -> None:
+    def poisoned_schedule(self: ItemScheduler) -> Any:
         poisoned = any(getattr(one.request, "k", 0) == POISON for one in self.admitted)
         if poisoned and (config.parent / POISONED).exists():
             raise RuntimeError("a poisoned request")
-        step(self)
+        return schedule(self)
 
     with (
         mock.patch.object(Runner, "forward", faulty),
         mock.patch.object(Runner, "check_device", lambda _: check_device(ON_CUDA)),
         mock.patch.object(torch.cuda, "synchronize", fail_if_lost),
-        mock.patch.object(ItemScheduler, "step", stepped),
+        mock.patch.object(ItemScheduler, "schedule", poisoned_schedule),
     ):
         return serve(ServerConfig.load({}, config))
 

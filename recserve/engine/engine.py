@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.schedulers: dict[str, Scheduler[Any]] = {}
+        self.schedulers: dict[str, Scheduler[Any, Any]] = {}
         self.drafters: dict[str, Drafter] = {}
         self.strategies: tuple[str, ...] = ()
         self._strategies: dict[str, Strategy] = {}
@@ -257,7 +257,7 @@ class Engine:
             cancelled = self._cancelled.take()
             for scheduler in self.schedulers.values():
                 if scheduler.num_running:
-                    scheduler.run_step(cancelled)
+                    scheduler.step(cancelled)
             for scheduler in self.schedulers.values():
                 if scheduler.lost is not None:
                     raise scheduler.lost

@@ -207,18 +207,18 @@ def test_a_text_that_breaks_the_forward_fails_alone(monkeypatch):
 
 
 def test_what_fails_before_the_forward_fails_alone_too(monkeypatch):
-    """An error of `begin` ended the engine's thread."""
+    """An error of `settle` ended the engine's thread."""
     _, engine, queries = slates(2)
     scheduler = engine.schedulers["recommender"]
-    begin, calls = scheduler.begin, []
+    settle, calls = scheduler.settle, []
 
     def broken():
         calls.append(1)
         if len(calls) == 1:
-            raise IndexError("broken begin")
-        return begin()
+            raise IndexError("broken settle")
+        return settle()
 
-    monkeypatch.setattr(scheduler, "begin", broken)
+    monkeypatch.setattr(scheduler, "settle", broken)
     engine.start()
     futures = [engine.submit(query) for query in queries]
     assert all(future.result(30).rows.size for future in futures)

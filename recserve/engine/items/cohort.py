@@ -32,18 +32,25 @@ class Round:
         piece: Its trees with their slots.
         states: Hidden states of the nodes computed so far, in parts.
         num_computed: Number of these nodes.
+        part: The trees, with the nodes that the current step computes.
     """
 
     draft: Draft
     piece: BatchSlice
     states: list[Tensor] = field(default_factory=list)
     num_computed: int = 0
+    part: BatchSlice | None = None
 
-    def next_piece(self, most: int | None) -> BatchSlice:
-        """Returns the next nodes to compute, at most `most`. None means all that are left.
+    def take(self, most: int | None) -> int:
+        """Takes at most `most` nodes into the current step, None all that are left, and returns how
+        many.
 
         A node sees earlier nodes only, so it finds their keys and values in the pool.
         """
+        self.part = self._next(most)
+        return len(self.part.inputs)
+
+    def _next(self, most: int | None) -> BatchSlice:
         piece, start = self.piece, self.num_computed
         stop = len(piece.inputs)
         if most is not None:
@@ -61,7 +68,7 @@ class Round:
         return replace(piece, inputs=inputs, queries=nodes[start:stop], counts=counts)
 
     def add(self, states: Tensor) -> Tensor | None:
-        """Adds the states of the nodes of `next_piece`. Returns all states after the last part."""
+        """Adds the states of the nodes of the step. Returns all states after the last part."""
         self.states.append(states)
         self.num_computed += states.shape[0]
         if self.num_computed < len(self.piece.inputs):

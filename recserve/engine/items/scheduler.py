@@ -25,7 +25,7 @@ from recserve.core.strategy import Draft, Strategy
 from recserve.engine.items.cohort import Round, SearchBatch, checked, computed_nodes, isolate
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import BatchSlice, Runner
-from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler, expired
+from recserve.engine.runtime.scheduler import Chunk, Scheduler, expired
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
 from recserve.models.inputs import NodeInputs
@@ -37,8 +37,8 @@ class StrategyError(RuntimeError):
     """A strategy broke its contract with the scheduler. Its requests fail, and no others."""
 
 
-class ItemScheduler(Scheduler[SearchSequence]):
-    """Admits, steps and releases the item requests of one model.
+class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
+    """Item requests: the members of a batch are fixed until its end, and have all their pages.
 
     Attributes:
         cohorts: Requests whose search runs.
@@ -58,11 +58,8 @@ class ItemScheduler(Scheduler[SearchSequence]):
         step_tokens: int | None = None,
         admitted_tokens: int | None = None,
     ) -> None:
-        """Shares `kv` with another scheduler of the same runner, if given."""
-        super().__init__()
-        self.runner = runner
+        super().__init__(runner, kv)
         self.step_tokens, self.admitted_tokens = step_tokens, admitted_tokens
-        self.kv = kv or KVCache(runner.pool)
         self.cohorts: list[SearchBatch] = []
         self._admitted: dict[SearchSequence, None] = {}  # in the order of admission
         self.cold: list[SearchSequence] = []
@@ -83,11 +80,7 @@ class ItemScheduler(Scheduler[SearchSequence]):
         kv, request = self.kv, sequence.request
         rows = len(request.root.inputs)
         pages = kv.pages_of(rows) + kv.pages_of(sequence.strategy.tree_capacity(request))
-        if pages > kv.allocator.num_pages:
-            raise RequestTooLarge(
-                f"the request needs {pages} pages of {kv.page_size} tokens ({rows} of history), "
-                f"the pool has {kv.allocator.num_pages}; request less or raise kv_bytes"
-            )
+        self._check_pages(pages, f"a history of {rows} rows and its trees")
 
     def admit(self, sequence: SearchSequence) -> bool:
         """Takes a request in and reserves all pages that it will need. Returns False if too few
@@ -112,64 +105,62 @@ class ItemScheduler(Scheduler[SearchSequence]):
         (self.warm if sequence.computed else self.cold).append(sequence)
         return True
 
-    def begin(self) -> None:
-        """Starts the requests with computed roots, and ends those that need no forward pass."""
+    def settle(self) -> None:
+        """Starts the requests with computed roots, and ends those that are finished or late."""
         warm, self.warm = self.warm, []
         self._end_late()
         self._start(warm)
         self._finish()
 
-    def step(self) -> None:
-        """Runs one forward pass over all requests, or over `step_tokens` tokens of them."""
-        began = time.perf_counter()
+    def schedule(self) -> tuple[list[Chunk[SearchSequence]], list[SearchBatch]]:
+        """Proposes the trees of every batch, and returns `step_tokens` tokens of roots and trees.
+
+        Roots come first. A root or a round that is longer continues in the next step.
+        """
         new = [cohort for cohort in self.cohorts if cohort.round is None]
-        drafts = [cohort.strategy.propose(cohort.state) for cohort in new]
-        drafted = time.perf_counter()
-        for cohort, draft in zip(new, drafts, strict=True):
+        for cohort, draft in [(cohort, cohort.strategy.propose(cohort.state)) for cohort in new]:
             cohort.round = Round(draft, self._place(cohort, draft))
         chunks, left = self._next_chunks()
-        parts: list[tuple[SearchBatch, Round, BatchSlice]] = []
+        batches = list[SearchBatch]()
         for cohort in self.cohorts:
             if left is not None and left <= 0:
                 break
             assert cohort.round is not None
-            part = cohort.round.next_piece(left)
-            left = None if left is None else left - len(part.inputs)
-            parts.append((cohort, cohort.round, part))
-        pieces = [self._prefill_piece(sequence, stop) for sequence, stop in chunks]
-        pieces += [part for _, _, part in parts]
-        if not pieces:
-            return
-        hidden = self.runner.forward(pieces)
-        started, flawed = list[SearchSequence](), list[SearchSequence]()
-        for (sequence, stop), states in zip(chunks, hidden, strict=False):
+            size = cohort.round.take(left)
+            left = None if left is None else left - size
+            batches.append(cohort)
+        return chunks, batches
+
+    def tree_slice(self, trees: SearchBatch) -> BatchSlice:
+        """Returns the nodes that the step computes."""
+        assert trees.round is not None and trees.round.part is not None
+        return trees.round.part
+
+    def prefilled(self, chunks: Seq[Chunk[SearchSequence]], states: Seq[Tensor]) -> None:
+        """Caches complete roots, whose requests may start. Roots that are not finite fail."""
+        flawed = list[SearchSequence]()
+        for chunk, own in zip(chunks, states, strict=True):
+            sequence, stop = chunk.sequence, chunk.sequence.num_computed + chunk.size
             # On a CUDA device, the check would make the host wait. There the result shows it.
-            if not states.is_cuda and not all_finite(states):
+            if not own.is_cuda and not all_finite(own):
                 flawed.append(sequence)
             elif stop < sequence.root_length:
                 sequence.num_computed = stop
+                continue
             else:
-                self._store_root(sequence, states)
-                started.append(sequence)
-        for (cohort, one, part), states in zip(parts, hidden[len(chunks) :], strict=True):
-            whole = one.add(isolate(cohort.sequences, part, states, self.runner.pool))
-            if whole is not None:
-                slots = one.piece.slots
-                cohort.state = cohort.strategy.verify(cohort.state, one.draft, slots, whole)
-                cohort.round = None
-        ended = time.perf_counter()
-        for sequence, _ in chunks:
-            sequence.timing.prefill_ms += (ended - drafted) * 1e3
-        for cohort, _, _ in parts:
-            for sequence in cohort.sequences:
-                sequence.timing.draft_ms += (drafted - began) * 1e3
-                sequence.timing.verify_ms += (ended - drafted) * 1e3
-                sequence.timing.forwards += 1
-        # Only the last chunk can leave a root unfinished.
-        self.cold = self.cold[len(started) + len(flawed) :]
+                self._store_root(sequence, own)
+                self.warm.append(sequence)
+            self.cold.remove(sequence)
         self._end([(sequence, NotFinite()) for sequence in flawed])
-        self._start(started)
-        self._finish()
+
+    def verify(self, trees: SearchBatch, piece: BatchSlice, states: Tensor) -> None:
+        """Hands the states of a round to the strategy, once all of its nodes are computed."""
+        assert trees.round is not None
+        whole = trees.round.add(isolate(trees.sequences, piece, states, self.runner.pool))
+        if whole is not None:
+            draft, slots = trees.round.draft, trees.round.piece.slots
+            trees.state = trees.strategy.verify(trees.state, draft, slots, whole)
+            trees.round = None
 
     def drop_all(self) -> list[SearchSequence]:
         """Removes all running requests, releases their pages, and returns them."""
@@ -206,11 +197,9 @@ class ItemScheduler(Scheduler[SearchSequence]):
             sequence.pages = []
             self._admitted.pop(sequence, None)
 
-    def _next_chunks(self) -> tuple[list[tuple[SearchSequence, int]], int | None]:
-        """Returns the roots that the next step computes, and how many tokens it has left for trees.
-
-        With each root comes the number of its tokens that are computed after the step. None: the
-        step has no bound.
+    def _next_chunks(self) -> tuple[list[Chunk[SearchSequence]], int | None]:
+        """Returns the parts of roots that the next step computes, and how many tokens it has left
+        for trees. None: the step has no bound.
         """
         left, chunks = self.step_tokens, []
         for sequence in self.cold:
@@ -221,7 +210,7 @@ class ItemScheduler(Scheduler[SearchSequence]):
                 least = sequence.request.root.shared
                 stop = min(stop, max(sequence.num_computed + left, least))
                 left -= stop - sequence.num_computed
-            chunks.append((sequence, stop))
+            chunks.append(Chunk(sequence, stop - sequence.num_computed))
         return chunks, left
 
     def _num_open_tokens(self) -> int:
@@ -333,13 +322,9 @@ class ItemScheduler(Scheduler[SearchSequence]):
             counts=counts,
         )
 
-    def _prefill_piece(self, sequence: SearchSequence, stop: int) -> BatchSlice:
-        """Returns the next tokens of a root as a chain, with the placeholders after the last one.
-
-        Args:
-            sequence: The request.
-            stop: Number of root tokens that are computed after the step.
-        """
+    def chunk_slice(self, chunk: Chunk[SearchSequence]) -> BatchSlice:
+        """Returns the next tokens of a root as a chain. Placeholders follow the last one."""
+        sequence, stop = chunk.sequence, chunk.sequence.num_computed + chunk.size
         root, start = sequence.request.root, sequence.num_computed
         inputs, slots = root.inputs.select(slice(start, stop)), sequence.prefix_slots
         places, kinds = slots[start:stop], None

@@ -38,7 +38,7 @@ class RequestQueue:
         background: Background requests that wait, oldest first.
     """
 
-    def __init__(self, capacity: int, schedulers: Mapping[str, Scheduler[Any]]) -> None:
+    def __init__(self, capacity: int, schedulers: Mapping[str, Scheduler[Any, Any]]) -> None:
         """Makes an empty queue for the requests of these schedulers, by model."""
         self.capacity, self.schedulers = capacity, schedulers
         self.waiting: deque[Sequence] = deque()

@@ -1,4 +1,4 @@
-"""The base class of schedulers, the lock of a step, and the delivery of results."""
+"""The step of every scheduler, the isolation of faults, and the delivery of results."""
 
 from __future__ import annotations
 
@@ -9,20 +9,37 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
 from recserve.core.request import Request
 from recserve.core.sequence import Sequence
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.runner import DeviceLost, Runner
+from recserve.engine.runtime.runner import BatchSlice, DeviceLost, Runner
 from recserve.speculation.completion import TextQuery
 
 log = logging.getLogger(__name__)
 
 
 SequenceT = TypeVar("SequenceT", bound=Sequence)
+
+
+class Trees(Protocol):
+    """Trees of requests that are verified together.
+
+    Attributes:
+        sequences: The requests.
+    """
+
+    @property
+    def sequences(self) -> Seq[Sequence]:
+        """The requests."""
+        ...
+
+
+TreesT = TypeVar("TreesT", bound=Trees)
 
 # Errors that say nothing about the device.
 HARMLESS = (DeadlineExceeded, EngineStopped, NotFinite)
@@ -32,8 +49,24 @@ class RequestTooLarge(ValueError):
     """A request needs more pages than the pool has, even when nothing else runs."""
 
 
-class Scheduler(ABC, Generic[SequenceT]):
-    """Admits the requests of one model, steps them, and releases them.
+@dataclass(frozen=True)
+class Chunk(Generic[SequenceT]):
+    """The next tokens of a prefix, computed in one step.
+
+    Attributes:
+        sequence: The request.
+        size: Number of tokens.
+    """
+
+    sequence: SequenceT
+    size: int
+
+
+class Scheduler(ABC, Generic[SequenceT, TreesT]):
+    """Admits the requests of one model, steps them, and delivers their results.
+
+    `step` is the loop of every model. Subclasses say what searches and texts do differently: which
+    requests have pages, what the next forward pass computes, and what becomes of its states.
 
     An admitted request stays among `admitted` until `_end` has noted its result. A step that fails
     can therefore lose no request:
@@ -52,10 +85,9 @@ class Scheduler(ABC, Generic[SequenceT]):
         lost: Why the device fails every call. None while it works. The engine then ends.
     """
 
-    runner: Runner
-    kv: KVCache
-
-    def __init__(self) -> None:
+    def __init__(self, runner: Runner, kv: KVCache | None = None) -> None:
+        """Shares `kv` with another scheduler of the same runner, if given."""
+        self.runner, self.kv = runner, kv or KVCache(runner.pool)
         self.lost: DeviceLost | None = None
         self._results: list[tuple[SequenceT, Any]] = []
         self._suspects: deque[SequenceT] = deque()
@@ -90,12 +122,39 @@ class Scheduler(ABC, Generic[SequenceT]):
         """Takes a request in. Returns False if other requests hold the pages that it needs."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """Ends the requests that need no forward pass."""
+    def settle(self) -> None:
+        """Starts and ends the requests that need no forward pass for it."""
 
     @abstractmethod
-    def step(self) -> None:
-        """Runs one forward pass over all running requests, and ends those that it completes."""
+    def schedule(self) -> tuple[Seq[Chunk[SequenceT]], Seq[TreesT]]:
+        """Drafts, and returns what the next forward pass computes: prefixes and trees.
+
+        It may take pages from requests. Those whose draft fails end.
+        """
+
+    @abstractmethod
+    def chunk_slice(self, chunk: Chunk[SequenceT]) -> BatchSlice:
+        """Returns the tokens of a prefix as a chain under those before them."""
+
+    @abstractmethod
+    def tree_slice(self, trees: TreesT) -> BatchSlice:
+        """Returns trees with their slots."""
+
+    @abstractmethod
+    def prefilled(self, chunks: Seq[Chunk[SequenceT]], states: Seq[Any]) -> None:
+        """Marks chunks as computed, and caches the prefixes that are complete."""
+
+    @abstractmethod
+    def verify(self, trees: TreesT, piece: BatchSlice, states: Any) -> None:
+        """Continues the requests of trees from the states of the nodes."""
+
+    def forward(self, pieces: Seq[BatchSlice]) -> Seq[Any]:
+        """Returns the states of each piece."""
+        return self.runner.forward(pieces)
+
+    def replay(self, chunks: Seq[Chunk[SequenceT]], trees: Seq[TreesT]) -> bool:
+        """Computes and verifies everything by a CUDA graph. Returns False if none can."""
+        return False
 
     @abstractmethod
     def drop_all(self) -> list[SequenceT]:
@@ -120,8 +179,10 @@ class Scheduler(ABC, Generic[SequenceT]):
         """
         return ()
 
-    def run_step(self, cancelled: bool) -> None:
-        """Runs one step and delivers its results.
+    def step(self, cancelled: bool = False) -> None:
+        """Takes all running requests one forward pass further, and delivers those that end.
+
+        settle -> schedule -> forward or replay -> verify -> settle -> deliver
 
         Args:
             cancelled: Whether a request may have been cancelled since the last step.
@@ -131,9 +192,13 @@ class Scheduler(ABC, Generic[SequenceT]):
         try:
             if cancelled:
                 self.drop_cancelled()
-            self.begin()
+            self.settle()
             self._deliver()
-            self.step()
+            began = time.perf_counter()
+            chunks, trees = self.schedule()
+            if chunks or trees:
+                self._compute(chunks, trees, began)
+                self.settle()
             self._deliver()
             if self.isolating:
                 self._cleared.extend(self.pause())
@@ -143,6 +208,34 @@ class Scheduler(ABC, Generic[SequenceT]):
             self._check_device()
             if self.lost is None:
                 self._isolate(error)
+
+    def _compute(self, chunks: Seq[Chunk[SequenceT]], trees: Seq[TreesT], began: float) -> None:
+        """Runs one forward pass over the chunks and trees, which `schedule` began to choose at
+        `began`.
+
+        A request whose prefix ends may have its first tree in the same pass. In each layer, keys
+        and values of all rows are written before any row attends to them.
+        """
+        drafted = time.perf_counter()
+        if not self.replay(chunks, trees):
+            pieces = [self.chunk_slice(chunk) for chunk in chunks]
+            pieces += [self.tree_slice(one) for one in trees]
+            states, count = self.forward(pieces), len(chunks)
+            if chunks:
+                self.prefilled(chunks, states[:count])
+            for one, piece, own in zip(trees, pieces[count:], states[count:], strict=True):
+                self.verify(one, piece, own)
+        draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
+        first = {chunk.sequence for chunk in chunks}
+        for sequence in first:
+            sequence.timing.prefill_ms += forward_ms
+        for one in trees:
+            for member in one.sequences:
+                timing = member.timing
+                timing.draft_ms += draft_ms
+                timing.forwards += 1
+                if member not in first:
+                    timing.verify_ms += forward_ms
 
     def fail(self, future: Future[Any], error: Exception) -> None:
         """Sets a future to an error, or to EngineStopped if the device is lost."""
@@ -167,6 +260,14 @@ class Scheduler(ABC, Generic[SequenceT]):
             self.drop_all()
         except Exception:
             log.exception("the pages of ended requests could not be released")
+
+    def _check_pages(self, pages: int, rows: str) -> None:
+        """Raises RequestTooLarge if the pool has fewer pages. `rows` says what needs them."""
+        if pages > self.kv.allocator.num_pages:
+            raise RequestTooLarge(
+                f"{rows} need {pages} pages of {self.kv.page_size} tokens, the pool has "
+                f"{self.kv.allocator.num_pages}; request less or raise kv_bytes"
+            )
 
     def _end(self, results: Seq[tuple[SequenceT, Any]]) -> None:
         """Ends requests: notes their results or errors for delivery, and removes them."""

@@ -234,27 +234,3 @@ class TextGroups:
         requests = [sequence.request for sequence in sequences]
         drawn = {r.speculation.verifier for r in requests if not r.params.greedy} & MIXABLE
         return drawn.pop() if len(drawn) == 1 and drawn <= GREEDY_COMPATIBLE else SAMPLE
-
-
-def record_times(
-    groups: Seq[TextGroup], prefilled: Seq[TextSequence], draft_ms: float, forward_ms: float
-) -> None:
-    """Adds the times of a step to its texts.
-
-    Args:
-        groups: The texts that took a step.
-        prefilled: The texts whose prompts had tokens in the forward pass.
-        draft_ms: Time of all drafts.
-        forward_ms: Time of the forward pass and the verification.
-    """
-    first = set(prefilled)
-    for sequence in first:
-        sequence.timing.prefill_ms += forward_ms
-    for group in groups:
-        for sequence, size in zip(group.sequences, group.sizes, strict=True):
-            timing = sequence.timing
-            timing.draft_ms += draft_ms
-            if sequence not in first:
-                timing.verify_ms += forward_ms
-            timing.forwards += 1
-            timing.nodes += 1 + size

@@ -4,60 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
-from recserve.core.finite import all_finite
 from recserve.engine.runtime.runner import BatchSlice
+from recserve.engine.runtime.scheduler import Chunk
 from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step_states import StepStates
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The next tokens of a prompt, computed in one step.
+def chunk_slice(chunk: Chunk[TextSequence]) -> BatchSlice:
+    """Returns a chunk of a prompt as a chain under the computed tokens.
 
-    Attributes:
-        sequence: The text.
-        size: Number of tokens.
+    Only its last state is read, unless the drafter reads all of them.
     """
-
-    sequence: TextSequence
-    size: int
-
-    def piece(self) -> BatchSlice:
-        """Returns the chunk as a chain under the computed tokens.
-
-        Only its last state is read, unless the drafter reads all of them.
-        """
-        slots, start = self.sequence.slots, self.sequence.num_computed
-        stop = start + self.size
-        tokens = on_device(self.sequence.context.tokens[start:stop], slots.device)
-        return BatchSlice(
-            tree=chain(tokens),
-            inputs=NodeInputs(tokens),
-            queries=None,
-            slots=slots[start:stop],
-            prefix_slots=(slots[:start],),
-            num_states=None if self.sequence.drafter.reads_states else 1,
-        )
-
-    def done(self, states: StepStates) -> None:
-        """Marks the chunk as computed. `states` end with those of its last token.
-
-        On a CUDA device, a check for finite values would make the host wait. There the text's first
-        logits show it.
-        """
-        last_hidden, drafter = states.final[-1], self.sequence.drafter
-        if drafter.reads_states:
-            self.sequence.states = states.read_by(drafter, slice(None))
-        self.sequence.flawed = not last_hidden.is_cuda and not all_finite(last_hidden)
-        self.sequence.computed(self.sequence.num_computed + self.size, last_hidden)
+    sequence = chunk.sequence
+    slots, start = sequence.slots, sequence.num_computed
+    stop = start + chunk.size
+    tokens = on_device(sequence.context.tokens[start:stop], slots.device)
+    return BatchSlice(
+        tree=chain(tokens),
+        inputs=NodeInputs(tokens),
+        queries=None,
+        slots=slots[start:stop],
+        prefix_slots=(slots[:start],),
+        num_states=None if sequence.drafter.reads_states else 1,
+    )
 
 
-def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk]:
+def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk[TextSequence]]:
     """Returns the chunks of one step with at most `most` tokens, in the order of the texts."""
     left, found = most, []
     for text in texts:

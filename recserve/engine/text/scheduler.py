@@ -21,14 +21,13 @@ from torch import Tensor
 
 from recserve.core.acceptance_watch import DraftHealth
 from recserve.core.errors import DeadlineExceeded
-from recserve.core.finite import NotFinite
-from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.runner import Runner
-from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
+from recserve.core.finite import NotFinite, all_finite
+from recserve.engine.runtime.runner import BatchSlice, Runner
+from recserve.engine.runtime.scheduler import Chunk, Scheduler
 from recserve.engine.text.draft_proposer import DraftProposer
-from recserve.engine.text.groups import TextGroup, TextGroups, record_times
+from recserve.engine.text.groups import TextGroup, TextGroups
 from recserve.engine.text.limits import TextLimits, check_query
-from recserve.engine.text.prefill import Chunk, chunks, computed_by_another
+from recserve.engine.text.prefill import chunk_slice, chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence, context_of
 from recserve.engine.text.step import VerifiedPaths, token_logprobs
 from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
@@ -43,8 +42,8 @@ from recserve.speculation.logits_processor import TokenCounts
 log = logging.getLogger(__name__)
 
 
-class TextScheduler(Scheduler[TextSequence]):
-    """Admits, steps and releases the texts of one language model.
+class TextScheduler(Scheduler[TextSequence, TextGroup]):
+    """Texts: they join and leave in every step, and their pages grow.
 
     Attributes:
         limits: Most prompt tokens of a step and most nodes of a draft.
@@ -60,16 +59,15 @@ class TextScheduler(Scheduler[TextSequence]):
         limits: TextLimits | None = None,
         graphs: TextStepGraphs | None = None,
     ) -> None:
-        super().__init__()
-        self.runner, self.model = runner, model
-        self.limits = limits or TextLimits()
-        self.kv = KVCache(runner.pool)
+        super().__init__(runner)
+        self.model, self.limits = model, limits or TextLimits()
         self.running: list[TextSequence] = []
         self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(model, self.limits.draft_nodes, self.limits.load_aware)
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids, self.graphs = count(), graphs
         self._earliest_s = math.inf  # no text has an earlier deadline
+        self._flawed: list[TextSequence] = []  # prompts with states that are not finite
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @property
@@ -102,11 +100,7 @@ class TextScheduler(Scheduler[TextSequence]):
         check_query(request, config)
         length = request.prompt.shape[0] + request.params.max_tokens
         pages = self.kv.pages_of(min(length, config.decoder.max_positions))
-        if pages > self.kv.allocator.num_pages:
-            raise RequestTooLarge(
-                f"prompt and max_tokens need {pages} pages of {self.kv.page_size} tokens, the pool "
-                f"has {self.kv.allocator.num_pages}; request less or raise kv_bytes"
-            )
+        self._check_pages(pages, f"a prompt and max_tokens of {length} tokens")
 
     def admit(self, sequence: TextSequence) -> bool:
         """Takes a request if its pages are free or another text computes its beginning.
@@ -131,8 +125,11 @@ class TextScheduler(Scheduler[TextSequence]):
         sequence.timing.queue_ms = (time.monotonic() - sequence.submitted_s) * 1e3
         return True
 
-    def begin(self) -> None:
-        """Ends texts whose deadline has passed."""
+    def settle(self) -> None:
+        """Ends texts whose deadline has passed, and those whose prompt is not finite."""
+        if self._flawed:
+            flawed, self._flawed = self._flawed, []
+            self._end([(sequence, NotFinite()) for sequence in flawed if sequence.pages])
         now = time.monotonic()
         if now <= self._earliest_s:
             return
@@ -142,51 +139,67 @@ class TextScheduler(Scheduler[TextSequence]):
         error = "the deadline passed while the text was written"
         self._end([(s, DeadlineExceeded(error)) for s in late])
 
-    def step(self) -> None:
-        """Runs one forward pass over all texts, and ends those that it completes.
+    def schedule(self) -> tuple[list[Chunk[TextSequence]], list[TextGroup]]:
+        """Returns the next tokens of prompts, and the texts that step with their drafts.
 
-        A text whose prompt ends takes its first step in the same forward pass. In each layer, keys
-        and values of the prompt are written before the text's tree attends to them.
+        A text whose prompt ends takes its first step in the same forward pass.
         """
         self._resume()
         self._preempt_for_pages()
-        began = time.perf_counter()
         self._end(self._proposer.read(self.running))
         parts = chunks(self.running, self.limits.prefill_tokens)
         groups = self._groups(parts)
-        parts = [part for part in parts if part.sequence.pages]
-        drafted = time.perf_counter()
-        if not groups and not parts:
-            return
-        replayed = None if self.graphs is None else self.graphs.step(groups, bool(parts))
-        if replayed is None:
-            self._launch(groups, parts)
-        else:
-            outputs, last_hidden = replayed
-            states = split_states([outputs.hidden], outputs.taps)[0]
-            self._commit(groups[0], outputs.paths(), states, outputs.logits, last_hidden)
-        self._proposer.stepped()
-        draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
-        record_times(groups, [part.sequence for part in parts], draft_ms, forward_ms)
+        return [part for part in parts if part.sequence.pages], groups
 
-    def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> None:
-        """Runs one forward pass over the trees of the groups and the chunks of prompts."""
-        pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
+    def chunk_slice(self, chunk: Chunk[TextSequence]) -> BatchSlice:
+        """Returns the tokens of a prompt as a chain under those before them."""
+        return chunk_slice(chunk)
+
+    def tree_slice(self, trees: TextGroup) -> BatchSlice:
+        """Returns the texts' trees with their slots. Node 0 is the last committed token."""
+        return trees.piece(self._pack(trees.last_tokens, trees.drafts))
+
+    def forward(self, pieces: Seq[BatchSlice]) -> list[StepStates]:
+        """Returns the states of each piece, with those between layers that drafters read."""
         drafters = [text.drafter for text in self.running]
         taps, masks = taps_for(drafters), masks_of(drafters)
-        hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)], taps, masks)
-        states = split_states(hidden, taps)
-        for part, own in zip(parts, states[len(groups) :], strict=True):
-            part.done(own)
-        self._end(self._proposer.read([part.sequence for part in parts]))
-        for part in [part for part in parts if part.sequence.pages]:
-            self._insert_prefix(part.sequence)
-        for group, piece, own in zip(groups, pieces, states, strict=False):
-            logits = self.model.logits(own.final)
-            verified = group.verify(self.runner.pool, piece, own.final, logits)
-            self._commit(group, verified, own, logits)
-        flawed = [part.sequence for part in parts if part.sequence.flawed and part.sequence.pages]
-        self._end([(sequence, NotFinite()) for sequence in flawed])
+        return split_states(self.runner.forward(pieces, taps, masks), taps)
+
+    def replay(self, chunks: Seq[Chunk[TextSequence]], trees: Seq[TextGroup]) -> bool:
+        """Replays the step of a group if a graph holds it, and commits what it accepts."""
+        if self.graphs is None:
+            return False
+        replayed = self.graphs.step(trees, bool(chunks))
+        if replayed is None:
+            return False
+        outputs, last_hidden = replayed
+        states = split_states([outputs.hidden], outputs.taps)[0]
+        self._commit(trees[0], outputs.paths(), states, outputs.logits, last_hidden)
+        return True
+
+    def prefilled(self, chunks: Seq[Chunk[TextSequence]], states: Seq[StepStates]) -> None:
+        """Caches what is computed of each prompt, with the drafter's entries.
+
+        On a CUDA device, a check for finite values would make the host wait. There the text's first
+        logits show it.
+        """
+        for chunk, own in zip(chunks, states, strict=True):
+            sequence, last_hidden = chunk.sequence, own.final[-1]
+            if sequence.drafter.reads_states:
+                sequence.states = own.read_by(sequence.drafter, slice(None))
+            sequence.flawed = not last_hidden.is_cuda and not all_finite(last_hidden)
+            sequence.computed(sequence.num_computed + chunk.size, last_hidden)
+        self._end(self._proposer.read([chunk.sequence for chunk in chunks]))
+        for sequence in [chunk.sequence for chunk in chunks if chunk.sequence.pages]:
+            self._insert_prefix(sequence)
+            if sequence.flawed:
+                self._flawed.append(sequence)
+
+    def verify(self, trees: TextGroup, piece: BatchSlice, states: StepStates) -> None:
+        """Verifies the drafts of a group, and commits what it accepts."""
+        logits = self.model.logits(states.final)
+        verified = trees.verify(self.runner.pool, piece, states.final, logits)
+        self._commit(trees, verified, states, logits)
 
     def draft_health(self) -> dict[str, DraftHealth]:
         """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
@@ -214,7 +227,7 @@ class TextScheduler(Scheduler[TextSequence]):
         insort(self.preempted, sequence, key=_turn)
         return True
 
-    def _groups(self, parts: Seq[Chunk]) -> list[TextGroup]:
+    def _groups(self, parts: Seq[Chunk[TextSequence]]) -> list[TextGroup]:
         """Returns the texts that step with their drafts, grouped by acceptance rule."""
         stepping: Seq[TextSequence] = self.running
         if parts:
@@ -252,6 +265,7 @@ class TextScheduler(Scheduler[TextSequence]):
         for number, sequence in enumerate(group.sequences):
             path, tokens = verified.paths[number], verified.tokens[number]
             draft, before = group.drafts[number], len(sequence.context.tokens)
+            sequence.timing.nodes += 1 + draft.num_nodes
             try:
                 sequence.flawed |= number in verified.flawed
                 if sequence.flawed:

@@ -102,7 +102,7 @@ def stepped() -> tuple[Engine, list[int]]:
     sizes: list[int] = []
     step = scheduler.step
 
-    def watched():
+    def watched(cancelled):
         forward = scheduler.runner.forward
 
         def counted(pieces, *args):
@@ -111,7 +111,7 @@ def stepped() -> tuple[Engine, list[int]]:
 
         scheduler.runner.forward = counted  # the text scheduler has the same runner
         try:
-            return step()
+            return step(cancelled)
         finally:
             scheduler.runner.forward = forward
 
