@@ -251,7 +251,7 @@ def _of(
     model: LanguageModel, drafters: dict[str, Drafter], grid: Grid, expected: dict[str, float]
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of plain decoding and of some drafters in one engine."""
-    config = EngineConfig(kv_bytes=grid.kv_bytes)
+    config = EngineConfig(kv_bytes=grid.kv_bytes, load_aware=False)
     engine = build_engine(EngineModels(text=model, drafters=drafters), config)
     for batch in grid.batches:
         plain = 0.0

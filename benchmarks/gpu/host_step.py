@@ -89,7 +89,9 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
         "suffix": SuffixDrafter(),
         "drawn": DrawnDrafter(VOCABULARY, NODES, torch.device("cpu")),
     }
-    engine = build_engine(EngineModels(text=model, drafters=drafters), EngineConfig(kv_bytes=2**27))
+    engine = build_engine(
+        EngineModels(text=model, drafters=drafters), EngineConfig(kv_bytes=2**27, load_aware=False)
+    )
     lane: Any = engine.schedulers["text"]
     stored = StoredSteps()
     shapes = tuple(shape for shape in SHAPES if shape.nodes <= (72 if smoke else 264))

@@ -164,7 +164,9 @@ def text_engine(
     cuda, vocabulary = model.tokens.weight.is_cuda, model.config.vocab_size
     limits = GraphLimits(shapes or (), seconds=float("inf"), bytes=2**35)
     recorded = shapes is not None
-    config = EngineConfig(kv_bytes=kv_bytes, graphs=recorded and cuda, graph_limits=limits)
+    config = EngineConfig(
+        kv_bytes=kv_bytes, graphs=recorded and cuda, graph_limits=limits, load_aware=False
+    )
     drafters: dict[str, Drafter] = {"walk": WalkDrafter(vocabulary, 3)}
     if more:
         drafters["medusa"] = drawn_heads(model)

@@ -170,7 +170,7 @@ def measure(cell: Cell, prompts: list[list[int]], options: argparse.Namespace) -
     target = load_language_model(cell.arm.target or options.target)
     drafter = build_drafter(cell.arm.drafter, target, cell.arm.folders)
     pack_weights(target)
-    config, name = EngineConfig(max_running=cell.batch), cell.arm.drafter
+    config, name = EngineConfig(max_running=cell.batch, load_aware=False), cell.arm.drafter
     drafting = EngineModels(text=target, drafters={name: drafter})
     methods = {
         PLAIN: Method(build_engine(EngineModels(text=target), config), PLAIN),

@@ -34,6 +34,7 @@ from benchmarks.text.trained_models import (
 )
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel
@@ -110,7 +111,9 @@ def compare(
     target = load_language_model(options.target).to(dtype)
     drafters = {name: trained_drafter(name, target, options) for name in names}
     pack_weights(target)
-    engine = build_engine(EngineModels(text=target, drafters=drafters))
+    engine = build_engine(
+        EngineModels(text=target, drafters=drafters), EngineConfig(load_aware=False)
+    )
     rows = []
     for temperature in options.temperatures:
         params = [

@@ -54,7 +54,7 @@ class Ours:
         slot *= model.config.decoder.head_dim * model.tokens.weight.dtype.itemsize
         self.engine = build_engine(
             EngineModels(text=model, drafters={**drafters, "ngram": NgramDrafter()}),
-            EngineConfig(kv_bytes=slot * 8192, invariant=invariant),
+            EngineConfig(kv_bytes=slot * 8192, invariant=invariant, load_aware=False),
         )
         self.now, self.network_s = CLOCKS[clock], 0.0
         lane: Any = self.engine.schedulers["text"]

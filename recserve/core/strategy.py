@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recserve.core.acceptance_watch import DraftWatch
+from recserve.core.draft_policy import DraftRecord
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Result
 from recserve.core.sequence import SearchSequence
@@ -51,7 +51,7 @@ class Strategy(ABC):
     """
 
     placeholders: NodeInputs | None = None
-    watch: DraftWatch | None = None
+    watch: DraftRecord | None = None
 
     def tree_capacity(self, request: Any) -> int:
         """Returns the most tree nodes that a request can have computed, over all rounds."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from recserve.core.draft_policy import DraftPolicy
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.beam_search_graph import cuda_searches
@@ -18,6 +19,7 @@ from recserve.engine.runtime.invariance import invariant_runner
 from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.engine.text.limits import TextLimits
 from recserve.engine.text.scheduler import TextScheduler
+from recserve.engine.text.step_cost import text_step_cost
 from recserve.engine.text.step_states import masks_of
 from recserve.engine.text.text_step_graph import cuda_steps
 from recserve.kernels.cache.fp8 import pool_dtype
@@ -160,7 +162,9 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     graphs = cuda_steps(
         runner, model, config.max_running, config.graphs, config.graph_limits, drafters
     )
-    scheduler = TextScheduler(runner, model, TextLimits(load_aware=config.load_aware), graphs)
+    measured = config.load_aware and len(drafters) > 1  # `none` drafts nothing
+    policy = DraftPolicy(text_step_cost(model) if measured else None)
+    scheduler = TextScheduler(runner, model, TextLimits(), graphs, policy)
     engine.schedulers["text"] = scheduler
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
     engine.schedulers["text_scores"] = ItemScheduler(

@@ -21,7 +21,9 @@ class EngineConfig:
         kv_dtype: Element type of the key-value caches. None selects each model's own type.
         max_queue: Most requests that wait for admission.
         max_running: Most requests that share a model's forward pass.
-        load_aware: Reduces text drafts when the load leaves no capacity for them.
+        load_aware: Drafts text only as deep as pays under the current load: the throughput of the
+            server counts. False drafts whenever drafts are accepted at all: the latency of one text
+            on a machine with nothing else to do counts.
         graphs: Captures text steps and searches as CUDA graphs at start. None captures them on CUDA
             devices.
         graph_limits: Which text steps are captured, and how much time and memory that may take.
@@ -36,7 +38,7 @@ class EngineConfig:
     kv_dtype: Literal["fp8"] | None = None
     max_queue: int = 1024
     max_running: int = 64
-    load_aware: bool = False
+    load_aware: bool = True
     graphs: bool | None = None
     graph_limits: GraphLimits = GraphLimits()
     search_limits: SearchLimits = SearchLimits()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from recserve.core.acceptance_watch import DraftHealth
+from recserve.core.draft_policy import DraftHealth
 from recserve.core.strategy import Strategy
 
 

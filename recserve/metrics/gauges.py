@@ -12,7 +12,7 @@ BUILD_LABELS = ("version", "torch", "device", "isa")
 
 
 class WatchedDrafts(Protocol):
-    """Acceptance of a drafter's recent drafts; core/acceptance_watch.py implements it."""
+    """Acceptance of a drafter's recent drafts; core/draft_policy.py implements it."""
 
     @property
     def acceptance(self) -> Sequence[float]:

@@ -34,7 +34,7 @@ from tests.support.text_engines import PARAMETERS, SPREAD, assert_no_leak, engin
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 from tests.support.tiny_bundle import shared_bundle
 
-SMALL = EngineConfig(kv_bytes=4 * 2**20, kv_dtype="fp8")
+SMALL = EngineConfig(kv_bytes=4 * 2**20, kv_dtype="fp8", load_aware=False)
 
 
 class RoundedAttention(DenseAttention):

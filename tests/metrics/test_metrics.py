@@ -6,7 +6,7 @@ import string
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from recserve.core.acceptance_watch import DraftHealth
+from recserve.core.draft_policy import DraftHealth
 from recserve.metrics import Gauges, Metrics
 from recserve.metrics.gauges import SlateLogCounts
 from recserve.speculation.completion import SpeculationCounts

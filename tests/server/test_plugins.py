@@ -86,7 +86,8 @@ def test_a_drafter_and_a_rule_of_another_distribution_serve_the_same_text(instal
     drafters = open_drafters(("none",), network)
     assert list(drafters) == ["none", "ngram", "suffix", "lookahead", "repeat"]
     engine = build_engine(
-        EngineModels(text=network, drafters=drafters), EngineConfig(kv_bytes=2**24)
+        EngineModels(text=network, drafters=drafters),
+        EngineConfig(kv_bytes=2**24, load_aware=False),
     )
     engine.start()
     tokenizer = TextTokenizer.open(byte_tokenizer(tmp_path))

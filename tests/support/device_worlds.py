@@ -273,7 +273,7 @@ def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Eng
     }
     decoder = model.config.decoder
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
-    config = EngineConfig(page_size=4, kv_bytes=pages * 4 * slot, graphs=False)
+    config = EngineConfig(page_size=4, kv_bytes=pages * 4 * slot, graphs=False, load_aware=False)
     drafters = {name: makers[name]() for name in names}
     return build_engine(EngineModels(text=model, drafters=drafters), config)
 

@@ -11,7 +11,7 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import prompts
 
-SIZES = EngineConfig(page_size=4, kv_bytes=2**22, invariant=True)
+SIZES = EngineConfig(page_size=4, kv_bytes=2**22, invariant=True, load_aware=False)
 
 
 def long_sums(dtype: torch.dtype = torch.float32) -> LanguageModel:

@@ -66,11 +66,12 @@ SPREAD = ("top-k", "min-p", "frequency", "min-tokens", "everything")
 
 
 def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:
-    """Returns an engine for a model with `pages` pages of 4 slots."""
+    """Returns an engine for a model with `pages` pages of 4 slots. It always drafts."""
     decoder = model.config.decoder
     shapes = [KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)]
     shapes += [d.kv_shape for d in (drafters or {}).values() if d.kv_shape is not None]
     slot = sum(shape.slot_bytes(torch.float32) for shape in shapes)
+    config = {"load_aware": False} | config
     sizes = EngineConfig(page_size=4, kv_bytes=pages * 4 * slot, **config)
     return build_engine(EngineModels(text=model, drafters=drafters), sizes)
 

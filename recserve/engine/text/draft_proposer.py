@@ -6,11 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from recserve.core.acceptance_watch import DraftHealth, DraftWatch
-from recserve.engine.text.draft_allocation import DraftAllocation
+import torch
+
+from recserve.core.draft_policy import MAX_DEPTH, DraftPolicy
 from recserve.engine.text.sequence import NO_BUDGET, TextSequence
-from recserve.engine.text.step_cost import step_clock, text_step_cost
-from recserve.models.language_model import LanguageModel
+from recserve.engine.text.step_cost import step_clock
 from recserve.speculation.draft import Budget, DrafterError, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan
 from recserve.speculation.drafters.none import NoDrafter
@@ -18,32 +18,26 @@ from recserve.speculation.verifiers.registry import verifiers
 
 log = logging.getLogger(__name__)
 
-# Fewer accepted tokens per draft pay for no draft: even a free one makes the step's tree larger.
-BREAK_EVEN = 0.05
 Refused = tuple[TextSequence, Exception]
 
 
 class DraftProposer:
-    """Calls every drafter once per step, for all of its texts.
+    """Calls every drafter once per step, for all of its texts, as deep as the policy says.
 
-    With `load_aware`, the depth of drafts follows the load. The cost of a step is then measured
-    before the first draft. Otherwise a drafter whose drafts do not pay is paused. Under a rule by
-    which drafts influence the text, it is not.
+    Under a rule by which drafts influence the text, the policy does not decide.
 
     Attributes:
         draft_nodes: Most nodes of a draft.
-        load_aware: Whether the depth of drafts follows the load.
+        policy: Chooses the depth of drafts, or pauses them.
         called: Texts whose drafter was called for this step.
     """
 
-    def __init__(self, model: LanguageModel, draft_nodes: int, load_aware: bool) -> None:
-        self.model, self.draft_nodes, self.load_aware = model, draft_nodes, load_aware
-        self.called: set[TextSequence] = set()  # texts whose drafter was called for this step
-        self._allocation: DraftAllocation | None = None
-        self._watches: dict[str, DraftWatch] = {}
+    def __init__(self, policy: DraftPolicy, draft_nodes: int, device: torch.device) -> None:
+        self.policy, self.draft_nodes = policy, draft_nodes
+        self.called: set[TextSequence] = set()
         self._started: set[int] = set()  # ids of texts that were passed to their drafter
         self._nothing = empty_draft()
-        self._now = step_clock(model.tokens.weight.device)
+        self._now = step_clock(device)
         self._num_texts = self._num_nodes = 0
         self._began_s = self._drafting_s = 0.0
 
@@ -69,7 +63,7 @@ class DraftProposer:
             refused += self._call(sequences[0].drafter, sequences, budgets, drafts)
         for sequence, _ in refused:
             drafts.pop(sequence, None)
-        if self._allocation is not None:
+        if self.policy.has_cost:
             self._num_texts = len(drafts)
             drafted = sum(map(len, drafts.values())) if self.called else 0
             self._num_nodes = 0 if prefill else len(drafts) + drafted
@@ -102,21 +96,20 @@ class DraftProposer:
         return refused
 
     def stepped(self) -> None:
-        """Records the time of the step that verified the last drafts."""
-        if self._allocation is not None and self._num_nodes:
+        """Records the time of the step that verified the last drafts, once."""
+        if self._num_nodes:
             taken_ms = (self._now() - self._began_s - self._drafting_s) * 1e3
-            self._allocation.stepped(self._num_texts, self._num_nodes, taken_ms)
+            self.policy.stepped(self._num_texts, self._num_nodes, taken_ms)
+            self._num_nodes = 0
 
-    def health(self) -> dict[str, DraftHealth]:
-        """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
-        return {name: watch.health() for name, watch in list(self._watches.items())}
+    def step_failed(self) -> None:
+        """Forgets the time of a step that raised an error."""
+        self._num_nodes = 0
 
     def verified(self, sequence: TextSequence, draft: TextDraft, accepted: int) -> None:
         """Records how many levels of a draft were accepted."""
-        self._watch(sequence).add(accepted, draft.levels, accepted)
-        if self._allocation is not None:
-            name = sequence.request.speculation.drafter
-            self._allocation.verified(name, draft.levels, accepted)
+        name = sequence.request.speculation.drafter
+        self.policy.record(name).add(accepted, draft.levels, accepted)
 
     def forget(self, sequence: TextSequence) -> None:
         """Tells the drafter that the text has ended or was preempted."""
@@ -134,16 +127,17 @@ class DraftProposer:
         A text without a budget is passed to its drafter once, because some drafters learn from all
         texts.
         """
-        depths = self._depths(texts, num_texts, prefill)
+        depths: dict[str, int] = {}
+        if self.policy.has_cost and texts:
+            free = [s for s in texts if not _shapes_the_text(s)]
+            counts = Counter([s.request.speculation.drafter for s in free])
+            depths = self.policy.depths(counts, num_texts, prefill)
         calls: dict[int, tuple[list[TextSequence], list[Budget]]] = {}
         for sequence in texts:
             budget = sequence.budget(self.draft_nodes)
-            if self._allocation is not None:
+            if not _shapes_the_text(sequence):
                 name = sequence.request.speculation.drafter
-                depth = depths[name]
-                budget = self._allocation.budget(name, depth, budget) if depth else NO_BUDGET
-            elif not self._pays(sequence):
-                budget = NO_BUDGET
+                budget = self._as_deep_as_pays(name, depths.get(name), budget)
             if budget.num_nodes or sequence.context.id not in self._started:
                 self._started.add(sequence.context.id)
                 own = calls.setdefault(id(sequence.drafter), ([], []))
@@ -151,28 +145,14 @@ class DraftProposer:
                 own[1].append(budget)
         return list(calls.values())
 
-    def _watch(self, sequence: TextSequence) -> DraftWatch:
-        name = sequence.request.speculation.drafter
-        if name not in self._watches:
-            self._watches[name] = DraftWatch(name, BREAK_EVEN, pauses=not self.load_aware)
-        return self._watches[name]
-
-    def _pays(self, sequence: TextSequence) -> bool:
-        """Returns whether a text may draft: its drafter is not paused, or its rule forbids that."""
-        request = sequence.request
-        rule = verifiers()[request.speculation.verifier]
-        if not rule.exact or (rule.reads_probs and request.params.temperature):
-            return True
-        return self._watch(sequence).allows()
-
-    def _depths(self, texts: Seq[TextSequence], num_texts: int, prefill: int) -> dict[str, int]:
-        """Returns the depth of drafts by drafter, or nothing if the load does not matter."""
-        if not self.load_aware or not texts:
-            return {}
-        if self._allocation is None:
-            self._allocation = DraftAllocation(text_step_cost(self.model))
-        counts = Counter([s.request.speculation.drafter for s in texts])
-        return self._allocation.depths(counts, num_texts, prefill)
+    def _as_deep_as_pays(self, drafter: str, depth: int | None, most: Budget) -> Budget:
+        """Returns the part of a budget that the policy grants. Without costs, `depth` is None."""
+        if depth is None:
+            return most if self.policy.record(drafter).allows() else NO_BUDGET
+        if not depth:
+            return NO_BUDGET
+        nodes = min(self.policy.num_nodes(drafter, depth), most.num_nodes)
+        return Budget(int(nodes), min(depth, most.depth) if depth < MAX_DEPTH else most.depth)
 
     def _call(
         self,
@@ -194,7 +174,7 @@ class DraftProposer:
         taken_s = self._now() - began
         self._drafting_s += taken_s
         refused: list[Refused] = []
-        within: list[tuple[Budget, TextDraft]] = []
+        within: list[tuple[int, int, int]] = []
         for sequence, budget, draft in zip(texts, budgets, proposed, strict=True):
             try:
                 if draft.num_nodes > budget.num_nodes or draft.depth > budget.depth:
@@ -203,14 +183,19 @@ class DraftProposer:
                         f"{draft.depth} levels; the budget was {budget.num_nodes} nodes and "
                         f"{budget.depth} levels"
                     )
-                within.append((budget, draft))
+                within.append((budget.depth, draft.num_nodes, draft.levels))
                 verifiers()[sequence.request.speculation.verifier].check(draft)
             except Exception as error:
                 refused.append((sequence, error))
                 continue
             drafts[sequence] = draft
             self.called.add(sequence)
-        if self._allocation is not None and any(budget.num_nodes for budget, _ in within):
-            limits, sound = [budget for budget, _ in within], [draft for _, draft in within]
-            self._allocation.drafted(name, limits, sound, taken_s * 1e3)
+        self.policy.drafted(name, within, taken_s * 1e3)
         return refused
+
+
+def _shapes_the_text(sequence: TextSequence) -> bool:
+    """Returns whether drafts influence the text, by its rule: then they are always made."""
+    request = sequence.request
+    rule = verifiers()[request.speculation.verifier]
+    return not rule.exact or bool(rule.reads_probs and request.params.temperature)

@@ -20,12 +20,10 @@ class TextLimits:
     Attributes:
         prefill_tokens: Most prompt tokens computed in a step, over all texts.
         draft_nodes: Most nodes of a draft.
-        load_aware: Reduces drafts while the load leaves no capacity for them.
     """
 
     prefill_tokens: int = 512
     draft_nodes: int = 64
-    load_aware: bool = False
 
 
 def check_query(query: TextQuery, config: LanguageModelConfig) -> None:

@@ -19,7 +19,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from recserve.core.acceptance_watch import DraftHealth
+from recserve.core.draft_policy import DraftHealth, DraftPolicy
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.engine.runtime.runner import BatchSlice, Runner
@@ -58,12 +58,16 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         model: LanguageModel,
         limits: TextLimits | None = None,
         graphs: TextStepGraphs | None = None,
+        policy: DraftPolicy | None = None,
     ) -> None:
+        """Drafts as `policy` says; None drafts whenever a draft is accepted at all."""
         super().__init__(runner)
         self.model, self.limits = model, limits or TextLimits()
         self.running: list[TextSequence] = []
         self.preempted: list[TextSequence] = []
-        self._proposer = DraftProposer(model, self.limits.draft_nodes, self.limits.load_aware)
+        self._proposer = DraftProposer(
+            policy or DraftPolicy(), self.limits.draft_nodes, runner.pool.keys.device
+        )
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids, self.graphs = count(), graphs
         self._earliest_s = math.inf  # no text has an earlier deadline
@@ -127,6 +131,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def settle(self) -> None:
         """Ends texts whose deadline has passed, and those whose prompt is not finite."""
+        self._proposer.stepped()
         if self._flawed:
             flawed, self._flawed = self._flawed, []
             self._end([(sequence, NotFinite()) for sequence in flawed if sequence.pages])
@@ -203,10 +208,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def draft_health(self) -> dict[str, DraftHealth]:
         """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
-        return self._proposer.health()
+        return self._proposer.policy.health()
 
     def drop_all(self) -> list[TextSequence]:
         """Removes all texts, releases their pages, and returns them."""
+        self._proposer.step_failed()
         dropped = self.admitted
         self._remove(dropped)
         return dropped

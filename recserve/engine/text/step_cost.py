@@ -1,13 +1,13 @@
-"""The cost of a text step on this machine, measured at some sizes and interpolated between them."""
+"""The cost of a text step on this machine, measured at some sizes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from recserve.core.draft_policy import Cost
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import root_branch
@@ -17,29 +17,6 @@ from recserve.models.language_model import LanguageModel
 SIZES = (1, 4, 16, 64)
 ROOT = 64
 RUNS = 3
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A piecewise linear cost.
-
-    Attributes:
-        sizes: Two or more sizes, ascending.
-        milliseconds: The cost at each size.
-    """
-
-    sizes: tuple[int, ...]
-    milliseconds: tuple[float, ...]
-
-    def __call__(self, size: float) -> float:
-        """Returns milliseconds: 0 for size 0, linear between the sizes and after the last."""
-        if size <= 0:
-            return 0.0
-        last = max(sum(known <= size for known in self.sizes[:-1]), 1)
-        low, high = self.sizes[last - 1 : last + 1]
-        before, after = self.milliseconds[last - 1 : last + 1]
-        slope = max(after - before, 0.0) / (high - low)
-        return max(before + (size - low) * slope, 0.0)
 
 
 def step_clock(device: torch.device) -> Callable[[], float]:

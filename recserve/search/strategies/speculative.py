@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.acceptance_watch import DraftWatch
+from recserve.core.draft_policy import DraftRecord, Option, best_option
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence
 from recserve.core.slate_tree import Origin
@@ -60,7 +60,7 @@ class SpeculativeStrategy(BeamStrategy):
 
     name = "speculative"
     auto = "preferred"
-    watch: DraftWatch
+    watch: DraftRecord
     missing = "no draft head was trained; run `recserve train drafter --name speculative`"
 
     def __init__(
@@ -80,7 +80,7 @@ class SpeculativeStrategy(BeamStrategy):
         """
         super().__init__(model)
         self.head, self.only, self.caches = head, only, caches
-        self.watch = DraftWatch(self.name, break_even=0.0, pauses=only is None)
+        self.watch = DraftRecord(self.name, break_even=0.0, pauses=only is None)
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
@@ -234,9 +234,11 @@ def draft_plan(calibration: Calibration | None, width: int, k: int) -> DraftPlan
     if calibration is None:
         return UNCALIBRATED
     plans = calibration.scaled(width, k)
-    best = cheapest_draft(plans)
     beam = min((work(plan) for plan in plans if not plan.margin), default=float("inf"))
-    return best if work(best) < MAX_WORK_SHARE * beam else NO_DRAFT
+    drafts = [plan for plan in plans if plan.margin]
+    # Every plan gives one slate.
+    options = [Option(0.0, 0.0, beam), *[Option(plan.nodes, 0.0, work(plan)) for plan in drafts]]
+    return [NO_DRAFT, *drafts][best_option(options, margin=1 / MAX_WORK_SHARE)]
 
 
 def cheapest_draft(plans: list[DraftPlan]) -> DraftPlan:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recserve.engine.text.draft_proposer import BREAK_EVEN
+from recserve.core.draft_policy import BREAK_EVEN
 from recserve.models.drafters.open_question import (
     CheckpointAmbiguity,
     CheckpointReading,

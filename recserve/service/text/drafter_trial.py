@@ -213,7 +213,9 @@ def _engine(
     target: LanguageModel, drafter: Drafter | None = None, graphs: bool | None = False
 ) -> Engine:
     drafters = {} if drafter is None else {NAME: drafter}
-    return build_engine(EngineModels(text=target, drafters=drafters), EngineConfig(graphs=graphs))
+    return build_engine(
+        EngineModels(text=target, drafters=drafters), EngineConfig(graphs=graphs, load_aware=False)
+    )
 
 
 def _run(

@@ -96,7 +96,8 @@ def test_law_of_the_text(rule, drawing, texts):
     prompt, length = np.array([3, 7, 1]), 3
     drafter = DrawingDrafter("chain" if drawing == "lying" else drawing, drawing != "lying")
     engine = build_engine(
-        EngineModels(text=model, drafters={"drawn": drafter}), EngineConfig(kv_bytes=8 * 2**20)
+        EngineModels(text=model, drafters={"drawn": drafter}),
+        EngineConfig(kv_bytes=8 * 2**20, load_aware=False),
     )
     fields = {"max_tokens": length, "logit_bias": ONLY}
     requests = [
@@ -142,7 +143,7 @@ def test_text_and_recommendations_share_the_engine():
         TextQuery(random.integers(0, VOCABULARY, 6), SamplingParams(seed=i, max_tokens=8))
         for i in range(4)
     ]
-    config = EngineConfig(kv_bytes=4 * 2**20)
+    config = EngineConfig(kv_bytes=4 * 2**20, load_aware=False)
     alone = build_engine(EngineModels(items, text=model), config)
     wanted = [alone.run(request) for request in [*slates, *texts]]
     together = build_engine(EngineModels(items, text=model), config)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.block_files import load_block
 from recserve.models.loading import load_language_model
@@ -58,7 +59,10 @@ class Seen:
 
     def __init__(self, network, model, tokens, states):
         self.drafter = BlockDrafter(network, model, num_candidates=4)
-        self.engine = build_engine(EngineModels(text=model, drafters={"block": self.drafter}))
+        self.engine = build_engine(
+            EngineModels(text=model, drafters={"block": self.drafter}),
+            EngineConfig(load_aware=False),
+        )
         self.tokens, self.states = tokens, states
 
     def outputs(self, length: int) -> torch.Tensor:
@@ -91,7 +95,9 @@ def test_a_packed_block_is_a_draft(kind, model, text):
 def accepted(model, network, chain: bool = False) -> float:
     """Returns accepted tokens per draft, and checks that the texts are the plain ones."""
     drafter = BlockDrafter(network, model, num_nodes=12)
-    engine = build_engine(EngineModels(text=model, drafters={"block": drafter}))
+    engine = build_engine(
+        EngineModels(text=model, drafters={"block": drafter}), EngineConfig(load_aware=False)
+    )
     params = [SamplingParams(temperature=0.0, max_tokens=30) for _ in range(8)]
     prompts = [np.array([n]) for n in range(8)]
     plain = engine.run_many([TextQuery(p, own) for p, own in zip(prompts, params, strict=True)])
@@ -165,7 +171,8 @@ def test_a_network_for_a_story_model_beats_chance(tmp_path):
             train_block(model, text[:-2000], text[-2000:], tmp_path, OPTIONS, own)
             network = load_block(tmp_path, model)
         engine = build_engine(
-            EngineModels(text=model, drafters={"block": BlockDrafter(network, model)})
+            EngineModels(text=model, drafters={"block": BlockDrafter(network, model)}),
+            EngineConfig(load_aware=False),
         )
         params = SamplingParams(temperature=0.0, max_tokens=60)
         asked = [

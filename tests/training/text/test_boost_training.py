@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
@@ -119,7 +120,9 @@ def test_the_set_accepts_more_than_its_first_model_and_serves_losslessly(target,
         "specinfer": build_drafter("specinfer", target, folders),
         "draft_model": build_drafter("draft_model", target, folders[:1]),
     }
-    engine = build_engine(EngineModels(text=target, drafters=drafters))
+    engine = build_engine(
+        EngineModels(text=target, drafters=drafters), EngineConfig(load_aware=False)
+    )
     params = SamplingParams(temperature=0.0, max_tokens=30)
     prompts = [np.array([1, 403, 407, 261, 378][:n]) for n in range(2, 6)]
     plain = engine.run_many([TextQuery(p, params) for p in prompts])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.eagle_files import load_eagle
 from recserve.speculation.completion import TextQuery
@@ -81,7 +82,9 @@ def test_an_unrolled_step_is_a_draft(kind, model, text):
 def accepted(model, network) -> float:
     """Returns accepted tokens per draft, and checks that the texts are the plain ones."""
     drafter = EagleDrafter(network, model, width=3, depth=3, num_nodes=12)
-    engine = build_engine(EngineModels(text=model, drafters={"eagle": drafter}))
+    engine = build_engine(
+        EngineModels(text=model, drafters={"eagle": drafter}), EngineConfig(load_aware=False)
+    )
     params = [SamplingParams(temperature=0.0, max_tokens=30) for _ in range(8)]
     prompts = [np.array([n]) for n in range(8)]
     plain = engine.run_many([TextQuery(p, own) for p, own in zip(prompts, params, strict=True)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.gated_lora import MaskRows
 from recserve.models.drafters.mask_tokens_files import load_mask_tokens
@@ -99,7 +100,10 @@ def test_the_target_gets_no_gradient(model, text):
 
 def accepted(model, network, kind=MaskTokensDrafter, prompts=tuple([n] for n in range(8))) -> float:
     """Returns accepted tokens per step, and checks that the texts are the plain ones."""
-    engine = build_engine(EngineModels(text=model, drafters={kind.name: kind(network, model)}))
+    engine = build_engine(
+        EngineModels(text=model, drafters={kind.name: kind(network, model)}),
+        EngineConfig(load_aware=False),
+    )
     params = SamplingParams(temperature=0.0, max_tokens=30)
     plain = engine.run_many([TextQuery(np.array(p), params) for p in prompts])
     speculation = Speculation(kind.name)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
@@ -63,7 +64,9 @@ def test_the_new_target_stays_good_and_its_heads_serve_losslessly(distill, model
     moved = (new.state_dict()[name] - weight for name, weight in before.items())
     assert any(change.abs().max() > 1e-4 for change in moved)
     drafter = build_drafter("medusa", new, [tmp_path / "heads"])
-    engine = build_engine(EngineModels(text=new, drafters={"medusa": drafter}))
+    engine = build_engine(
+        EngineModels(text=new, drafters={"medusa": drafter}), EngineConfig(load_aware=False)
+    )
     params = SamplingParams(temperature=0.0, max_tokens=30)
     prompts = [np.array([1, 403, 407, 261, 378][:n]) for n in range(2, 6)]
     plain = engine.run_many([TextQuery(p, params) for p in prompts])

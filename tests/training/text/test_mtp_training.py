@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
@@ -53,7 +54,9 @@ def test_an_unrolled_step_is_a_draft(model, text, tmp_path):  # noqa: F811
 def accepted(model, network, prompts, length: int = 30) -> float:
     """Returns accepted tokens per draft, and checks that the texts are the plain ones."""
     drafter = MtpDrafter(network, model, width=3, depth=3, num_nodes=12)
-    engine = build_engine(EngineModels(text=model, drafters={"mtp": drafter}))
+    engine = build_engine(
+        EngineModels(text=model, drafters={"mtp": drafter}), EngineConfig(load_aware=False)
+    )
     queries = [TextQuery(p, SamplingParams(0.0, max_tokens=length)) for p in prompts]
     plain = engine.run_many(queries)
     drafted = engine.run_many([replace(q, speculation=Speculation("mtp")) for q in queries])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.specformer_files import load_specformer
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
@@ -146,7 +147,8 @@ def test_memory_does_not_grow_with_the_draft_length(model, noise):
 def accepted(target, network, prompts, length: int = 30) -> float:
     """Returns accepted tokens per draft, and checks that the texts are the plain ones."""
     engine = build_engine(
-        EngineModels(text=target, drafters={"specformer": SpecformerDrafter(network, target)})
+        EngineModels(text=target, drafters={"specformer": SpecformerDrafter(network, target)}),
+        EngineConfig(load_aware=False),
     )
     params = SamplingParams(temperature=0.0, max_tokens=length)
     plain = engine.run_many([TextQuery(p, params) for p in prompts])

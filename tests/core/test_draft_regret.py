@@ -9,19 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 
-from recserve.engine.text.draft_allocation import DraftAllocation
-from recserve.engine.text.step_cost import Cost
-from recserve.speculation.draft import Budget, chain_draft
+from recserve.core.draft_policy import Cost, DraftPolicy
 from tests.support.grids import covering
 
 LEVELS = 5
-FULL = Budget(64, 64)
+FULL = 64  # levels of the largest budget
 # Milliseconds: reading weights is all that few nodes cost, and then each costs its arithmetic.
 STEP = Cost((1, 8, 64, 1024), (4.0, 5.0, 20.0, 308.0))
 PLACES = np.arange(LEVELS)
-DRAFTS = [chain_draft(torch.arange(depth)) for depth in range(LEVELS + 1)]
 
 
 @dataclass
@@ -73,17 +69,16 @@ def unaware(drafter: Drafter, load: int, depth: int, steps: int) -> float:
 def aware(drafter: Drafter, load: int, busy: float, steps: int) -> float:
     """busy: by how much too long a step was measured at start."""
     measured = Cost(STEP.sizes, tuple(busy * ms for ms in STEP.milliseconds))
-    world, allocation = World(drafter, load, np.random.default_rng(1)), DraftAllocation(measured)
+    world, policy = World(drafter, load, np.random.default_rng(1)), DraftPolicy(measured)
     for _ in range(steps):
-        allowed = allocation.depths({"d": load}, load, 0)["d"]
+        allowed = policy.depths({"d": load}, load, 0)["d"]
         depth = min(allowed, LEVELS)
         accepted, step, drafting = world.step(depth)
         if allowed:
-            budgets = [allocation.budget("d", allowed, FULL)] * load
-            allocation.drafted("d", budgets, [DRAFTS[depth]] * load, drafting)
+            policy.drafted("d", [(min(allowed, FULL), depth, depth)] * load, drafting)
             for own in accepted.tolist():
-                allocation.verified("d", depth, own)
-        allocation.stepped(load, load * (1 + depth), step)
+                policy.record("d").add(own, depth, own)
+        policy.stepped(load, load * (1 + depth), step)
     return world.rate
 
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.draft_policy import TRIAL_SHARE, Cost, DraftPolicy, Option, best_option
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text.draft_allocation import TRIAL_SHARE, AcceptanceStats, DraftAllocation
-from recserve.engine.text.step_cost import SIZES, Cost, text_step_cost
+from recserve.engine.text.draft_proposer import DraftProposer
+from recserve.engine.text.step_cost import SIZES, text_step_cost
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.draft import Budget, chain_draft
+from recserve.speculation.draft import Budget
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.text_plain import TableDrafter, drawn_model, plain
@@ -19,51 +20,53 @@ from tests.support.text_plain import TableDrafter, drawn_model, plain
 # 20 ms to read the weights, which is all that up to 32 nodes cost; then 0.5 ms for each.
 ROOFLINE = Cost((1, 32, 64, 1024), (20.0, 20.0, 36.0, 516.0))
 ARITHMETIC = Cost((1, 1000), (10.0, 10000.0))
-FULL = Budget(64, 64)
+FULL = 64  # levels of the largest budget
+
+
+def chain(levels: int, budget: int = FULL) -> tuple[int, int, int]:
+    """A chain that a text with this budget got."""
+    return budget, levels, levels
 
 
 def taught(
     cost: Cost, drafters: dict[str, tuple[float, int]], draft_ms: float = 0.0
-) -> DraftAllocation:
-    """An allocation that knows its drafters: the chance of every level, the levels of a chain, and
+) -> DraftPolicy:
+    """A policy that knows its drafters: the chance of every level, the levels of a chain, and
     the milliseconds of a call per level and text.
     """
-    allocation = DraftAllocation(cost)
+    policy = DraftPolicy(cost)
     for name, (chance, levels) in drafters.items():
-        allocation.depths({name: 1}, 1, 0)
+        policy.depths({name: 1}, 1, 0)
         random = np.random.default_rng(0)
-        draft = chain_draft(torch.arange(levels))
         for _ in range(2000):
             for together in (1, 2, 4):
                 taken_ms = together * levels * draft_ms
-                allocation.drafted(name, [FULL] * together, [draft] * together, taken_ms)
+                policy.drafted(name, [chain(levels)] * together, taken_ms)
             accepted = int((random.random(levels) < chance).cumprod().sum())
-            allocation.verified(name, levels, accepted)
+            policy.record(name).add(accepted, levels, accepted)
     for texts in (1, 2, 4, 8, 16, 32, 64, 128):
-        allocation.stepped(texts, texts, cost(texts))
-        allocation.stepped(texts, 2 * texts, cost(2 * texts))
-    return allocation
+        policy.stepped(texts, texts, cost(texts))
+        policy.stepped(texts, 2 * texts, cost(2 * texts))
+    return policy
 
 
 def depths_of(
-    allocation: DraftAllocation, counts: dict[str, int], levels: dict[str, int], prefill: int = 0
+    policy: DraftPolicy, counts: dict[str, int], levels: dict[str, int], prefill: int = 0
 ) -> dict[str, int]:
     """The plan, without trials."""
-    allocation._hold = allocation._since_plain = 0
-    for stats in allocation._stats.values():
+    policy._hold = policy._since_plain = 0
+    for stats in policy.records.values():
         stats.spare_ms = 0.0
-    found = allocation.depths(counts, sum(counts.values()), prefill)
+    found = policy.depths(counts, sum(counts.values()), prefill)
     return {name: min(depth, levels[name]) for name, depth in found.items()}
 
 
-def rate(
-    allocation: DraftAllocation, cost: Cost, counts: dict[str, int], depths: dict[str, int]
-) -> float:
+def rate(policy: DraftPolicy, cost: Cost, counts: dict[str, int], depths: dict[str, int]) -> float:
     """Tokens per millisecond of a step in which every text drafts a chain of this depth."""
     tokens = nodes = float(sum(counts.values()))
     drafting = 0.0
     for name, count in counts.items():
-        stats, depth = allocation._stats[name], depths[name]
+        stats, depth = policy.records[name], depths[name]
         tokens += count * stats.gains()[depth]
         nodes += count * depth
         drafting += stats.drafting_ms(count)[depth]
@@ -86,47 +89,47 @@ def rate(
 )
 def test_no_other_depths_are_better(counts, cost, draft_ms):
     levels = {"good": 4, "bad": 3}
-    allocation = taught(cost, {"good": (0.8, 4), "bad": (0.35, 3)}, draft_ms)
-    chosen = depths_of(allocation, counts, levels)
+    policy = taught(cost, {"good": (0.8, 4), "bad": (0.35, 3)}, draft_ms)
+    chosen = depths_of(policy, counts, levels)
     best = max(
-        rate(allocation, cost, counts, dict(zip(counts, depths, strict=True)))
+        rate(policy, cost, counts, dict(zip(counts, depths, strict=True)))
         for depths in itertools.product(*(range(levels[name] + 1) for name in counts))
     )
-    assert rate(allocation, cost, counts, chosen) >= 0.97 * best
+    assert rate(policy, cost, counts, chosen) >= 0.97 * best
 
 
 def test_free_nodes_are_all_taken_and_dear_ones_never():
     for cost, wanted in ((Cost((1, 9999), (5.0, 5.0)), 5), (Cost((1, 9999), (1.0, 9999.0)), 0)):
-        allocation = taught(cost, {"d": (0.6, 5)})
-        assert depths_of(allocation, {"d": 8}, {"d": 5}) == {"d": wanted}
+        policy = taught(cost, {"d": (0.6, 5)})
+        assert depths_of(policy, {"d": 8}, {"d": 5}) == {"d": wanted}
 
 
 def test_drafts_shrink_as_the_load_grows_and_come_back():
-    allocation = taught(ROOFLINE, {"d": (0.7, 6)})
-    rising = [depths_of(allocation, {"d": n}, {"d": 6})["d"] for n in range(1, 129)]
-    falling = [depths_of(allocation, {"d": n}, {"d": 6})["d"] for n in range(128, 0, -1)]
+    policy = taught(ROOFLINE, {"d": (0.7, 6)})
+    rising = [depths_of(policy, {"d": n}, {"d": 6})["d"] for n in range(1, 129)]
+    falling = [depths_of(policy, {"d": n}, {"d": 6})["d"] for n in range(128, 0, -1)]
     assert rising[0] == 6 and rising[-1] <= 1 and falling == rising[::-1]
     assert all(after <= before + 1 for before, after in itertools.pairwise(rising))
     for number, depth in enumerate(rising):
         counts = {"d": number + 1}
-        of = [rate(allocation, ROOFLINE, counts, {"d": own}) for own in (depth, 0, 6)]
+        of = [rate(policy, ROOFLINE, counts, {"d": own}) for own in (depth, 0, 6)]
         assert of[0] >= 0.98 * max(of)
 
 
 def test_prompt_tokens_in_the_same_forward_shorten_drafts():
-    allocation = taught(ROOFLINE, {"d": (0.4, 6)})
-    alone = depths_of(allocation, {"d": 2}, {"d": 6})["d"]
-    assert depths_of(allocation, {"d": 2}, {"d": 6}, prefill=200)["d"] < alone
+    policy = taught(ROOFLINE, {"d": (0.4, 6)})
+    alone = depths_of(policy, {"d": 2}, {"d": 6})["d"]
+    assert depths_of(policy, {"d": 2}, {"d": 6}, prefill=200)["d"] < alone
 
 
 def test_every_drafter_is_tried_once_even_where_drafts_never_pay():
     """The first step measures plain decoding, the next one lets both unknown drafters try."""
-    allocation = DraftAllocation(ARITHMETIC)
+    policy = DraftPolicy(ARITHMETIC)
     counts = {"left": 8, "right": 8}
-    assert allocation.depths(counts, 16, 0) == {"left": 0, "right": 0}
-    allocation.stepped(16, 16, ARITHMETIC(16))
-    assert min(allocation.depths(counts, 16, 0).values()) > 0
-    assert allocation.depths(counts, 16, 0) == {"left": 0, "right": 0}
+    assert policy.depths(counts, 16, 0) == {"left": 0, "right": 0}
+    policy.stepped(16, 16, ARITHMETIC(16))
+    assert min(policy.depths(counts, 16, 0).values()) > 0
+    assert policy.depths(counts, 16, 0) == {"left": 0, "right": 0}
 
 
 def test_it_learns_while_it_serves():
@@ -136,18 +139,17 @@ def test_it_learns_while_it_serves():
     """
     random = np.random.default_rng(1)
     cost = Cost((1, 1000), (10.0, 1009.0))
-    allocation = DraftAllocation(cost)
+    policy = DraftPolicy(cost)
     used = []
     for step in range(3000):
         chance = 0.05 if 1000 <= step < 2000 else 0.9
-        depth = min(allocation.depths({"d": 1}, 1, 0)["d"], 4)
+        depth = min(policy.depths({"d": 1}, 1, 0)["d"], 4)
         used.append(depth)
         if depth:
-            budget = allocation.budget("d", depth, FULL)
-            allocation.drafted("d", [budget], [chain_draft(torch.arange(depth))], 0.0)
+            policy.drafted("d", [chain(depth, depth)], 0.0)
             accepted = int((random.random(depth) < chance).cumprod().sum())
-            allocation.verified("d", depth, accepted)
-        allocation.stepped(1, 1 + depth, cost(1 + depth))
+            policy.record("d").add(accepted, depth, accepted)
+        policy.stepped(1, 1 + depth, cost(1 + depth))
     before, bad, after = np.mean(used[500:1000]), np.mean(used[1500:2000]), np.mean(used[2800:])
     assert before > 3.5 and bad < 0.5 and after > 3.0
 
@@ -155,33 +157,30 @@ def test_it_learns_while_it_serves():
 @pytest.mark.parametrize("count", [1, 3])
 def test_trials_of_a_drafter_that_never_hits_take_a_hundredth_of_the_time(count):
     """A step takes 10 ms per node, a call of the drafter 4 ms."""
-    allocation = taught(ARITHMETIC, {"d": (0.0, 4)}, 1.0)
+    policy = taught(ARITHMETIC, {"d": (0.0, 4)}, 1.0)
     lost_ms, trials, steps = 0.0, 0, 8000
     for _ in range(steps):
-        depth = allocation.depths({"d": count}, count, 0)["d"]
+        depth = policy.depths({"d": count}, count, 0)["d"]
         step_ms = ARITHMETIC(count * (1 + depth))
         if depth:
             trials += 1
             lost_ms += 4.0 + step_ms - ARITHMETIC(count)
-            draft = chain_draft(torch.arange(depth))
-            budgets = [allocation.budget("d", depth, FULL)] * count
-            allocation.drafted("d", budgets, [draft] * count, 4.0)
+            policy.drafted("d", [chain(depth, depth)] * count, 4.0)
             for _ in range(count):
-                allocation.verified("d", depth, 0)
-        allocation.stepped(count, count * (1 + depth), step_ms)
+                policy.record("d").add(0, depth, 0)
+        policy.stepped(count, count * (1 + depth), step_ms)
     share = lost_ms / (steps * ARITHMETIC(count) + lost_ms)
     assert trials > 5 and share <= 1.2 * TRIAL_SHARE
 
 
 def test_a_drafter_that_finds_nothing_is_seldom_called():
-    allocation, called = DraftAllocation(ROOFLINE), 0
-    empty = chain_draft(torch.empty(0, dtype=torch.int64))
+    policy, called = DraftPolicy(ROOFLINE), 0
     for _ in range(400):
-        depth = allocation.depths({"d": 1}, 1, 0)["d"]
+        depth = policy.depths({"d": 1}, 1, 0)["d"]
         if depth:
             called += 1
-            allocation.drafted("d", [allocation.budget("d", depth, FULL)], [empty], 5.0)
-        allocation.stepped(1, 1, 20.0)
+            policy.drafted("d", [chain(0, depth)], 5.0)
+        policy.stepped(1, 1, 20.0)
     assert 1 < called < 80
 
 
@@ -190,40 +189,52 @@ def test_the_time_of_a_step_outside_the_network_counts():
     is drafted where any draft makes a step longer than what it gains.
     """
     cost = Cost((1, 101), (1.0, 81.0))
-    allocation = taught(cost, {"d": (0.6, 4)})
-    assert depths_of(allocation, {"d": 1}, {"d": 4}) == {"d": 0}
+    policy = taught(cost, {"d": (0.6, 4)})
+    assert depths_of(policy, {"d": 1}, {"d": 4}) == {"d": 0}
     for _ in range(100):
-        allocation.stepped(1, 1, 51.0)
-        allocation.stepped(1, 5, cost(5) + 50.0)
-    assert depths_of(allocation, {"d": 1}, {"d": 4}) == {"d": 4}
+        policy.stepped(1, 1, 51.0)
+        policy.stepped(1, 5, cost(5) + 50.0)
+    assert depths_of(policy, {"d": 1}, {"d": 4}) == {"d": 4}
     for _ in range(100):
-        allocation.stepped(1, 5, cost(5) + 250.0)
-    assert depths_of(allocation, {"d": 1}, {"d": 4}) == {"d": 0}
+        policy.stepped(1, 5, cost(5) + 250.0)
+    assert depths_of(policy, {"d": 1}, {"d": 4}) == {"d": 0}
 
 
 def test_one_step_that_was_interrupted_changes_little():
-    allocation = DraftAllocation(ROOFLINE)
+    policy = DraftPolicy(ROOFLINE)
     for _ in range(32):
-        allocation.stepped(1, 1, 20.0)
-    allocation.stepped(1, 1, 2000.0)
-    assert allocation._step_ms(1, 20.0, False) <= 22.0
+        policy.stepped(1, 1, 20.0)
+    policy.stepped(1, 1, 2000.0)
+    assert policy._step_ms(1, 20.0, False) <= 22.0
 
 
 def test_budgets_stay_within_what_a_text_allows():
-    allocation = taught(ROOFLINE, {"d": (0.9, 4)})
-    assert allocation.budget("d", 3, Budget(2, 2)) == Budget(2, 2)
-    assert allocation.budget("d", 3, FULL) == Budget(3, 3)
-    assert allocation.budget("d", 16, FULL) == FULL
+    policy = taught(ROOFLINE, {"d": (0.9, 4)})
+    proposer = DraftProposer(policy, 64, torch.device("cpu"))
+    most = Budget(64, 64)
+    assert proposer._as_deep_as_pays("d", 3, Budget(2, 2)) == Budget(2, 2)
+    assert proposer._as_deep_as_pays("d", 3, most) == Budget(3, 3)
+    assert proposer._as_deep_as_pays("d", 16, most) == most
+    assert proposer._as_deep_as_pays("d", 0, most) == Budget(0, 0)
+
+
+def test_the_option_with_most_results_for_its_cost_is_chosen():
+    plain = Option(0, 0.0, 10.0)
+    assert best_option([plain], 1.0) == 0
+    assert best_option([plain, Option(3, 0.5, 14.0), Option(9, 0.9, 16.0)], 1.0) == 2
+    assert best_option([plain, Option(3, 0.5, 14.0), Option(9, 0.9, 25.0)], 1.0) == 1
+    assert best_option([plain, Option(3, 0.5, 14.0)], 1.1) == 0
+    assert best_option([plain, Option(3, 2.0, 12.0)], 1.0, base=8.0) == 1
+    assert best_option([plain, Option(3, 2.0, 13.0)], 1.0, base=8.0) == 0
 
 
 def test_expected_tokens_follow_from_the_frequencies():
     """Two thirds of the drafts keep one token, half of those a second one, of a depth of 3."""
-    stats, allocation = AcceptanceStats(), DraftAllocation(ROOFLINE)
-    allocation._stats["d"] = stats
-    draft = chain_draft(torch.arange(3))
+    policy = DraftPolicy(ROOFLINE)
+    stats = policy.record("d")
     for number in range(6000):
-        allocation.drafted("d", [FULL], [draft], 3.0)
-        allocation.verified("d", 3, (0, 1, 2)[number % 3])
+        policy.drafted("d", [chain(3)], 3.0)
+        policy.record("d").add((0, 1, 2)[number % 3], 3, (0, 1, 2)[number % 3])
     gains = stats.gains()
     assert gains[:4] == pytest.approx([0.0, 2 / 3, 1.0, 1.0], abs=0.05)
     assert gains[4] - gains[3] < 0.01
@@ -252,9 +263,9 @@ def test_a_drafter_without_a_budget_is_not_called():
         EngineConfig(page_size=4, load_aware=True, kv_bytes=2**20),
     )
     request = TextQuery(np.array(prompt), params, Speculation("wrong"))
-    allocation = taught(Cost((1, 1000), (1.0, 1e6)), {"wrong": (0.01, 3)})
-    allocation.stepped = lambda *_: None  # the stated costs hold, whatever a step takes here
-    engine.schedulers["text"]._proposer._allocation = allocation
+    policy = taught(Cost((1, 1000), (1.0, 1e6)), {"wrong": (0.01, 3)})
+    policy.stepped = lambda *_: None  # the stated costs hold, whatever a step takes here
+    engine.schedulers["text"]._proposer.policy = policy
     answer = engine.run(request)
     assert len(answer.tokens) > 50
     assert 1 <= drafter.calls <= 3

@@ -1,4 +1,4 @@
-"""The watch of drafts, and drafters that always guess wrong in the engine."""
+"""What is known of a drafter, and drafters that always guess wrong in the engine."""
 
 import logging
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.acceptance_watch import KNOWN, PROBE_EVERY, PROBE_LENGTH, DraftWatch
+from recserve.core.draft_policy import KNOWN_DRAFTS, PROBE_EVERY, PROBE_LENGTH, DraftRecord
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
@@ -20,7 +20,7 @@ from tests.support.text_plain import TableDrafter, drawn_model, plain
 
 
 def test_a_drop_below_half_of_the_expectation_raises_the_alarm(caplog):
-    watch = DraftWatch("ngram", break_even=0.05)
+    watch = DraftRecord("ngram", break_even=0.05)
     with caplog.at_level(logging.INFO):
         for _ in range(2000):
             watch.add(2, 4, 2)
@@ -36,9 +36,9 @@ def test_a_drop_below_half_of_the_expectation_raises_the_alarm(caplog):
 
 
 def test_a_pause_ends_once_probes_pay(caplog):
-    watch = DraftWatch("ngram", break_even=0.05)
+    watch = DraftRecord("ngram", break_even=0.05)
     with caplog.at_level(logging.INFO):
-        for _ in range(KNOWN - 1):
+        for _ in range(KNOWN_DRAFTS - 1):
             watch.add(0, 3, 0)
         assert not watch.alarm and watch.allows()
         watch.add(0, 3, 0)
@@ -57,8 +57,8 @@ def test_a_pause_ends_once_probes_pay(caplog):
 
 
 def test_a_calibration_is_the_expectation():
-    watch = DraftWatch("speculative", break_even=0.0)
-    for _ in range(KNOWN):
+    watch = DraftRecord("speculative", break_even=0.0)
+    for _ in range(KNOWN_DRAFTS):
         watch.add(1.0, 1, 1, calibrated=2.5)
     assert watch.expected == 2.5 and watch.alarm and not watch.paused
 
@@ -73,9 +73,11 @@ class Counting(TableDrafter):
         return super().propose(contexts, budgets)
 
 
+@pytest.mark.parametrize("load_aware", [False, True])
 @pytest.mark.parametrize("verifier", ["sample", "rejection"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_drafter_that_is_always_wrong_is_paused(verifier, temperature):
+def test_a_drafter_that_is_always_wrong_is_paused(verifier, temperature, load_aware):
+    """By its break-even, or by what its drafts cost. Drafts that shape a text are always made."""
     model = drawn_model(1)
     params = SamplingParams(temperature=temperature, max_tokens=60, seed=7)
     prompts = [tuple(range(n, n + 6)) for n in range(8)]
@@ -83,7 +85,7 @@ def test_a_drafter_that_is_always_wrong_is_paused(verifier, temperature):
     drafter = Counting("wrong", texts)
     engine = build_engine(
         EngineModels(text=model, drafters={"wrong": drafter}),
-        EngineConfig(page_size=4, kv_bytes=2**20),
+        EngineConfig(page_size=4, kv_bytes=2**20, load_aware=load_aware),
     )
     requests = [TextQuery(np.array(p), params, Speculation("wrong", verifier)) for p in prompts]
     for request, prompt in zip(requests, prompts, strict=True):
@@ -93,9 +95,9 @@ def test_a_drafter_that_is_always_wrong_is_paused(verifier, temperature):
     health = engine.stats().drafts["wrong"]
     if verifier == "rejection" and temperature:  # a draft influences these draws: it must stay
         assert drafter.drafts > 300
-    else:
+    elif not load_aware:  # else the cost of a step on this machine decides
         assert health.alarm and health.paused and health.recent < 0.05
-        assert drafter.drafts < KNOWN + 3 * PROBE_LENGTH
+        assert drafter.drafts < KNOWN_DRAFTS + 3 * PROBE_LENGTH
 
 
 def test_a_head_that_saves_no_round_is_paused_and_slates_stay_the_same():
@@ -107,7 +109,7 @@ def test_a_head_that_saves_no_round_is_paused_and_slates_stay_the_same():
     models = EngineModels(model, heads=Heads(head))
     engine = build_engine(models, EngineConfig(kv_bytes=16 * 2**20))
     drafts = []
-    for seed in range(2 * KNOWN):
+    for seed in range(2 * KNOWN_DRAFTS):
         request = SlateQuery(draw_root(model, 5, seed), trie, 10, 10, "speculative")
         drafted = engine.run(request)
         drafts.append(drafted.timing.drafted)
@@ -118,7 +120,7 @@ def test_a_head_that_saves_no_round_is_paused_and_slates_stay_the_same():
             np.testing.assert_allclose(drafted.scores, exact.scores, atol=2e-5)
     health = engine.stats().drafts["speculative"]
     assert health.alarm and health.paused and health.recent < 0 < health.expected
-    assert all(drafts[:KNOWN]) and not any(drafts[KNOWN:])
+    assert all(drafts[:KNOWN_DRAFTS]) and not any(drafts[KNOWN_DRAFTS:])
 
 
 def test_a_good_head_raises_no_alarm():
@@ -128,7 +130,7 @@ def test_a_good_head_raises_no_alarm():
     head.calibration = Calibration({(10, 10): (nothing, promised)})
     engine = build_engine(EngineModels(model, heads=Heads(head)), EngineConfig(kv_bytes=2**24))
     with torch.inference_mode():
-        for seed in range(KNOWN + 8):
+        for seed in range(KNOWN_DRAFTS + 8):
             engine.run(SlateQuery(draw_root(model, 5, seed), trie, 10, 10, "speculative"))
     health = engine.stats().drafts["speculative"]
     assert not health.alarm and not health.paused and health.acceptance == (1.0,)
