@@ -30,9 +30,13 @@ from recserve.core.request import Prefix, RankQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.graph_search import SearchShape
-from recserve.engine.items.search_graphs import BeamSearchGraphs, SearchLimits
-from recserve.engine.runtime.cuda_graphs import CudaRecorder
+from recserve.engine.items.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
+from recserve.engine.runtime.cuda_graphs import (
+    CudaRecorder,
+    EagerRecorder,
+    Recorder,
+    is_cuda,
+)
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
@@ -63,6 +67,11 @@ def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
     return build_engine(EngineModels(model, heads=Heads(*heads)), config)
 
 
+def recorder_for(device: torch.device) -> Recorder:
+    """Returns a recorder of CUDA graphs; on a CPU, one that runs the function again each time."""
+    return CudaRecorder() if is_cuda(device) else EagerRecorder()
+
+
 @torch.inference_mode()
 def recorded(
     engine: Engine,
@@ -70,19 +79,18 @@ def recorded(
     trie: Trie,
     shapes: tuple[SearchShape, ...],
     room: int,
-    record: Any = None,
+    recorder: Recorder | None = None,
 ) -> BeamSearchGraphs:
     """Makes an engine replay searches of these shapes; `missing` lists those without a capture.
 
-    `room` is the capacity. `record` replaces the capture; None captures CUDA graphs, or on a CPU
-    runs the search again each time.
+    `room` is the capacity. `recorder` None captures CUDA graphs, or on a CPU runs the search again
+    each time.
     """
     lane: Any = engine.schedulers["recommender"]
     nezha: Any = engine._strategies["nezha"]
     limits = SearchLimits(shapes, room, seconds=float("inf"), bytes=2**35)
-    on_cuda = model.tokens.weight.is_cuda and torch.cuda.is_available()
-    record = record or (CudaRecorder() if on_cuda else lambda step: step)
-    graphs = BeamSearchGraphs(lane.runner, model, nezha.head, limits, record)
+    recorder = recorder or recorder_for(model.tokens.weight.device)
+    graphs = BeamSearchGraphs(lane.runner, model, nezha.head, limits, recorder)
     engine.replay(graphs)
     engine.record(trie)
     return graphs

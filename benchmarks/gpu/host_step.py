@@ -32,10 +32,11 @@ from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.graph_search import SearchLeaves, SearchShape
+from recserve.engine.items.beam_search_graph import SearchShape
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step import StepOutputs
-from recserve.engine.text.step_graphs import SHAPES, GraphLimits, StepFunction, TextStepGraphs
+from recserve.engine.text.text_step_graph import SHAPES, GraphLimits, TextStepGraphs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.ngram import NgramDrafter
@@ -55,13 +56,12 @@ PARAMETERS = {
 }
 
 
-class NoReplay:
-    """Stands in for a captured step: it runs the step once and returns that result from then on."""
+class StoredSteps(EagerRecorder):
+    """A replay returns the result of the only run, with `accept` accepted tokens."""
 
-    def __init__(self) -> None:
-        self.accept = 0
+    accept = 0
 
-    def __call__(self, step: StepFunction) -> StepFunction:
+    def __call__(self, step: Callable[[], Any]) -> Callable[[], Any]:
         outputs = step()
         forms = {0: found(outputs, 0), ACCEPTED: found(outputs, ACCEPTED)}
         return lambda: forms[self.accept]
@@ -69,13 +69,13 @@ class NoReplay:
 
 def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
     """Returns the outputs with `accepted` tokens and a bonus token for every text."""
-    columns, at = outputs.found.clone(), outputs.columns
-    accepted = min(accepted, at.depth)
-    columns[:, : at.length] = -1
-    columns[:, : accepted + 1] = torch.arange(accepted + 1)
-    columns[:, at.length], columns[:, at.bonus] = accepted, 1
-    columns[:, at.tokens][:, : accepted + 1] = 2
-    return replace(outputs, found=columns)
+    changed = replace(outputs, found=outputs.found.clone())
+    accepted, nodes = min(accepted, outputs.depth), outputs.depth + 1
+    changed.found[:, :nodes] = -1
+    changed.found[:, : accepted + 1] = torch.arange(accepted + 1)
+    changed.found[:, nodes], changed.found[:, nodes + 1] = accepted, 1
+    changed.tokens[:, : accepted + 1] = 2
+    return changed
 
 
 def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
@@ -93,15 +93,15 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
         EngineModels(text=model, drafters=drafters), EngineConfig(kv_bytes=2**27, load_aware=False)
     )
     lane: Any = engine.schedulers["text"]
-    none = NoReplay()
+    stored = StoredSteps()
     shapes = tuple(shape for shape in SHAPES if shape.nodes <= (72 if smoke else 264))
     limits = GraphLimits(shapes, seconds=float("inf"))
-    graphs = TextStepGraphs(lane.runner, model, 64, limits, none, drafters=drafters)
+    graphs = TextStepGraphs(lane.runner, model, 64, limits, stored, drafters)
     engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
     for name in PARAMETERS:
         for drafter in ("none", *drafters):
             for texts in (1, 2) if smoke else (1, 8, 32):
-                none.accept = 0 if drafter == "none" else ACCEPTED
+                stored.accept = 0 if drafter == "none" else ACCEPTED
                 yield measured(engine, graphs, name, drafter, texts, 12 if smoke else 100)
 
 
@@ -112,7 +112,7 @@ def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     engine = recommender_engine(model, 2**27)
     batches = (1, 8)
     shapes = tuple(SearchShape(batch, 64) for batch in batches)
-    graphs = recorded(engine, model, catalogue.trie, shapes, 1024, once)
+    graphs = recorded(engine, model, catalogue.trie, shapes, 1024, StoredSearches())
     roots = drawn_roots(model, 50, max(batches), 0)
     seen = np.arange(0, 12_101, 240)
     for strategy, batch, left_out in product(("beam", "nezha"), batches, (False, True)):
@@ -131,10 +131,12 @@ def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
         yield {"host": words, "replayed": replayed, "host_us": statistics.median(taken[5:])}
 
 
-def once(search: Callable[[], SearchLeaves]) -> Callable[[], SearchLeaves]:
-    """Returns a replay that gives the result of the capture again."""
-    found = search()
-    return lambda: found
+class StoredSearches(EagerRecorder):
+    """A replay returns the result of the only run."""
+
+    def __call__(self, search: Callable[[], Any]) -> Callable[[], Any]:
+        found = search()
+        return lambda: found
 
 
 @torch.inference_mode()

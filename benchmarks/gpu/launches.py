@@ -29,7 +29,7 @@ from benchmarks.gpu.engine import recommender_engine, recorded
 from benchmarks.gpu.searches import wide_catalogue
 from benchmarks.support.drawn import drawn_roots, drawn_there
 from recserve.core.request import SlateQuery
-from recserve.engine.items.graph_search import SearchShape
+from recserve.engine.items.beam_search_graph import SearchShape
 from recserve.engine.runtime.runner import Runner
 from recserve.kernels import backend
 from recserve.kernels.attention.attention import tree_attention

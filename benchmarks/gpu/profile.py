@@ -29,8 +29,8 @@ from benchmarks.support.failures import attempted
 from benchmarks.support.timing import Deadline, milliseconds
 from recserve.core.request import Prefix, PrewarmQuery, SlateQuery
 from recserve.engine.engine import Engine
-from recserve.engine.items.graph_search import SearchShape
-from recserve.engine.runtime.graph_prefill import cuda_prefills
+from recserve.engine.items.beam_search_graph import SearchShape
+from recserve.engine.runtime.cuda_graphs import cuda_prefills
 from recserve.kernels.trie.trie import Trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
@@ -114,7 +114,7 @@ def appends(
         return
     launched, runner.prefills = runner.prefills, graphs
     row = attempted("append", lambda: appended(engine, model, events, device, "replayed"))
-    yield row | {"replays": graphs.replays, "captured": len(graphs.captured)}
+    yield row | {"replays": graphs.counts["replayed"], "captured": len(graphs.captured)}
     runner.prefills = launched
 
 

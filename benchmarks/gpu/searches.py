@@ -22,6 +22,7 @@ from benchmarks.gpu.engine import (
     lost,
     recommender_engine,
     recorded,
+    recorder_for,
     requests_of,
     small_catalogue,
     timed,
@@ -29,9 +30,8 @@ from benchmarks.gpu.engine import (
 from benchmarks.support.drawn import Catalogue, drawn_there
 from benchmarks.support.failures import attempted, complaints, once
 from benchmarks.support.timing import Deadline
-from recserve.engine.items.graph_search import SearchShape
-from recserve.engine.runtime.cuda_graphs import CudaRecorder
-from recserve.engine.runtime.graph_prefill import PrefillBucket, PrefillGraphs
+from recserve.engine.items.beam_search_graph import SearchShape
+from recserve.engine.runtime.cuda_graphs import PrefillBucket, PrefillGraphs
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 from tests.support.device_worlds import Recommending, recommending
@@ -97,28 +97,22 @@ def prefill_checks(device: str, smoke: bool = False) -> Iterator[Task]:
     A history grows from request to request, so that all but the first prefills are short ones
     behind a cached prefix. With `nezha`, placeholders follow the last token.
     """
-    on_cuda = device == "cuda"
 
     def compared(strategy: str, form: str) -> float:
         launching, world = recommending(device, form), recommending(device, form)
         runner = world.engine.schedulers["recommender"].runner
-        recorder = CudaRecorder() if on_cuda else None
         with complaints() as heard:
-            graphs = PrefillGraphs(
-                runner,
-                world.model,
-                recorder or (lambda step: step),
-                (lambda: recorder.bytes) if recorder else (lambda: 0),
-                (PrefillBucket(17), PrefillBucket(65)),
-            )
+            recorder = recorder_for(torch.device(device))
+            buckets = PrefillBucket(17), PrefillBucket(65)
+            graphs = PrefillGraphs(runner, world.model, recorder, buckets)
         runner.prefills = graphs
         spoil(runner)
         worst = 0.0
         for events in (2, 3, 4, 9, 2, 12):
             asked = launching.ask(strategy, events=(events,))
             worst = max(worst, difference(world.engine, launching.engine, asked, asked))
-        if graphs.replays < 4:
-            raise RuntimeError(f"{graphs.replays} prefills were replayed; {'; '.join(heard)}")
+        if graphs.counts["replayed"] < 4:
+            raise RuntimeError(f"{graphs.counts} prefills; {'; '.join(heard)}")
         return worst
 
     for strategy in ("beam", "nezha"):

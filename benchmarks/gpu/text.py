@@ -23,9 +23,9 @@ from benchmarks.support.timing import Deadline, back_to_back_milliseconds
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text.graph_step import StepShape
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import SHAPES, GraphLimits, TextStepGraphs
+from recserve.engine.text.text_step_graph import SHAPES, GraphLimits, StepShape, TextStepGraphs
 from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
@@ -175,9 +175,7 @@ def text_engine(
     engine = build_engine(EngineModels(text=model, drafters=drafters), config)
     if recorded and not cuda:
         lane: Any = engine.schedulers["text"]
-        graphs = TextStepGraphs(
-            lane.runner, model, 64, limits, lambda step: step, drafters=drafters
-        )
+        graphs = TextStepGraphs(lane.runner, model, 64, limits, EagerRecorder(), drafters)
         engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
     return engine
 

@@ -251,7 +251,7 @@ def describe_graphs(stats: EngineStats) -> Finding:
 
 def vocabulary_limit(vocabulary: int) -> str:
     """Names the steps that need too much memory for capture on a GPU with this vocabulary."""
-    from recserve.engine.text.step_graphs import GraphLimits, StepBucket, StepKind
+    from recserve.engine.text.text_step_graph import GraphLimits, StepBucket, StepKind
 
     limits = GraphLimits()
     found = f"on a GPU, with a vocabulary of {vocabulary:,} tokens,"
@@ -295,7 +295,7 @@ def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
         strategies: Strategies of the engine.
         device: Device of this machine.
     """
-    from recserve.engine.items.search_graphs import SearchLimits, buckets_of
+    from recserve.engine.items.beam_search_graph import SearchLimits, buckets_of
 
     limits = SearchLimits()
     count = len(buckets_of(weighs, "nezha" in strategies, limits.shapes))
@@ -313,7 +313,7 @@ def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
 
 def _launched(strategies: Seq[str]) -> str:
     """Lists the searches that are never captured, with the reasons."""
-    from recserve.engine.items.search_graphs import SearchLimits
+    from recserve.engine.items.beam_search_graph import SearchLimits
     from recserve.search.strategy import strategy_classes
 
     limits = SearchLimits()

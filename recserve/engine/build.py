@@ -11,17 +11,17 @@ import torch
 from recserve.core.draft_policy import DraftPolicy
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.items.beam_search_graph import cuda_searches
 from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.items.search_graphs import cuda_searches
 from recserve.engine.kv_cache import cache_bytes
-from recserve.engine.runtime.graph_prefill import cuda_prefills
+from recserve.engine.runtime.cuda_graphs import cuda_prefills
 from recserve.engine.runtime.invariance import invariant_runner
 from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.engine.text.limits import TextLimits
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_cost import text_step_cost
-from recserve.engine.text.step_graphs import cuda_graphs
 from recserve.engine.text.step_states import masks_of
+from recserve.engine.text.text_step_graph import cuda_steps
 from recserve.kernels.cache.fp8 import pool_dtype
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.models.language_model import LanguageModel
@@ -159,7 +159,7 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     masks_of(drafters.values())  # drafters that cannot share an engine fail here
     runner = _runner(DecoderAdapter(model.eval()), config, drafters.values())
     _warn("language model", runner, model)
-    graphs = cuda_graphs(
+    graphs = cuda_steps(
         runner, model, config.max_running, config.graphs, config.graph_limits, drafters
     )
     measured = config.load_aware and len(drafters) > 1  # `none` drafts nothing

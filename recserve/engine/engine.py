@@ -21,8 +21,9 @@ from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.core.sequence import SearchSequence, Sequence
 from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.items.beam_search_graph import BeamSearchGraphs
 from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.items.search_graphs import BeamSearchGraphs
+from recserve.engine.runtime.cuda_graphs import GraphSet
 from recserve.engine.runtime.request_queue import (
     Cancellations,
     RequestQueue,
@@ -123,7 +124,7 @@ class Engine:
         thread.
         """
         if self.searches is not None:
-            self.searches.record(trie, self._stepping, lambda: not self._closing)
+            self.searches.capture_for(trie, self._stepping, lambda: not self._closing)
 
     def run(self, request: Request) -> Result:
         """Returns the result of one request. Steps the engine itself if `start` was not called."""
@@ -206,13 +207,13 @@ class Engine:
 
         Figures of different components may be one step apart.
         """
-        text = self.schedulers.get("text")
-        graphs = text.graphs if isinstance(text, TextScheduler) else None
-        searches = self.searches
-        captured = [*(graphs.captured if graphs else ()), *(searches.captured if searches else ())]
+        sets = self._graph_sets()
+        counts = {kind: dict(graphs.counts) for kind, graphs in sets.items()}
+        captured = [graph for graphs in sets.values() for graph in graphs.captured]
         schedulers, begun = list(self.schedulers.values()), self.queue.num_background_begun
         # Caches that schedulers share count once.
         caches = list({id(scheduler.kv): scheduler.kv for scheduler in schedulers}.values())
+        text = self.schedulers.get("text")
         drafts = text.draft_health() if isinstance(text, TextScheduler) else {}
         return EngineStats(
             queue_depth=len(self.queue),
@@ -223,13 +224,11 @@ class Engine:
             prefix_hit_tokens=sum(kv.prefixes.num_hit_tokens for kv in caches),
             prefix_missed_tokens=sum(kv.prefixes.num_missed_tokens for kv in caches),
             background=len(self.queue.background) + begun,
-            graph_steps={str(name): n for name, n in graphs.counts.items()} if graphs else {},
-            graph_searches={str(name): n for name, n in searches.counts.items()}
-            if searches
-            else {},
-            graph_seconds={made.bucket.name: made.seconds for made in captured},
-            graph_bytes={made.bucket.name: made.bytes for made in captured},
-            unrecorded=[name for some in (graphs, searches) if some for name in some.missing],
+            graph_steps=counts.get("steps", {}),
+            graph_searches=counts.get("searches", {}),
+            graph_seconds={graph.bucket.name: graph.seconds for graph in captured},
+            graph_bytes={graph.bucket.name: graph.bytes for graph in captured},
+            unrecorded=[name for graphs in sets.values() for name in graphs.missing],
             drafts=drafts | watched(self._strategies),
             device=schedulers[0].runner.pool.keys.device.type,
         )
@@ -273,6 +272,16 @@ class Engine:
         """
         schedulers = self.schedulers.values()
         return any([one.num_running for one in schedulers if isinstance(one, ItemScheduler)])
+
+    def _graph_sets(self) -> dict[str, GraphSet[Any]]:
+        """Returns the captured text steps and searches, where this engine has them.
+
+        Prefills belong to their runner and are not part of the statistics.
+        """
+        text = self.schedulers.get("text")
+        steps = text.graphs if isinstance(text, TextScheduler) else None
+        sets: dict[str, GraphSet[Any] | None] = {"steps": steps, "searches": self.searches}
+        return {kind: graphs for kind, graphs in sets.items() if graphs is not None}
 
     def _loop(self) -> None:
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from recserve.engine.items.search_graphs import SearchLimits
-from recserve.engine.text.step_graphs import GraphLimits
+from recserve.engine.items.beam_search_graph import SearchLimits
+from recserve.engine.text.text_step_graph import GraphLimits
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ class EngineStats:
         prefix_hit_tokens: Prefix tokens found in a prefix cache so far.
         prefix_missed_tokens: Prefix tokens not found in a prefix cache so far.
         background: Background requests, waiting or running. The other figures exclude them.
-        graph_steps: Text steps by outcome (engine/text/step_graphs.py).
-        graph_searches: Searches by outcome (engine/items/search_graphs.py).
+        graph_steps: Text steps by outcome (engine/text/text_step_graph.py).
+        graph_searches: Searches by outcome (engine/items/beam_search_graph.py).
         graph_seconds: Capture time of each graph, by its name.
         graph_bytes: Memory of each graph, by its name.
         unrecorded: Names of the graphs that could not be captured.

@@ -8,9 +8,9 @@ import torch
 from recserve.config import ConfigError, ServerConfig
 from recserve.engine.build import EngineModels, _sized, build_engine, warn_if_slow
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.search_graphs import SearchLimits
+from recserve.engine.items.beam_search_graph import SearchLimits
 from recserve.engine.kv_cache import DEFAULT_BYTES, cache_bytes
-from recserve.engine.text.step_graphs import GraphLimits
+from recserve.engine.text.text_step_graph import GraphLimits
 from recserve.models.config import DecoderConfig
 from recserve.server.loader import ServiceLoader
 from recserve.service.model_loader import resolve_dtype

@@ -12,7 +12,7 @@ from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
+from recserve.engine.text.text_step_graph import GraphLimits, TextStepGraphs
 from recserve.kernels import backend
 from recserve.kernels.cache.fp8 import FP8, Fp8, parts
 from recserve.models.attention import DenseAttention

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from recserve.engine.runtime.graph_prefill import GraphPrefill, PrefillBucket, PrefillGraphs
+from recserve.engine.runtime.cuda_graphs import (
+    EagerRecorder,
+    PrefillBucket,
+    PrefillGraph,
+    PrefillGraphs,
+)
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.kernels import backend
 from recserve.kernels.cache.kv_pool import KVPool
@@ -41,7 +46,7 @@ def test_replays_compute_what_is_launched(kind):
     model = drawn_model(1) if kind == "text" else recommending("cpu", kind).model
     g = torch.Generator().manual_seed(0)
     launched, replaying = runner_of(model), runner_of(model)
-    graphs = PrefillGraphs(replaying, model, lambda step: step, buckets=BUCKETS)
+    graphs = PrefillGraphs(replaying, model, EagerRecorder(), buckets=BUCKETS)
     replaying.prefills = graphs
     tokens = torch.randint(0, 12, (30,), generator=g)
     slots = torch.randperm(48, generator=g)[:30]
@@ -54,7 +59,7 @@ def test_replays_compute_what_is_launched(kind):
         assert made[0].shape == made[1].shape
         torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
     replayed = [stop - start < 17 for start, stop, _ in cases]
-    assert graphs.replays == sum(replayed) == len(cases) - 1
+    assert graphs.counts["replayed"] == sum(replayed) == len(cases) - 1
     own = torch.arange(48)  # without the spare page
     for pool in ("keys", "values"):
         one, other = (getattr(r.pool, pool)[:, own] for r in (launched, replaying))
@@ -64,7 +69,7 @@ def test_replays_compute_what_is_launched(kind):
 @torch.inference_mode()
 def test_what_is_no_chain_is_launched():
     model = drawn_model(1)
-    graphs = PrefillGraphs(runner_of(model), model, lambda step: step, buckets=BUCKETS)
+    graphs = PrefillGraphs(runner_of(model), model, EagerRecorder(), buckets=BUCKETS)
     tokens, slots = torch.arange(4), torch.arange(4)
     assert graphs(piece_of(tokens, slots, 0, None)) is None
     assert graphs(piece_of(tokens, slots, 0, 1)) is not None
@@ -74,7 +79,7 @@ def test_a_replay_waits_for_nothing(monkeypatch):
     monkeypatch.setattr(backend, "FORCED", "torch")
     with PretendCuda() as device, torch.inference_mode():
         model = drawn_model(1).to("cuda")
-        graph = GraphPrefill(runner_of(model), model, 17)
+        graph = PrefillGraph(runner_of(model), model, PrefillBucket(17))
         tokens, slots = (torch.arange(9, device="cuda") for _ in "ts")
         piece = piece_of(tokens, slots, 4, 1)
         graph()
@@ -90,12 +95,12 @@ def test_engines_answer_alike_with_replayed_prefills(strategy):
     launching, world = recommending("cpu", "codes"), recommending("cpu", "codes")
     runner = world.engine.schedulers["recommender"].runner
     runner.prefills = graphs = PrefillGraphs(
-        runner, world.model, lambda step: step, buckets=(PrefillBucket(17), PrefillBucket(65))
+        runner, world.model, EagerRecorder(), buckets=(PrefillBucket(17), PrefillBucket(65))
     )
     for events in (2, 9, 2, 12):
         asked = launching.ask(strategy, events=(events,))
         assert_same(world.engine.run_many(asked), launching.engine.run_many(asked))
-    assert graphs.replays >= 3  # one of the four may be cached
+    assert graphs.counts["replayed"] >= 3  # one of the four may be cached
 
 
 def test_a_cpu_captures_no_prefills():

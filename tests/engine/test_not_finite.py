@@ -13,12 +13,15 @@ import torch
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.request import PrefixKeys
-from recserve.engine.items.graph_search import SearchShape
-from recserve.engine.items.search_graphs import BeamSearchGraphs, SearchLimits
-from recserve.engine.items.search_scorers import TargetScorer
-from recserve.engine.text.graph_step import StepShape
+from recserve.engine.items.beam_search_graph import (
+    BeamSearchGraphs,
+    SearchLimits,
+    SearchShape,
+    TargetScorer,
+)
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
+from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
 from recserve.kernels import backend
 from recserve.kernels.cache.fp8 import parts
 from recserve.models.packing import pack_weights
@@ -311,7 +314,7 @@ def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
     limits = SearchLimits(SEARCHES, capacity=40, seconds=float("inf"))
     head = engine._strategies["nezha"].head
     with torch.inference_mode():
-        graphs = BeamSearchGraphs(scheduler.runner, world.model, head, limits, lambda step: step)
+        graphs = BeamSearchGraphs(scheduler.runner, world.model, head, limits, EagerRecorder())
         engine.replay(graphs)
         engine.record(world.trie)
     requests = world.ask("beam", variant)
@@ -348,9 +351,7 @@ def test_a_recorded_search_from_roots_that_are_not_finite_tells(which, plain_ker
         limits = SearchLimits(SEARCHES, capacity=40, seconds=float("inf"))
         head = engine._strategies["nezha"].head
         with torch.inference_mode():
-            graphs = BeamSearchGraphs(
-                scheduler.runner, world.model, head, limits, lambda step: step
-            )
+            graphs = BeamSearchGraphs(scheduler.runner, world.model, head, limits, EagerRecorder())
             engine.replay(graphs)
             engine.record(world.trie)
         for strategy in ("beam", "nezha"):
@@ -479,7 +480,7 @@ def test_a_recorded_step_tells(parameters):
     shapes = (StepShape(8, 4, 0), StepShape(24, 8, 4))
     with torch.inference_mode():
         limits = GraphLimits(shapes, seconds=float("inf"))
-        graphs = TextStepGraphs(scheduler.runner, model, 64, limits, lambda step: step)
+        graphs = TextStepGraphs(scheduler.runner, model, 64, limits, EagerRecorder())
     engine.schedulers["text"] = TextScheduler(scheduler.runner, model, scheduler.limits, graphs)
     assert_one_text_fails(engine, texts(parameters), 1, 1, 2, written=False)
     assert graphs.counts["replayed"] > 4

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
-from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.text_step_graph import StepShape
 from recserve.kernels import backend
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.native import native

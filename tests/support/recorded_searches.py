@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from recserve.engine.items.graph_search import SearchShape
-from recserve.engine.items.search_graphs import BeamSearchGraphs, SearchLimits
+from recserve.engine.items.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
 from tests.support import recorder
 from tests.support.recorded_steps import POISON
 
@@ -20,7 +19,7 @@ def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):
     engine = world.engine
     runner, head = engine.schedulers["recommender"].runner, engine._strategies["nezha"].head
     bounds = SearchLimits(shapes, **{"capacity": 40, "seconds": float("inf"), **limits})
-    graphs = BeamSearchGraphs(runner, world.model, head, bounds, record)
+    graphs = BeamSearchGraphs(runner, world.model, head, bounds, recorder.CpuRecorder(record))
     runner.pool.keys.fill_(POISON)
     runner.pool.values.fill_(POISON)
     engine.replay(graphs)

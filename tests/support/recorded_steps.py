@@ -2,9 +2,8 @@
 
 import torch
 
-from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
+from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
 from tests.support import recorder
 from tests.support.text_engines import engine_for
 
@@ -14,14 +13,13 @@ POISON = 1e4
 SHAPES = (StepShape(2, 1, 0), StepShape(16, 1, 8), StepShape(24, 8, 4), StepShape(64, 8, 12))
 
 
-class Counted:
+class Counted(recorder.CpuRecorder):
     """Captures steps and counts their replays."""
 
-    def __init__(self, record=recorder.record):
-        self.record, self.replays = record, 0
+    replays = 0
 
     def __call__(self, step):
-        replay = self.record(step)
+        replay = self.capture(step)
 
         def counted():
             self.replays += 1

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.kernels import backend
 
 ASKS = (
@@ -101,3 +102,14 @@ def record(step):
         return outputs
 
     return replay
+
+
+class CpuRecorder(EagerRecorder):
+    """Captures with a function: by default on the CPU, as above."""
+
+    def __init__(self, capture=record):
+        super().__init__()
+        self.capture = capture
+
+    def __call__(self, step):
+        return self.capture(step)

@@ -1,24 +1,72 @@
-"""CUDA graphs: a function of fixed shapes is captured once per bucket and replayed by one
-launch.
+"""CUDA graphs: a function of fixed shapes is captured once per bucket and replayed by one launch.
+
+`GraphSet` is the base of the three kinds of graphs: prefills (below), searches
+(items/beam_search_graph.py) and text steps (text/text_step_graph.py). Their functions share
+nothing. A prefill is the plainest.
+
+The host needs hundreds of microseconds to launch a layer. For up to about a thousand rows the
+device computes it in less, so the prefill of one request waits for the host: a new history, or a
+new event behind a cached one. A graph holds the layers for up to a number of rows. Its inputs are
+embedded outside, because tables of items may move. They lie in buffers at fixed addresses. Rows
+after the prefill's own form a second tree, without a root, that writes to the spare slot.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+
+from recserve.engine.runtime.runner import BatchSlice, Runner
+from recserve.kernels.attention.reference import SOFTMAX
+from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.models.attention import PagedAttention
+from recserve.models.language_model import LanguageModel
+from recserve.models.recommender import Recommender
 
 log = logging.getLogger(__name__)
 
 WARM_UP = 2
+NO_LOCK: AbstractContextManager[object] = nullcontext()
 
 T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """Captures functions without arguments.
+
+    Attributes:
+        bytes: Memory of all captures so far.
+        compile_s: Time in which captures compiled kernels and started libraries, so far.
+    """
+
+    bytes: int
+    compile_s: float
+
+    def __call__(self, step: Callable[[], T]) -> Callable[[], T]:
+        """Captures a function and returns its replay."""
+        ...
+
+
+class EagerRecorder:
+    """Captures nothing: a replay runs the function again. It stands in for CUDA on a CPU."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.compile_s = 0.0
+
+    def __call__(self, step: Callable[[], T]) -> Callable[[], T]:
+        """As Recorder."""
+        return step
 
 
 class CudaRecorder:
@@ -101,16 +149,12 @@ class CudaRecorder:
         return replay
 
 
-class GraphBucket(Protocol):
+class Bucket(Protocol):
     """What one graph is captured for: a shape, and what the function does for it."""
 
     @property
     def name(self) -> str:
-        """Unique among the graphs of a scheduler. Logs and statistics show it."""
-
-
-BucketT = TypeVar("BucketT", bound=GraphBucket)
-FunctionT = TypeVar("FunctionT")
+        """Unique among the graphs of an engine. Logs and statistics show it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,128 +172,266 @@ class CaptureLimits:
     bytes: int = 2 * 2**30
 
 
-@dataclass(frozen=True)
-class CapturedGraph(Generic[BucketT, FunctionT, T]):
-    """One captured function.
+class CapturedGraph(Generic[T]):
+    """A function of fixed shapes that reads and writes fixed addresses, and its replay.
+
+    The function is `__call__`. Its inputs are loaded before a replay.
 
     Attributes:
-        bucket: What it was captured for.
+        bucket: What it is captured for.
+        replay: Runs the graph on the loaded inputs and returns the outputs. The next replay
+            overwrites them. `GraphSet.capture` sets this and the following attributes.
         seconds: Time that the capture took.
         bytes: Memory that the capture took.
-        function: The function. Its inputs are loaded before a replay.
-        replay: Runs the graph on the loaded inputs and returns the outputs. The next replay
-            overwrites them.
     """
 
-    bucket: BucketT
+    bucket: Bucket
+    replay: Callable[[], T]
     seconds: float
     bytes: int
-    function: FunctionT
-    replay: Callable[[], T]
+
+    def __call__(self) -> T:
+        """Runs the function on the loaded inputs."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class CapturePace:
-    """How captures share the device with a running engine.
+GraphT = TypeVar("GraphT", bound=CapturedGraph[Any])
+BucketT = TypeVar("BucketT", bound=Bucket)
+
+
+class GraphSet(Generic[GraphT]):
+    """The graphs of one kind of function, for one model.
 
     Attributes:
-        lock: Held while a graph is captured.
-        proceed: Called before each capture. False ends the captures.
-        pause: Whether to leave the lock free after each capture for as long as the capture took.
+        captured: The graphs, from small to large.
+        missing: Names of buckets without a graph. The log says why.
+        counts: Number of calls by result. `replayed` used a graph.
     """
 
-    lock: AbstractContextManager[object]
-    proceed: Callable[[], bool]
-    pause: bool
-
-
-AT_ONCE = CapturePace(nullcontext(), lambda: True, False)
-
-
-class GraphCapture(Generic[BucketT, FunctionT, T]):
-    """Captures one function for each bucket of a list."""
-
-    def __init__(
-        self,
-        build: Callable[[BucketT], FunctionT],
-        record: Callable[[FunctionT], Callable[[], T]],
-        taken: Callable[[], int],
-        limits: CaptureLimits,
-        min_bytes: Callable[[BucketT], int] = lambda bucket: 0,
-    ) -> None:
-        """Describes the captures.
+    def __init__(self, recorder: Recorder, limits: CaptureLimits, results: Seq[str]) -> None:
+        """Captures nothing yet.
 
         Args:
-            build: Makes the function of a bucket.
-            record: Captures a function and returns its replay, as `CudaRecorder` does.
-            taken: Returns the bytes that captures have taken so far.
-            limits: Time and memory.
-            min_bytes: Returns a lower bound of the memory that a bucket's function needs.
+            recorder: Captures the functions.
+            limits: How much time and memory captures may take.
+            results: Results that are counted.
         """
-        self._build, self._record, self._taken = build, record, taken
-        self._limits, self._min_bytes = limits, min_bytes
+        self.recorder, self.limits = recorder, limits
+        self.captured: list[GraphT] = []
+        self.missing: list[str] = []
+        self.counts: dict[str, int] = dict.fromkeys(results, 0)
 
-    def __call__(
-        self, buckets: Seq[BucketT], pace: CapturePace = AT_ONCE
-    ) -> list[CapturedGraph[BucketT, FunctionT, T]] | None:
-        """Returns the graphs in the order of the buckets, or None if `pace` ended the captures.
+    def capture(
+        self,
+        buckets: Seq[BucketT],
+        build: Callable[[BucketT], GraphT],
+        min_bytes: Callable[[BucketT], int] = lambda bucket: 0,
+        lock: AbstractContextManager[object] = NO_LOCK,
+        go_on: Callable[[], bool] = lambda: True,
+    ) -> list[GraphT] | None:
+        """Returns a graph for each bucket in order, or None if `go_on` ended the captures.
 
         Buckets that the limits exclude are logged and get no graph. The first capture that fails
-        ends the captures.
+        ends the captures. The set changes only in `use`.
+
+        Args:
+            buckets: What is captured.
+            build: Makes the function of a bucket.
+            min_bytes: Returns a lower bound of the memory that a bucket's function needs.
+            lock: Held during a capture. If graphs are in use, it stays free between two captures
+                for as long as the last one took.
+            go_on: Called before each capture. False ends the captures.
         """
-        made = list[CapturedGraph[BucketT, FunctionT, T]]()
-        began, before, left = self._clock(), self._taken(), list[str]()
+        made, excluded = list[GraphT](), list[str]()
+        began, before, in_use = self._clock(), self.recorder.bytes, bool(self.captured)
         for bucket in buckets:
-            late = self._clock() - began > self._limits.seconds
-            size = max(self._taken() - before, self._min_bytes(bucket))
-            if late or size > self._limits.bytes:
-                left.append(bucket.name)
+            late = self._clock() - began > self.limits.seconds
+            size = max(self.recorder.bytes - before, min_bytes(bucket))
+            if late or size > self.limits.bytes:
+                excluded.append(bucket.name)
                 continue
-            if not pace.proceed():
+            if not go_on():
                 return None
             try:
-                with pace.lock:
-                    made.append(self.one(bucket))
+                with lock:
+                    made.append(self._capture(build, bucket))
             except Exception:  # Triton's errors have no narrower base
                 log.exception(
                     "no graph of %s: its capture failed, and its kernels are launched one by one",
                     bucket.name,
                 )
                 break
-            if pace.pause:
+            if in_use:
                 time.sleep(made[-1].seconds)
-        if left:
+        if excluded:
             log.warning(
-                "no graphs of %s: the limits of capture time or memory are reached", ", ".join(left)
+                "no graphs of %s: the limits of capture time or memory are reached",
+                ", ".join(excluded),
             )
         return made
 
+    def use(self, made: list[GraphT], buckets: Seq[Bucket]) -> None:
+        """Replaces the graphs by those that were captured for some buckets."""
+        names = {graph.bucket.name for graph in made}
+        self.captured = made
+        self.missing = [bucket.name for bucket in buckets if bucket.name not in names]
+
+    def _capture(self, build: Callable[[BucketT], GraphT], bucket: BucketT) -> GraphT:
+        began, before = time.monotonic(), self.recorder.bytes
+        graph = build(bucket)
+        graph.replay = self.recorder(graph)
+        graph.seconds, graph.bytes = time.monotonic() - began, self.recorder.bytes - before
+        log.info("captured %s: %.2f s, %.0f MiB", bucket.name, graph.seconds, graph.bytes / 2**20)
+        return graph
+
     def _clock(self) -> float:
         """Returns the time without that of compilations, in seconds."""
-        recorder = self._record
-        compile_s = recorder.compile_s if isinstance(recorder, CudaRecorder) else 0.0
-        return time.monotonic() - compile_s
-
-    def one(self, bucket: BucketT) -> CapturedGraph[BucketT, FunctionT, T]:
-        """Returns the graph of one bucket."""
-        began, before = time.monotonic(), self._taken()
-        function = self._build(bucket)
-        replay = self._record(function)
-        seconds, size = time.monotonic() - began, self._taken() - before
-        log.info("captured %s: %.2f s, %.0f MiB", bucket.name, seconds, size / 2**20)
-        return CapturedGraph(
-            bucket=bucket, seconds=seconds, bytes=size, function=function, replay=replay
-        )
-
-
-def missing_names(
-    buckets: Iterable[BucketT], made: Iterable[CapturedGraph[BucketT, FunctionT, T]]
-) -> list[str]:
-    """Returns the names of buckets without a graph, in order."""
-    names = {graph.bucket.name for graph in made}
-    return [bucket.name for bucket in buckets if bucket.name not in names]
+        return time.monotonic() - self.recorder.compile_s
 
 
 def is_cuda(device: torch.device) -> bool:
     """Whether graphs can be captured on a device."""
     return device.type == "cuda" and torch.cuda.is_available()
+
+
+Model = Recommender | LanguageModel
+PREFILL_STATES = 16  # most last rows whose states are read: the last token, and placeholders
+PREFILL_LIMITS = CaptureLimits(seconds=20.0, bytes=2**30)
+
+
+@dataclass(frozen=True)
+class PrefillBucket:
+    """What one graph of a prefill is captured for.
+
+    Attributes:
+        rows: Rows of the graph. A prefill has fewer, so that the second tree is not empty.
+    """
+
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """For example `prefill 64`, the most rows of a prefill."""
+        return f"prefill {self.rows - 1}"
+
+
+# On an H200 a launched prefill of a model with 28 layers keeps the host busy for 11 to 17 ms, and
+# the device for 5.8 ms at 1,001 rows (docs/results/gpu.md).
+PREFILL_BUCKETS = tuple(PrefillBucket(rows + 1) for rows in (16, 64, 256, 512, 1024))
+
+
+class PrefillGraph(CapturedGraph[Tensor]):
+    """The layers over a chain of at most `rows - 1` embedded tokens under a cached root."""
+
+    def __init__(self, runner: Runner, model: Model, bucket: PrefillBucket) -> None:
+        """Allocates the buffers.
+
+        Args:
+            runner: The runner of the model.
+            model: Its decoder runs.
+            bucket: Rows of the graph.
+        """
+        pool, weight, rows = runner.pool, model.tokens.weight, bucket.rows
+        self.runner, self.model, self.bucket, self.rows = runner, model, bucket, rows
+        device, width = weight.device, model.config.decoder.max_positions
+        self._x = weight.new_zeros(rows, weight.shape[1])
+        self._slots = torch.full((rows,), pool.spare_slot, device=device)
+        self._root = torch.full((1, width), pool.spare_slot, device=device)
+        # Root lengths of both trees, and where the trees begin and end.
+        self._lengths = torch.zeros(2, dtype=torch.int64, device=device)
+        self._offsets = torch.zeros(3, dtype=torch.int64, device=device)
+        self._offsets[1:].fill_(rows)
+        self._offsets[1:2].fill_(1)
+        self._index = torch.arange(rows, device=device)
+        self._last = torch.arange(PREFILL_STATES, device=device) - PREFILL_STATES
+        self._table_rows = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def load(self, piece: BatchSlice, x: Tensor) -> None:
+        """Copies a prefill and its embedded tokens x [n, E] to the buffers, without a host wait."""
+        count, root = x.shape[0], piece.prefix_slots[0]
+        self._x[:count].copy_(x)
+        self._slots[:count].copy_(piece.slots)
+        self._slots[count:].fill_(self.runner.pool.spare_slot)
+        self._root[0, : root.shape[0]].copy_(root)
+        self._lengths[:1].fill_(root.shape[0])
+        self._offsets[1:2].fill_(count)
+
+    def __call__(self) -> Tensor:
+        """Returns [PREFILL_STATES, E] the last states of the loaded prefill, in order."""
+        count = self._offsets[1]
+        own = self._index < count
+        tree = TokenTree(
+            tokens=self._index,  # not read
+            parents=self._index - 1,  # not read
+            depths=torch.where(own, self._index, self._index - count),
+            ends=torch.where(own, count, self.rows),
+            offsets=self._offsets,
+        )
+        roots = PrefixTable(self._root, self._table_rows, self._lengths)
+        batch = TreeBatch(tree, None, self._slots, roots, fillers=1)
+        attend = PagedAttention(batch, self.runner.pool, SOFTMAX, self.runner.attention)
+        read = (self._last + count).clamp(min=0)
+        states: Tensor = self.model.decoder(self._x, batch.positions(), attend, read)
+        return states
+
+
+class PrefillGraphs(GraphSet[PrefillGraph]):
+    """The captured prefills of one model. Only replays are counted."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        runner: Runner,
+        model: Model,
+        recorder: Recorder,
+        buckets: tuple[PrefillBucket, ...] = PREFILL_BUCKETS,
+    ) -> None:
+        """Captures all prefills.
+
+        Args:
+            runner: The runner of the model.
+            model: The model.
+            recorder: Captures the prefills.
+            buckets: What is captured, from few rows to many.
+        """
+        super().__init__(recorder, PREFILL_LIMITS, ("replayed",))
+        self._model, longest = model, model.config.decoder.max_positions
+        # The largest history needs one graph that holds it, and none beyond.
+        fitting = [b for n, b in enumerate(buckets) if not n or buckets[n - 1].rows <= longest]
+        self.use(self.capture(fitting, partial(PrefillGraph, runner, model)) or [], fitting)
+
+    def __call__(self, piece: BatchSlice) -> Tensor | None:
+        """Returns the states of a prefill [num_states, E], or None if no graph holds it."""
+        count, states = len(piece.inputs), piece.num_states
+        if states is None or not 0 < states <= min(PREFILL_STATES, count):
+            return None
+        if len(piece.prefix_slots) != 1 or piece.tree.shared is not None:
+            return None
+        if piece.prefix_slots[0].shape[0] > self._model.config.decoder.max_positions:
+            return None
+        for graph in self.captured:
+            if count < graph.rows:
+                graph.load(piece, self._embedded(piece.inputs.tokens))
+                self.counts["replayed"] += 1
+                return graph.replay()[PREFILL_STATES - states :].clone()
+        return None
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        model = self._model
+        if isinstance(model, Recommender):
+            return model.embed(tokens)
+        found: Tensor = model.tokens(tokens)
+        return found
+
+
+def cuda_prefills(runner: Runner, model: Model, wanted: bool | None) -> PrefillGraphs | None:
+    """Captures the prefills of a model on a CUDA device. Returns None on others, or if not wanted.
+
+    Args:
+        runner: The runner of the model.
+        model: The model.
+        wanted: False disables graphs.
+    """
+    if wanted is False or not is_cuda(runner.pool.keys.device):
+        return None
+    return PrefillGraphs(runner, model, CudaRecorder())

@@ -30,8 +30,8 @@ from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.prefill import chunk_slice, chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence, context_of
 from recserve.engine.text.step import VerifiedPaths, token_logprobs
-from recserve.engine.text.step_graphs import TextStepGraphs
 from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
+from recserve.engine.text.text_step_graph import TextStepGraphs
 from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextQuery
@@ -177,8 +177,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         replayed = self.graphs.step(trees, bool(chunks))
         if replayed is None:
             return False
-        outputs = replayed.outputs
-        last_hidden = [row.last_hidden for row in replayed.rows]
+        outputs, last_hidden = replayed
         states = split_states([outputs.hidden], outputs.taps)[0]
         self._commit(trees[0], outputs.paths(), states, outputs.logits, last_hidden)
         return True

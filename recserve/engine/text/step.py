@@ -42,51 +42,19 @@ class VerifiedPaths:
 
 
 @dataclass(frozen=True)
-class FoundColumns:
-    """The positions of a step's results in the columns of `StepOutputs.found`.
-
-    Columns 0 to D are the accepted packed nodes: node 0 first, -1 after the last.
-
-    Attributes:
-        depth: D, most levels below a node 0.
-    """
-
-    depth: int
-
-    @property
-    def length(self) -> int:
-        """Number of accepted nodes, without node 0."""
-        return self.depth + 1
-
-    @property
-    def bonus(self) -> int:
-        """The bonus token."""
-        return self.depth + 2
-
-    @property
-    def tokens(self) -> slice:
-        """Tokens of the accepted nodes [D + 1]. Values after the last have no meaning."""
-        return slice(self.depth + 3, 2 * self.depth + 4)
-
-    @property
-    def flawed(self) -> int:
-        """1 if logits of accepted nodes are not finite, else 0."""
-        return 2 * self.depth + 4
-
-    @property
-    def ranked(self) -> slice:
-        """Tokens that K heads rank for the next draft [K * W]. Empty without heads."""
-        return slice(2 * self.depth + 5, None)
-
-
-@dataclass(frozen=True)
 class StepOutputs:
     """The results of a step for B texts, on the device.
 
     Attributes:
         found: [B, 2 D + 5 + K W] int64 results, in one tensor so that one copy brings them to the
-            host.
-        columns: Names of the columns of `found`.
+            host. Columns of a text, in order:
+            - D + 1 accepted packed nodes: node 0 first, -1 after the last.
+            - The number of accepted nodes, without node 0.
+            - The bonus token.
+            - D + 1 tokens of the accepted nodes. Values after the last have no meaning.
+            - 1 if logits of accepted nodes are not finite, else 0.
+            - K W tokens that K heads rank for the next draft.
+        depth: D, most levels below a node 0.
         logits: [T, V] raw logits of all nodes.
         hidden: [T, E] final hidden states of all nodes.
         num_heads: K, or 0 without heads.
@@ -94,7 +62,7 @@ class StepOutputs:
     """
 
     found: Tensor
-    columns: FoundColumns
+    depth: int
     logits: Tensor
     hidden: Tensor
     num_heads: int = 0
@@ -103,7 +71,7 @@ class StepOutputs:
     @property
     def tokens(self) -> Tensor:
         """[B, D + 1] tokens of the accepted nodes. Values after the last have no meaning."""
-        return self.found[:, self.columns.tokens]
+        return self.found[:, self.depth + 3 : 2 * self.depth + 4]
 
     def paths(self) -> VerifiedPaths:
         """Copies the results to the host and returns the accepted paths.
@@ -111,21 +79,21 @@ class StepOutputs:
         This is the only read of the device in a step, because the accepted tokens decide the next
         step.
         """
-        at, found, ranked = self.columns, self.found.cpu(), None
+        found, ranked, nodes = self.found.cpu(), None, self.depth + 1
+        flawed_at = 2 * nodes + 2
         if self.num_heads:
-            own = found[:, at.ranked].numpy().copy()
+            own = found[:, flawed_at + 1 :].numpy().copy()
             ranked = own.reshape(len(found), self.num_heads, -1)
-            found = found[:, : at.ranked.start]
-        length_at, bonus_at, flawed_at = at.length, at.bonus, at.flawed
-        first_token = at.tokens.start + 1  # the token of node 0 was committed before
+            found = found[:, : flawed_at + 1]
+        first_token = nodes + 3  # the token of node 0 was committed before
         paths, tokens, flawed = [], [], []
         for number, row in enumerate(found.tolist()):
             if row[flawed_at]:
                 flawed.append(number)
-            length = row[length_at]
+            length, bonus = row[nodes : nodes + 2]
             paths.append(row[: length + 1])
             written = row[first_token : first_token + length]
-            written.append(row[bonus_at])
+            written.append(bonus)
             tokens.append(written)
         return VerifiedPaths(paths, tokens, ranked, frozenset(flawed))
 
@@ -190,8 +158,7 @@ def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tens
     flawed = ~fits.all(1, keepdim=True)
     found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]]
     found += [tree.tokens[nodes], flawed.long()]
-    columns = FoundColumns(accepted.nodes.shape[1] - 1)
-    return StepOutputs(torch.cat(found, 1), columns, logits, hidden)
+    return StepOutputs(torch.cat(found, 1), accepted.nodes.shape[1] - 1, logits, hidden)
 
 
 def flawed_texts(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> frozenset[int]:

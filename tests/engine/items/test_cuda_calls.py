@@ -11,13 +11,15 @@ import torch
 from recserve.engine.runtime import cuda_graphs
 from recserve.engine.runtime.cuda_graphs import (
     WARM_UP,
+    CapturedGraph,
     CaptureLimits,
     CudaRecorder,
-    GraphCapture,
+    GraphSet,
 )
 from recserve.kernels.attention import triton_launch
 from recserve.kernels.cache import triton_fp8
 from tests.support import triton_interpreter  # noqa: F401
+from tests.support.recorder import CpuRecorder
 
 
 class Stream:
@@ -178,20 +180,21 @@ def test_compilation_does_not_count_as_capture(calls, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
     monkeypatch.setattr(cuda_graphs, "time", clock)
 
-    def build(bucket):
-        def step():
-            now[0] += 1 if bucket in seen else 31
-            seen.add(bucket)
+    class Step(CapturedGraph):
+        def __init__(self, bucket):
+            self.bucket = bucket
 
-        return step
+        def __call__(self):
+            now[0] += 1 if self.bucket.name in seen else 31
+            seen.add(self.bucket.name)
 
     buckets = [SimpleNamespace(name=str(n)) for n in range(30)]
     for counted, captured in ((False, 20), (True, 2)):
         recorder, now[0] = CudaRecorder(), 0.0
         seen.clear()
         limits = CaptureLimits(seconds=59.5)
-        record = (lambda step, r=recorder: r(step)) if counted else recorder
-        made = GraphCapture(lambda b: build(b.name), record, lambda: 0, limits)(buckets)
+        graphs = GraphSet(CpuRecorder(recorder) if counted else recorder, limits, ())
+        made = graphs.capture(buckets, Step)
         assert len(made) == captured
         assert recorder.compile_s == 30 * captured
 

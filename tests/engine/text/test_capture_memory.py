@@ -6,8 +6,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recserve.engine.text.graph_step import StepShape
-from recserve.engine.text.step_graphs import TABLES, GraphLimits, TextStepGraphs
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
+from recserve.engine.text.text_step_graph import TABLES, GraphLimits, StepShape, TextStepGraphs
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.cache import moves
 from recserve.speculation.drafters.none import NoDrafter
@@ -56,9 +56,7 @@ def test_what_is_too_large_is_launched_and_the_rest_recorded():
     runner = engine_for(model).schedulers["text"].runner
     between = int(4 * TABLES * vocabulary * (SHAPE.nodes - 1))
     limits = GraphLimits((small, SHAPE), seconds=float("inf"), bytes=between)
-    graphs = TextStepGraphs(
-        runner, model, 8, limits, lambda step: step, drafters={"drawn": Draws()}
-    )
+    graphs = TextStepGraphs(runner, model, 8, limits, EagerRecorder(), drafters={"drawn": Draws()})
     large = {f"40x4{kind}" for kind in ("+", " rejection", "+ rejection", "+ mixed")}
     assert set(graphs.missing) == large
     made = {graph.bucket.name for graph in graphs.captured}
@@ -77,15 +75,16 @@ def test_a_step_holds_so_many_tables(monkeypatch):
     vocabulary, tables = 2003, []  # a number that no other axis has
     model = drawn_language_model(64, 1, vocabulary, torch.float32)
 
-    def record(step):
-        with Peak(vocabulary) as peak:
-            step()
-        tables.append(peak.bytes / (4 * SHAPE.nodes * vocabulary))
-        return step
+    class Measured(EagerRecorder):
+        def __call__(self, step):
+            with Peak(vocabulary) as peak:
+                step()
+            tables.append(peak.bytes / (4 * SHAPE.nodes * vocabulary))
+            return step
 
     runner = engine_for(model).schedulers["text"].runner
     limits = GraphLimits((SHAPE,), seconds=float("inf"))
-    graphs = TextStepGraphs(runner, model, 8, limits, record, drafters={"drawn": Draws()})
+    graphs = TextStepGraphs(runner, model, 8, limits, Measured(), drafters={"drawn": Draws()})
     found = dict(zip(["plain", "+", "rejection", "+ rejection", "+ mixed"], tables, strict=True))
     assert not graphs.missing
     assert found["plain"] == 1.0 and 1.0 < found["rejection"] < TABLES

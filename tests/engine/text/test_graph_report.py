@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from recserve.cli import doctor
-from recserve.engine.items.graph_search import SearchShape
-from recserve.engine.text.graph_step import StepShape
+from recserve.engine.items.beam_search_graph import SearchShape
+from recserve.engine.text.text_step_graph import StepShape
 from recserve.kernels import backend
 from recserve.metrics import Metrics
 from recserve.service.runtime import gauges_of

@@ -8,8 +8,8 @@ because attention on a CPU reads foreign slots and weighs them by zero.
 import pytest
 import torch
 
-from recserve.engine.text.graph_step import StepShape
-from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
+from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
 from recserve.kernels import backend
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
@@ -200,20 +200,14 @@ def test_no_record_is_begun_without_time_or_memory(model):
     engine = with_graphs(model, Counted(), seconds=-1.0)
     assert engine.schedulers["text"].graphs.captured == []
     scheduler = engine_for(model).schedulers["text"]
-    made = []
 
-    def record(step):
-        made.append(step)
-        return step
+    class Large(EagerRecorder):
+        def __call__(self, step):
+            self.bytes += 2 * 2**30
+            return step
 
-    graphs = TextStepGraphs(
-        scheduler.runner,
-        model,
-        4,
-        GraphLimits(SHAPES, seconds=float("inf"), bytes=2 * 2**30),
-        record,
-        lambda: 2 * 2**30 * len(made),
-    )
+    limits = GraphLimits(SHAPES, seconds=float("inf"), bytes=2 * 2**30)
+    graphs = TextStepGraphs(scheduler.runner, model, 4, limits, Large())
     assert [each.bytes for each in graphs.captured] == [2 * 2**30] * 2
     assert [made.bucket.name for made in graphs.captured] == ["2x1", "16x1"]
     wanted = engine.stats().unrecorded

@@ -7,9 +7,9 @@ heads are what those of the replays must equal, text by text and step by step.
 import pytest
 import torch
 
-from recserve.engine.text.graph_step import StepShape
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
+from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
 from recserve.kernels import backend
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.speculation.completion import TextQuery
@@ -176,7 +176,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
             scheduler.model,
             8,
             limits,
-            lambda step: step,
+            EagerRecorder(),
             drafters=engine.drafters,
         )
         engine.schedulers["text"] = TextScheduler(

@@ -8,10 +8,10 @@ launches its steps verifies the texts of each rule separately, and drawn drafts 
 import pytest
 import torch
 
-from recserve.engine.text.graph_step import StepShape
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_graphs import SHAPES as ALL
-from recserve.engine.text.step_graphs import GraphLimits, TextStepGraphs
+from recserve.engine.text.text_step_graph import SHAPES as ALL
+from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
 from recserve.kernels import backend
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft, empty_draft
@@ -174,16 +174,16 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     scheduler = engine_for(model).schedulers["text"]
     limits = GraphLimits(ALL, seconds=float("inf"), bytes=18 * 2**30)
 
-    def record(step):
-        wanted.append(step)
-        return step
+    class Large(EagerRecorder):
+        def __call__(self, step):
+            wanted.append(step)
+            self.bytes += 2**30
+            return step
 
     def made_by(limits):
         wanted.clear()
         names = {"far": drafters_of(model)["far"]}
-        return TextStepGraphs(
-            scheduler.runner, model, 4, limits, record, lambda: 2**30 * len(wanted), drafters=names
-        )
+        return TextStepGraphs(scheduler.runner, model, 4, limits, Large(), names)
 
     drawn = [made for made in made_by(limits).captured if made.bucket.kind.rule == "rejection"]
     assert [made.bucket.name for made in drawn] == ["16x1 rejection"]
@@ -195,9 +195,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
         *(f"{size}+ rejection" for size in sizes),
     ]
     assert all(step.draft_values is None for step in wanted[:18])
-    assert {made.function.draft_values.data_ptr() for made in drawn} == {
-        graphs._draft_values.data_ptr()
-    }
+    assert {made.draft_values.data_ptr() for made in drawn} == {graphs._draft_values.data_ptr()}
     assert graphs._draft_values.shape == (511, VOCABULARY)
 
 
@@ -237,7 +235,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
             scheduler.model,
             8,
             limits,
-            lambda step: step,
+            EagerRecorder(),
             drafters=engine.drafters,
         )
         engine.schedulers["text"] = TextScheduler(

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from recserve.config import ServerConfig
-from recserve.engine.items.graph_search import SearchShape
-from recserve.engine.items.search_graphs import BeamSearchGraphs, SearchLimits
+from recserve.engine.items.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
@@ -280,7 +280,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     lane, strategy = engine.schedulers["recommender"], engine._strategies["beam"]
     shapes = tuple(SearchShape(1, 50, 64, weighed) for weighed in (True, False))
     graphs = BeamSearchGraphs(
-        lane.runner, strategy.model, None, SearchLimits(shapes, 64), lambda step: step
+        lane.runner, strategy.model, None, SearchLimits(shapes, 64), EagerRecorder()
     )
     engine.replay(graphs)
     engine.record(first.trie)

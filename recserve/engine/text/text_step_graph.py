@@ -1,0 +1,714 @@
+"""Text steps captured as CUDA graphs at start, one for each bucket of nodes and texts.
+
+A captured step is one function of fixed shapes: the forward pass, logits, sampling parameters,
+random draws, tree walk, moves of accepted paths, and the draft heads that read its last states. Its
+inputs lie in buffers at fixed addresses, written by one upload before the step. The results are
+read by one download after it. Between the two, the host reads nothing from the device, and no shape
+depends on drafts, acceptance or lengths. A step that fits no bucket launches its kernels one by
+one.
+
+A batch is padded with texts of one node, and with a last text that is a chain of the remaining
+nodes. These have no root and write to the pool's spare slot. The probabilities that drafts were
+drawn from are on the device already. One launch packs them, and the upload says which node each row
+belongs to.
+
+Most texts are verified by `sample`. If a drafter draws its tokens, steps verified by rejection are
+captured too (`multi_step` verifies in the same way). Steps in which each text has its own rule are
+captured last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Generic, Literal, TypeVar, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.core.sequence import NO_SLOTS
+from recserve.engine.runtime.cuda_graphs import (
+    CapturedGraph,
+    CaptureLimits,
+    CudaRecorder,
+    GraphSet,
+    Recorder,
+    is_cuda,
+)
+from recserve.engine.runtime.runner import Runner
+from recserve.engine.text.groups import TextGroup
+from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text.step import StepOutputs, move_accepted, outputs_of, put_probs
+from recserve.engine.text.step_states import masks_of, taps_for
+from recserve.engine.text.trees import (
+    DEPTHS,
+    ENDS,
+    KINDS,
+    PARENTS,
+    TOKENS,
+    PackedTrees,
+    drawn_rows,
+    pack_trees,
+)
+from recserve.kernels.acceptance.acceptance import DraftProbs
+from recserve.kernels.cache.kv_pool import KVPool
+from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.models.drafters.gated_lora import GatedLora, MaskRows
+from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
+from recserve.speculation.draft import TextDraft
+from recserve.speculation.drafter import Drafter, RankedHeads
+from recserve.speculation.logits_processor import LogitsProcessor, Past, last_committed
+from recserve.speculation.sampling_params import SamplingParams
+from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable, sampling_table
+from recserve.speculation.verifier import ScoredTrees
+from recserve.speculation.verifiers.registry import (
+    GREEDY_COMPATIBLE,
+    MIXABLE,
+    MIXED,
+    REJECTION,
+    SAMPLE,
+    numbers_of,
+    verify,
+)
+
+# The outcome of a step. `replayed` used a graph. The others were launched, because of
+# prompt: prompt tokens in the forward pass; drawn: drafts with probabilities and no graph for them;
+# parameters: sampling parameters over capacity; size: nodes and texts; rows: no free device row;
+# rule: texts with the acceptance rule of a plug-in.
+StepResult = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows", "rule"]
+STEP_RESULTS: tuple[StepResult, ...] = get_args(StepResult)
+PAD_ROW = 0
+FILLER = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The largest step that one graph holds.
+
+    Attributes:
+        nodes: T, nodes of all trees and of the padding.
+        sequences: Most texts.
+        depth: Most levels below a node 0.
+    """
+
+    nodes: int
+    sequences: int
+    depth: int
+
+    @property
+    def drafted(self) -> int:
+        """Most nodes below the nodes 0."""
+        return max(self.nodes - self.sequences - 1, 0)
+
+    @property
+    def for_chains(self) -> bool:
+        """Whether chains can use all of the drafted nodes."""
+        return 0 < self.drafted <= self.sequences * self.depth
+
+    def holds(self, texts: int, nodes: int, depth: int) -> bool:
+        """Returns whether trees fit, with one node for each missing text and one more.
+
+        Args:
+            texts: Number of trees.
+            nodes: Nodes of all trees.
+            depth: Most levels of a tree.
+        """
+        missing = self.sequences - texts
+        return missing >= 0 and nodes + missing < self.nodes and depth <= self.depth
+
+
+# (nodes, texts) for plain decoding, drafts of about 8 nodes, and trees of 64 for few texts.
+BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
+SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
+# Number of [T, V] float32 tensors that a step holds at once, with every parameter or with a rule
+# other than `sample` (test_capture_memory.py). Graphs share memory, so the largest decides.
+TABLES = 10.25
+
+
+@dataclass(frozen=True)
+class GraphLimits(CaptureLimits):
+    """Which text steps are captured.
+
+    Attributes:
+        shapes: In the order of capture. Each is captured first for texts whose only parameter is
+            the temperature.
+        capacity: Capacity for the sampling parameters of the texts of a step.
+    """
+
+    shapes: tuple[StepShape, ...] = SHAPES
+    capacity: SamplingCapacity = SamplingCapacity()
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a captured step does, regardless of its shape.
+
+    Attributes:
+        everything: Whether texts may have all sampling parameters, or a temperature only.
+        drafter: The drafter whose heads end the step. None without heads.
+        rule: Acceptance rule: SAMPLE, REJECTION or MIXED.
+    """
+
+    everything: bool
+    drafter: str | None = None
+    rule: str = SAMPLE
+
+
+@dataclass(frozen=True)
+class StepBucket:
+    """What one graph of a text step is captured for.
+
+    Attributes:
+        shape: The largest step that fits.
+        kind: What the step does.
+    """
+
+    shape: StepShape
+    kind: StepKind
+
+    @property
+    def name(self) -> str:
+        """`72x8` for nodes and texts, followed by the kind.
+
+        `72x8+` has all parameters, `72x8+ medusa` has heads, and `72x8+ rejection` names a rule
+        other than `sample`.
+        """
+        kind = self.kind
+        size = f"{self.shape.nodes}x{self.shape.sequences}{'+' if kind.everything else ''}"
+        name = kind.drafter if kind.rule == SAMPLE else kind.rule
+        return size if name is None else f"{size} {name}"
+
+    def bytes(self, vocabulary: int) -> int:
+        """Returns the memory of the step's tensors that grow with the vocabulary."""
+        plain = self.kind.rule == SAMPLE and not self.kind.everything
+        return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
+
+
+@dataclass
+class TextRow:
+    """The row of one text.
+
+    Attributes:
+        number: Index of the row.
+        last_hidden: [E] view of the text's row in TextRows.last_hidden.
+        slots: The slots that were copied last.
+    """
+
+    number: int
+    last_hidden: Tensor
+    slots: Tensor = NO_SLOTS
+
+
+class TextRows:
+    """Device rows of all texts, at addresses that never change, so that a captured step finds
+    them.
+
+    Row PAD_ROW belongs to no text. All of its slots are the pool's spare slot, and its counts stay
+    0.
+
+    Attributes:
+        slots: [R, W] int64 pool slots of the tokens of a text, in order.
+        seen, written: [R, V] int32 counts as in TokenCounts, of texts with penalties.
+        last_hidden: [R, E] final hidden state at the last accepted token of the latest replay.
+    """
+
+    def __init__(
+        self, pool: KVPool, rows: int, width: int, vocab_size: int, states: Tensor
+    ) -> None:
+        """Allocates the rows.
+
+        Args:
+            pool: The key-value pool.
+            rows: R, number of rows.
+            width: W, most slots of a text.
+            vocab_size: V.
+            states: [*, E] tensor with the type, size and device of hidden states.
+        """
+        device = states.device
+        self.slots = torch.full((rows, width), pool.spare_slot, device=device)
+        self.seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        self.written = torch.zeros_like(self.seen)
+        self.last_hidden = states.new_zeros(rows, states.shape[1])
+        self._free = [row for row in range(rows) if row != PAD_ROW]
+        self._rows: dict[TextSequence, TextRow] = {}
+
+    def of(self, texts: Seq[TextSequence]) -> list[TextRow] | None:
+        """Returns the up-to-date rows of some texts, or None if a text finds no free row."""
+        found = []
+        for text in texts:
+            row = self._rows.get(text)
+            # A text that gets pages gets a new tensor of slots.
+            if row is None or row.slots is not text.slots:
+                row = self._updated(text, row)
+                if row is None:
+                    return None
+            found.append(row)
+        return found
+
+    def _updated(self, text: TextSequence, row: TextRow | None) -> TextRow | None:
+        if row is None:
+            if not self._free:
+                return None
+            number = self._free.pop()
+            row = self._rows[text] = TextRow(number, self.last_hidden[number])
+            if text.token_counts is not None:
+                text.token_counts.move(self.seen[number], self.written[number])
+        self.slots[row.number, : text.slots.shape[0]] = text.slots
+        row.slots = text.slots
+        return row
+
+    def count(self, rows: Tensor, tokens: Tensor, which: Tensor) -> None:
+        """Adds written tokens to the counts. It only launches kernels.
+
+        Args:
+            rows: [n] rows of the tokens. PAD_ROW counts nothing.
+            tokens: [n, m] token ids.
+            which: [n, m] bool, the tokens to count.
+        """
+        place = rows[:, None] * self.seen.shape[1] + tokens
+        ones = (which & (rows[:, None] != PAD_ROW)).to(torch.int32)
+        for counts in (self.seen, self.written):
+            counts.view(-1).index_add_(0, place.flatten(), ones.flatten())
+
+    def forget(self, text: TextSequence) -> None:
+        """Frees the row of a text and gives the text its counts back."""
+        row = self._rows.pop(text, None)
+        if row is None:
+            return
+        self._free.append(row.number)
+        counts = text.token_counts
+        if counts is not None:
+            counts.move(torch.empty_like(counts.seen), torch.empty_like(counts.written))
+
+
+Array = TypeVar("Array", Tensor, NDArray[np.int64])
+
+
+@dataclass(frozen=True)
+class _StepColumns(Generic[Array]):
+    """Views of one int64 buffer. B counts the text that pads the buffer.
+
+    Attributes:
+        trees: [5, T] columns of the packed trees (trees.py).
+        offsets: [B + 1] first node of each tree.
+        rows, lengths, numbers, rules: [B] device row, committed tokens, output tokens and
+            acceptance rule of each text.
+        drawn: [T] row of each node's draft probabilities. [0] if no draft is drawn.
+        last_tokens: [B, W] last committed tokens.
+    """
+
+    trees: Array
+    offsets: Array
+    rows: Array
+    lengths: Array
+    numbers: Array
+    rules: Array
+    drawn: Array
+    last_tokens: Array
+
+
+class TextStepGraph(CapturedGraph[StepOutputs]):
+    """A text step that reads and writes fixed addresses, so that it can be captured."""
+
+    bucket: StepBucket
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: LanguageModel,
+        rows: TextRows,
+        bucket: StepBucket,
+        *,
+        capacity: SamplingCapacity | None,
+        heads: RankedHeads | None,
+        draft_values: Tensor | None,
+        readers: Seq[Drafter],
+        masks: GatedLora | None,
+    ) -> None:
+        """Allocates the buffers.
+
+        Args:
+            runner: The runner of the model.
+            model: The language model.
+            rows: Device rows of all texts.
+            bucket: Most nodes, texts and levels, and the acceptance rule.
+            capacity: Capacity for sampling parameters besides the temperature. None for texts whose
+                only parameter is the temperature, which the fused kernel draws.
+            heads: Heads that rank tokens for the next drafts. None if there are no heads.
+            draft_values: [R, V] float32, R >= `shape.drafted`, the buffer for the distributions
+                that drafts were drawn from. None if no draft is drawn.
+            readers: Drafters that read states of the target.
+            masks: Mask tokens that the trees may have. None if they have none.
+        """
+        self.runner, self.model, self.rows = runner, model, rows
+        self.bucket, self.shape, self.rule = bucket, bucket.shape, bucket.kind.rule
+        self.capacity, self.heads, self.draft_values = capacity, heads, draft_values
+        self.readers, self.masks = readers, masks
+        device = rows.slots.device
+        texts = self.shape.sequences + 1
+        past = 0 if self.capacity is None else self.capacity.bad_word_length - 1
+        has_values = self.draft_values is not None
+        size = (5 + has_values) * self.shape.nodes + 1 + texts * (5 + past)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._block = torch.zeros(size, dtype=torch.int64, device=device)
+        self._columns = self._split(self._block)
+        self._host_columns = self._split(self._host.numpy())
+        self._table = self._sampling([], device)
+        self._loaded: Seq[TextSequence] = ()
+        self._fill(pack_trees([], [], (), self.shape.nodes, texts), [])
+
+    def load(self, group: TextGroup) -> list[TextRow] | None:
+        """Writes a group that fits to the step's buffers. Returns None if a text finds no free
+        row.
+        """
+        rows = self.rows.of(group.sequences)
+        if rows is None:
+            return None
+        columns, count = self._host_columns, len(rows)
+        contexts = group.contexts
+        if self._loaded is not group.sequences:
+            columns.rows[count:], columns.lengths[count:] = PAD_ROW, 1
+            self._table.copy_(self._sampling([c.params for c in contexts], "cpu"))
+            if self.rule == MIXED:
+                columns.rules[:count] = numbers_of(group.rules)
+            self._loaded = group.sequences
+        columns.rows[:count] = [row.number for row in rows]
+        columns.lengths[:count] = [len(context.tokens) for context in contexts]
+        # Only min_tokens and bad_words read these columns.
+        if group.table.stops is not None:
+            columns.numbers[:count] = [context.num_output for context in contexts]
+        if group.table.bad_words is not None:
+            width = columns.last_tokens.shape[1]
+            columns.last_tokens[:count] = [last_committed(context, width) for context in contexts]
+        last, texts = [context.tokens[-1] for context in contexts], self.shape.sequences + 1
+        packed = pack_trees(last, group.drafts, group.sizes, self.shape.nodes, texts)
+        self._fill(packed, group.drafts)
+        return rows
+
+    def __call__(self) -> StepOutputs:
+        """Runs the step on the loaded group."""
+        columns, table = self._columns, self._table
+        trees = columns.trees
+        tree = TokenTree(
+            tokens=trees[TOKENS],
+            parents=trees[PARENTS],
+            depths=trees[DEPTHS],
+            ends=trees[ENDS],
+            offsets=columns.offsets,
+            kinds=trees[KINDS],
+        )
+        roots = PrefixTable(self.rows.slots, columns.rows, columns.lengths - 1)
+        owners = tree.tree_ids()
+        index = torch.arange(tree.num_nodes, device=owners.device)
+        # Node n of a tree lies in slot (root length + n) of its text.
+        place = roots.lengths[owners] + index - columns.offsets[owners]
+        slots = self.rows.slots[columns.rows[owners], place]
+        batch = TreeBatch(tree, None, slots, roots, fillers=1)
+        taps, gate = taps_for(self.readers), None
+        if self.masks is not None:
+            gate = MaskRows.of(self.masks, trees[KINDS], fixed=True)
+        hidden = self.runner.hidden(batch, NodeInputs(tree.tokens), None, taps, gate)
+        logits = self.model.logits(hidden)
+        past = None
+        if self.capacity is not None:
+            seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]
+            past = Past(columns.numbers, columns.last_tokens, seen, written)
+        values, probs = self.draft_values, None
+        if values is not None:
+            probs = DraftProbs(values, columns.drawn)
+        scored = ScoredTrees(
+            tree=tree,
+            depth=self.shape.depth,
+            target=LogitsProcessor(logits, tree, self.shape.depth, table, past, fixed=True),
+            seeds=table.seeds,
+            lengths=columns.lengths,
+            vocab_size=logits.shape[1],
+            probs=probs,
+            logits=logits if past is None else None,
+            temperatures=table.temperature,
+            everywhere=True,
+            rules=columns.rules,
+        )
+        accepted = verify(self.rule, scored)
+        if self.shape.depth:
+            move_accepted(self.runner.pool, tree, accepted, slots)
+        outputs = outputs_of(tree, accepted, logits, hidden)
+        texts = self.shape.sequences
+        ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
+        self.rows.last_hidden.index_copy_(0, columns.rows, ends)
+        if past is not None:
+            tokens = torch.cat([outputs.tokens[:, 1:], accepted.bonus[:, None]], 1)
+            written = torch.cat([accepted.nodes[:, 1:], accepted.bonus[:, None]], 1) >= 0
+            self.rows.count(columns.rows, tokens, written)
+        outputs = replace(outputs, found=outputs.found[:texts], taps=taps)
+        if self.heads is None:
+            return outputs
+        ranked = self.heads.ranked(
+            ends[:texts],
+            (columns.lengths + accepted.lengths + 1)[:texts],
+            table.temperature[:texts],
+            table.seeds[:texts],
+            self.heads.num_ranks,
+        )
+        found = torch.cat([outputs.found, ranked.transpose(0, 1).flatten(1)], dim=1)
+        return replace(outputs, found=found, num_heads=self.heads.num_heads)
+
+    def _fill(self, packed: PackedTrees, drafts: Seq[TextDraft]) -> None:
+        """Uploads all columns in one copy, and adds the parts of drafts that are on the device."""
+        self._host_columns.trees[:] = packed.columns
+        self._host_columns.offsets[:] = packed.offsets
+        if self.draft_values is not None:
+            self._host_columns.drawn[:] = drawn_rows(drafts, self.shape.nodes)
+            put_probs(drafts, self.draft_values)
+        self._block.copy_(self._host, non_blocking=True)
+        packed.complete(self._columns.trees)
+
+    def _split(self, block: Array) -> _StepColumns[Array]:
+        """Returns the columns as views of a buffer."""
+        nodes, texts = self.shape.nodes, self.shape.sequences + 1
+        some = 0 if self.draft_values is None else nodes
+        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, some]
+        bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
+        parts = [block[start:stop] for start, stop in pairwise(bounds)]
+        return _StepColumns(
+            trees=parts[0].reshape(5, nodes),
+            offsets=parts[1],
+            rows=parts[2],
+            lengths=parts[3],
+            numbers=parts[4],
+            rules=parts[5],
+            drawn=parts[6],
+            last_tokens=parts[7].reshape(texts, -1),
+        )
+
+    def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
+        """Returns a sampling table whose columns have the same shapes for all parameters."""
+        missing = self.shape.sequences + 1 - len(params)
+        table = sampling_table([*params, *[FILLER] * missing], device, self.capacity)
+        return table if self.capacity is not None else replace(table, greedy=False)
+
+
+class TextStepGraphs(GraphSet[TextStepGraph]):
+    """The captured steps of one language model.
+
+    Attributes:
+        captured: The graphs, from small to large within each kind.
+        latest: The replay of the latest replayed step.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        runner: Runner,
+        model: LanguageModel,
+        max_texts: int,
+        limits: GraphLimits,
+        recorder: Recorder,
+        drafters: Mapping[str, Drafter] | None = None,
+    ) -> None:
+        """Captures all graphs that the limits allow.
+
+        Args:
+            runner: The runner of the model.
+            model: The language model.
+            max_texts: Most texts that run at once.
+            limits: What is captured, and how much time and memory that may take.
+            recorder: Captures the steps.
+            drafters: Drafters by name. Steps for drafters with ranked heads are captured once more,
+                with the heads. If a drafter draws, steps are captured once more, verified by
+                rejection.
+        """
+        super().__init__(recorder, limits, STEP_RESULTS)
+        self.runner, self.model, self.capacity = runner, model, limits.capacity
+        size, drafters = runner.pool.page_size, drafters or {}
+        largest = max(shape.nodes for shape in limits.shapes)
+        pages = -(-(model.config.decoder.max_positions + largest) // size)
+        states = model.tokens.weight[:0]
+        vocabulary = model.config.vocab_size
+        self.rows = TextRows(runner.pool, max_texts + 1, pages * size, vocabulary, states)
+        self.latest: Callable[[], StepOutputs] | None = None
+        found = {name: drafter.ranked_heads for name, drafter in drafters.items()}
+        self._heads = {name: heads for name, heads in found.items() if heads is not None}
+        self._names = {id(drafters[name]): name for name in self._heads}
+        self._parameter_check: tuple[SamplingTable | None, bool | None] = (None, None)
+        self._readers = tuple(d for d in drafters.values() if d.reads_states)
+        self._masks = masks_of(drafters.values())
+        self._draws = any(drafter.draws for drafter in drafters.values())
+        self._most_drafted = max(shape.drafted for shape in limits.shapes)
+        self._draft_values: Tensor | None = None
+        buckets = self._buckets(limits.shapes)
+        made = self.capture(buckets, self._built, lambda bucket: bucket.bytes(vocabulary)) or []
+        made.sort(key=lambda graph: (graph.shape.nodes, graph.shape.sequences))
+        self._by_kind: dict[StepKind, list[TextStepGraph]] = {b.kind: [] for b in buckets}
+        for graph in made:
+            self._by_kind[graph.bucket.kind].append(graph)
+        self.use([graph for graphs in self._by_kind.values() for graph in graphs], buckets)
+
+    def _buckets(self, shapes: Seq[StepShape]) -> list[StepBucket]:
+        """Returns all buckets in the order of capture.
+
+        Texts without a draft need no heads. Drawn drafts are mostly chains, so graphs for them only
+        hold as many nodes as chains have.
+        """
+        sampled = [
+            StepBucket(shape, StepKind(everything, drafter))
+            for drafter in (None, *self._heads)
+            for everything in (False, True)
+            for shape in shapes
+            if drafter is None or shape.depth
+        ]
+        rejected = [
+            StepBucket(shape, StepKind(everything, rule=REJECTION))
+            for everything in (False, True)
+            for shape in shapes
+            if self._draws and shape.for_chains
+        ]
+        own = StepKind(True, rule=MIXED)
+        return sampled + rejected + [StepBucket(shape, own) for shape in shapes if shape.depth]
+
+    def _built(self, bucket: StepBucket) -> TextStepGraph:
+        """Builds the step of a bucket."""
+        kind = bucket.kind
+        drawn = self._draws and kind.rule != SAMPLE
+        return TextStepGraph(
+            self.runner,
+            self.model,
+            self.rows,
+            bucket,
+            capacity=self.capacity if kind.everything else None,
+            heads=None if kind.drafter is None else self._heads[kind.drafter],
+            draft_values=self._place_for_probs(bucket.shape) if drawn else None,
+            readers=self._readers,
+            masks=self._masks if bucket.shape.depth else None,
+        )
+
+    def _place_for_probs(self, shape: StepShape) -> Tensor:
+        """Returns [shape.drafted, V] float32 of a buffer that all steps share, since one runs at
+        a time.
+        """
+        if self._draft_values is None:
+            size = self._most_drafted, self.rows.seen.shape[1]
+            self._draft_values = torch.empty(size, device=self.rows.seen.device)
+        return self._draft_values[: shape.drafted]
+
+    def step(
+        self, groups: Seq[TextGroup], with_prompts: bool
+    ) -> tuple[StepOutputs, list[Tensor]] | None:
+        """Replays the step of a group, in the smallest bucket that holds it.
+
+        Args:
+            groups: One group, as TextGroups forms them for graphs, and one for each rule of a
+                plug-in. Empty if there are only prompts.
+            with_prompts: Whether the forward pass also computes prompt tokens.
+
+        Returns:
+            The results, and the [E] state of each text at its last accepted node. The next replay
+            overwrites both. None if no graph can run the step.
+        """
+        found: TextStepGraph | StepResult = "prompt"
+        if not with_prompts:
+            own = any(group.rule != MIXED and group.rule not in MIXABLE for group in groups)
+            found = "rule" if own else self._fitting(*groups)
+        if isinstance(found, TextStepGraph):
+            rows = found.load(groups[0])
+            if rows is not None:
+                self.latest = found.replay
+                outputs = found.replay()
+                self.counts["replayed"] += 1
+                return outputs, [row.last_hidden for row in rows]
+            found = "rows"
+        self.counts[found] += 1
+        return None
+
+    def _fitting(self, group: TextGroup) -> TextStepGraph | StepResult:
+        """Returns the smallest graph that holds a group, of the first kind that has one, or the
+        reason why there is none.
+        """
+        drawn = group.rule != SAMPLE and any(draft.probs is not None for draft in group.drafts)
+        if drawn and self._draft_values is None:
+            return "drawn"
+        everything = self._needs_everything(group)
+        if everything is None:
+            return "parameters"
+        texts, depth = len(group.sizes), group.depth
+        nodes = texts + sum(group.sizes)
+        for kind in self._kinds(group, everything):
+            for graph in self._by_kind.get(kind, ()):
+                if graph.shape.holds(texts, nodes, depth):
+                    return graph
+        return "size"
+
+    def _needs_everything(self, group: TextGroup) -> bool | None:
+        """Returns whether texts have parameters besides the temperature, or None if over
+        capacity.
+
+        The result is computed once for as long as the same texts step.
+        """
+        table, needs = self._parameter_check
+        if table is not group.table:
+            needs = not group.table.plain or group.table.truncates
+            if needs and not self.capacity.holds([context.params for context in group.contexts]):
+                needs = None
+            self._parameter_check = group.table, needs
+        return needs
+
+    def _kinds(self, group: TextGroup, everything: bool) -> list[StepKind]:
+        """Returns the kinds that can run a group, from the least additional work to the most.
+
+        Kinds with heads are included if the heads belong to all texts with drafts.
+        """
+        if group.rule != SAMPLE:
+            mixed = [StepKind(True, rule=MIXED)]
+            if group.rule not in GREEDY_COMPATIBLE:
+                return mixed
+            return [StepKind(everything, rule=REJECTION), *mixed]
+        kinds = [StepKind(everything)]
+        if self._names and group.depth:
+            drafted = zip(group.sequences, group.sizes, strict=True)
+            drafters = {id(text.drafter) for text, size in drafted if size}
+            name = self._names.get(drafters.pop()) if len(drafters) == 1 else None
+            if name is not None:
+                kinds.insert(0, StepKind(everything, name))
+        return kinds
+
+    def forget(self, text: TextSequence) -> None:
+        """Frees the device row of a text that has ended or was preempted."""
+        self.rows.forget(text)
+
+
+def cuda_steps(
+    runner: Runner,
+    model: LanguageModel,
+    max_texts: int,
+    wanted: bool | None,
+    limits: GraphLimits,
+    drafters: Mapping[str, Drafter],
+) -> TextStepGraphs | None:
+    """Captures the steps of a model on a CUDA device.
+
+    Args:
+        runner: The runner of the model.
+        model: The language model.
+        max_texts: Most texts that run at once.
+        wanted: False disables graphs. None enables them on a CUDA device.
+        limits: What is captured.
+        drafters: Drafters by name.
+
+    Returns:
+        None if graphs are disabled or the device is not CUDA.
+
+    Raises:
+        ValueError: If `wanted` is True and the model is not on a CUDA device.
+    """
+    device = runner.pool.keys.device
+    if is_cuda(device) and wanted is not False:
+        return TextStepGraphs(runner, model, max_texts, limits, CudaRecorder(), drafters)
+    if wanted:
+        raise ValueError(f"graphs is true, which needs a CUDA device; the model is on {device}")
+    return None
