@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
+from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import (
     MAKERS,
     assert_forgotten,
@@ -118,13 +120,10 @@ def test_prompt_tokens_go_to_the_text_that_is_served_first(model):
     assert steps_until(engine, later.done) == 1
 
 
-@pytest.mark.parametrize(
-    "name,parameters", covering(("none", *MAKERS), ("warm", "everything", "frequency"))
-)
-def test_texts_that_give_way_stay_the_same(name, parameters, model):
-    """Texts of a body give way in their prompts and between tokens, again and again."""
-    drafters = {} if name == "none" else {name: MAKERS[name](model)}
-    engine = engine_for(model, drafters=drafters, max_running=2)
+def disturb(engine: Engine, name: str, parameters: str) -> None:
+    """Runs a body of eight texts, with few places, beside other texts. Checks that texts of
+    the body give way, and that each of them is the plain text.
+    """
     gone, speculation = watch(engine), Speculation(name, num_tokens=2)
     wanted = [plain_texts()[parameters, number] for number in range(8)]
     futures = [
@@ -142,8 +141,27 @@ def test_texts_that_give_way_stay_the_same(name, parameters, model):
     assert all(len(f.result(0).tokens) == 1 for f in others)
     assert len(gone) > 2 and any(s.context.num_output for s in gone)
     assert_no_leak(engine)
+
+
+@pytest.mark.parametrize(
+    "name,parameters", covering(("none", *MAKERS), ("warm", "everything", "frequency"))
+)
+def test_texts_that_give_way_stay_the_same(name, parameters, model):
+    """Texts of a body give way in their prompts and between tokens, again and again."""
+    drafters = {} if name == "none" else {name: MAKERS[name](model)}
+    disturb(engine_for(model, drafters=drafters, max_running=2), name, parameters)
     for drafter in drafters.values():
         assert_forgotten(drafter)
+
+
+@pytest.mark.parametrize("parameters", ["warm", "everything"])
+def test_texts_that_give_way_stay_the_same_in_captured_steps(parameters, model):
+    """They lose their row on the device, and get their token counts back."""
+    counted = Counted()
+    engine = with_graphs(model, counted)
+    engine.config = replace(engine.config, max_running=2)
+    disturb(engine, "none", parameters)
+    assert counted.replays > 8
 
 
 def test_a_body_alone_has_the_same_steps(model):
