@@ -44,7 +44,7 @@ from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import pack_weights
-from recserve.speculation.completion import TextQuery
+from recserve.speculation.completion import GROUP_COST, OUTPUT_COST, TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 
 MOST_ITEMS = 4096  # candidates and documents that a body may have
@@ -77,10 +77,13 @@ class Requests:
         (root,) = drawn_roots(self.recommender, 50, 1, 99)
         self.slate = SlateQuery(root, self.trie, 10, 10)
 
-    def text(self, prompt: int, tokens: int) -> TextQuery:
-        """Returns a completion of a random prompt."""
+    def text(self, prompt: int, tokens: int, before: int = 0) -> TextQuery:
+        """Returns a completion of a random prompt, with so many equal ones before it in its
+        body.
+        """
         params = SamplingParams(temperature=0, max_tokens=tokens)
-        return TextQuery(self.rng.integers(0, VOCABULARY, prompt), params)
+        group = before * (prompt + OUTPUT_COST * tokens) // GROUP_COST
+        return TextQuery(self.rng.integers(0, VOCABULARY, prompt), params, group=group)
 
     def large(self, kind: str, seed: int) -> list[Any]:
         """Returns the requests of one body of the largest size, for a user who is not cached."""
@@ -108,7 +111,7 @@ class Requests:
                 texts = self.rng.integers(0, VOCABULARY, (256, 500))
                 return [PromptQuery(empty, text, mean=True) for text in texts]
             case _:
-                return [self.text(500, 64) for _ in range(128)]
+                return [self.text(500, 64, number) for number in range(128)]
 
 
 KINDS = (

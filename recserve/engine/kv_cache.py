@@ -31,7 +31,7 @@ pages, because each has a partly filled page of its own or ends with a full page
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
@@ -100,6 +100,10 @@ class PageAllocator:
     def references(self, page: int) -> int:
         """Returns the number of users and entries of a page."""
         return self._users[page] + self._entries[page]
+
+    def num_released(self, pages: Seq[int]) -> int:
+        """Returns how many pages would have no user after `release(pages)`."""
+        return sum(self._users[page] == times for page, times in Counter(pages).items())
 
     def allocate(self, count: int) -> list[int]:
         """Returns `count` pages with one user each.
@@ -341,6 +345,11 @@ class KVCache:
         slots = torch.arange(pool.num_pages * pool.page_size, device=pool.keys.device)
         self.page_slots = slots.view(pool.num_pages, pool.page_size)
 
+    @property
+    def num_available(self) -> int:
+        """Number of pages that `allocate` can return: those that no request holds."""
+        return self.allocator.num_free + self.allocator.num_idle
+
     def pages_of(self, tokens: int) -> int:
         """Returns the number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)
@@ -376,12 +385,18 @@ class KVCache:
         found, length, whole = self.prefixes.match(prefix)
         rows, full = prefix.keys.shape[0], length // self.page_size
         cached = found if separate and length == rows else found[:full]
-        num_prefix = self.pages_of(rows if separate else rows + num_after)
-        num_own = num_prefix - len(cached) + (self.pages_of(num_after) if separate else 0)
-        own = self.allocate(num_own)
+        num_pages = self.pages_of(rows if separate else rows + num_after)
+        num_pages += self.pages_of(num_after) if separate else 0
+        own = self.allocate(num_pages - len(cached))
         if own is None:
             self.allocator.release(found)
-            return None
+            if self.num_available < self.allocator.num_pages:
+                return None
+            # No request holds a page, so waiting frees none. The page to copy is in the way.
+            found, cached, length, whole = [], [], 0, None
+            own = self.allocate(num_pages)
+            if own is None:
+                return None
         pages, partial = cached + own, found[len(cached) :]
         try:
             if partial:

@@ -14,6 +14,11 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 
 FinishReason = Literal["stop", "length"]
 
+# A body of many texts is served in groups of this cost, in prompt tokens. A group must take less
+# than `TURN_S` of the engine. Otherwise texts of other bodies wait for several groups.
+GROUP_COST = 1024
+OUTPUT_COST = 4  # of a token of output: on a CPU, it takes as long as four tokens of a prompt
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -61,6 +66,8 @@ class TextQuery:
         on_commit: Called on the engine's thread after every step. If it returns True, the text ends
             there, for example because a stop string was found.
         salt: As in `Prefix`.
+        group: Number of times GROUP_COST that the same body costs before this text. Later groups
+            give way to the requests of other bodies.
     """
 
     prompt: np.ndarray
@@ -70,6 +77,7 @@ class TextQuery:
     deadline_s: float | None = None
     on_commit: Callable[[TextCommit], bool] | None = None
     salt: bytes = field(default_factory=current_salt)
+    group: int = 0
 
 
 @dataclass

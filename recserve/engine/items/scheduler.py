@@ -77,10 +77,8 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
 
     def check(self, sequence: SearchSequence) -> None:
         """Raises RequestTooLarge if the request needs more pages than the pool has."""
-        kv, request = self.kv, sequence.request
-        rows = len(request.root.inputs)
-        pages = kv.pages_of(rows) + kv.pages_of(sequence.strategy.tree_capacity(request))
-        self._check_pages(pages, f"a history of {rows} rows and its trees")
+        rows = len(sequence.request.root.inputs)
+        self._check_pages(self._num_pages(sequence), f"a history of {rows} rows and its trees")
 
     def admit(self, sequence: SearchSequence) -> bool:
         """Takes a request in and reserves all pages that it will need. Returns False if too few
@@ -104,6 +102,17 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         self._admitted[sequence] = None
         (self.warm if sequence.computed else self.cold).append(sequence)
         return True
+
+    def pages_to_admit(self, sequence: SearchSequence) -> int:
+        """Returns how many free pages the request needs if nothing is cached. 0 if the admitted
+        requests suffice for the next steps.
+        """
+        pages = self._num_pages(sequence) + 1  # for a page to copy, as for texts
+        if self.admitted_tokens is not None and self.num_admitted:
+            tokens = self._num_open_tokens() + pages * self.kv.page_size
+            if tokens > self.admitted_tokens:
+                return 0
+        return pages
 
     def settle(self) -> None:
         """Starts the requests with computed roots, and ends those that are finished or late."""
@@ -215,6 +224,12 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
                 left -= stop - sequence.num_computed
             chunks.append(Chunk(sequence, stop - sequence.num_computed))
         return chunks, left
+
+    def _num_pages(self, sequence: SearchSequence) -> int:
+        """Returns the number of pages of a request's root and trees."""
+        request = sequence.request
+        capacity = sequence.strategy.tree_capacity(request)
+        return self.kv.pages_of(len(request.root.inputs)) + self.kv.pages_of(capacity)
 
     def _num_open_tokens(self) -> int:
         """Returns how many tokens of the admitted requests are not computed, in whole pages."""

@@ -19,12 +19,11 @@ from recserve.core.request import (
     TextScoreQuery,
 )
 from recserve.core.sequence import Sequence
-from recserve.engine.runtime.scheduler import Scheduler, expired
+from recserve.engine.runtime.scheduler import TURN_S, Scheduler, expired, turn
 from recserve.speculation.completion import TextQuery
 
 ResultT = TypeVar("ResultT")
 MAX_RETRY_AFTER_S = 60.0
-TURN_S = 0.5  # each further group of texts of one body counts as if it came so much later
 
 
 class RequestQueue:
@@ -81,22 +80,23 @@ class RequestQueue:
         """Moves requests to their schedulers, by priority and then by age.
 
         A request that finds no capacity blocks the later requests of the same scheduler. Small
-        requests therefore cannot starve a large one.
+        requests therefore cannot starve a large one. A running text that is served later gives its
+        place to a waiting text, at most one to each, and waits here again. Running texts that are
+        served later give their pages, as many as a waiting request needs.
 
         Args:
             max_running: Most requests that a scheduler runs at once.
         """
         full: set[str] = set()
         left: list[Sequence] = []
+        displaced: list[Sequence] = []
         sequences = [self.waiting.popleft() for _ in range(len(self.waiting))]
-        for sequence in sorted(sequences, key=_turn):
+        for sequence in sorted(sequences, key=turn):
             if self._left(sequence):
                 continue
-            scheduler = self.schedulers[sequence.model]
-            free = scheduler.num_running < max_running and not scheduler.isolating
-            if free and sequence.model not in full:
+            if sequence.model not in full:
                 try:
-                    admitted = scheduler.admit(sequence)
+                    admitted = self._admit(sequence, max_running, displaced)
                 except Exception as error:
                     self._fail(sequence, error)
                     continue
@@ -105,7 +105,27 @@ class RequestQueue:
             full.add(sequence.model)
             left.append(sequence)
         self._departures.add(len(sequences) - len(left), time.monotonic())
-        self.waiting.extendleft(reversed(left))
+        self.waiting.extendleft(reversed(left + displaced))
+
+    def _admit(self, sequence: Sequence, max_running: int, displaced: list[Sequence]) -> bool:
+        """Moves a request to its scheduler. Returns False if that has no capacity.
+
+        A request that loses its place for it is added to `displaced`.
+        """
+        scheduler = self.schedulers[sequence.model]
+        if scheduler.isolating:
+            return False
+        if scheduler.num_running >= max_running:
+            last = scheduler.give_way(sequence)
+            if last is None:
+                return False
+            displaced.append(last)
+        if scheduler.admit(sequence):
+            return True
+        count = scheduler.pages_to_admit(sequence)
+        sharers = [one for one in self.schedulers.values() if one.kv is scheduler.kv]
+        freed = any([one.free_pages(count, sequence) for one in sharers])
+        return freed and scheduler.admit(sequence)
 
     def admit_background(self) -> None:
         """Moves the oldest background request to its scheduler, if its pages are free."""
@@ -194,16 +214,6 @@ class Cancellations:
         # Reset before the caller looks at the futures: a later cancellation sets it again.
         self._pending = False
         return True
-
-
-def _turn(sequence: Sequence) -> tuple[int, float]:
-    """Returns the priority and the age; a large body's later groups give way to other bodies."""
-    request, submitted_s = sequence.request, sequence.submitted_s
-    if isinstance(request, TextQuery):
-        return request.priority, submitted_s
-    if isinstance(request, TextScoreQuery | PromptQuery):
-        return 0, submitted_s + request.group * TURN_S
-    return 0, submitted_s
 
 
 def model_and_method(request: Request | TextQuery) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
-from recserve.core.request import Request
+from recserve.core.request import PromptQuery, Request, TextScoreQuery
 from recserve.core.sequence import Sequence
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import BatchSlice, DeviceLost, Runner
@@ -40,6 +40,8 @@ class Trees(Protocol):
 
 
 TreesT = TypeVar("TreesT", bound=Trees)
+
+TURN_S = 0.5  # each further group of one body counts as if it came so much later
 
 # Errors that say nothing about the device.
 HARMLESS = (DeadlineExceeded, EngineStopped, NotFinite)
@@ -171,6 +173,28 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
     @abstractmethod
     def _remove(self, sequences: Seq[SequenceT]) -> None:
         """Removes admitted requests and releases what they hold."""
+
+    def give_way(self, other: Sequence) -> SequenceT | None:
+        """Removes and returns the request that is served last, if `other` is served before it.
+
+        The returned request continues after another `admit` from what it has computed. None by
+        default: requests that end within a few steps keep their place.
+        """
+        return None
+
+    @abstractmethod
+    def pages_to_admit(self, sequence: SequenceT) -> int:
+        """Returns how many free pages let `admit` take a request. 0 if it waits for others to end,
+        whatever pages are free.
+        """
+
+    def free_pages(self, count: int, other: Sequence) -> bool:
+        """Takes pages from requests that are served after `other`, until `count` pages are free.
+
+        Returns False, and takes none, if these requests have too few pages, or if `count` pages are
+        free already. By default a request keeps its pages until it ends.
+        """
+        return False
 
     def pause(self) -> Seq[SequenceT]:
         """Removes and returns requests that can continue later from what they have computed.
@@ -347,6 +371,19 @@ class StepLock:
 
     def __exit__(self, *raised: object) -> None:
         self._held.release()
+
+
+def turn(sequence: Sequence) -> tuple[int, float]:
+    """Returns the order in which requests are served: by priority, then by age.
+
+    The later groups of a large body give way to the requests of other bodies.
+    """
+    request, submitted_s = sequence.request, sequence.submitted_s
+    if isinstance(request, TextQuery):
+        return request.priority, submitted_s + request.group * TURN_S
+    if isinstance(request, TextScoreQuery | PromptQuery):
+        return 0, submitted_s + request.group * TURN_S
+    return 0, submitted_s
 
 
 def expired(request: Request | TextQuery) -> bool:

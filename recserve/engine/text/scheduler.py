@@ -4,6 +4,7 @@ A text steps many times. Keys and values exist for all its committed tokens exce
 is node 0 of the step's tree. Accepted nodes move to the slots right after it. Pages are allocated
 as a text grows. When none is left, the text that would be served last is preempted: its computed
 tokens go to the prefix cache. It resumes from there and computes only what was evicted meanwhile.
+When all places are taken, it gives its place to a request that is served earlier, in the same way.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch import Tensor
 from recserve.core.draft_policy import DraftHealth, DraftPolicy
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
+from recserve.core.sequence import Sequence
 from recserve.engine.runtime.runner import BatchSlice, Runner
-from recserve.engine.runtime.scheduler import Chunk, Scheduler
+from recserve.engine.runtime.scheduler import Chunk, Scheduler, turn
 from recserve.engine.text.draft_proposer import DraftProposer
 from recserve.engine.text.groups import TextGroup, TextGroups
 from recserve.engine.text.limits import TextLimits, check_query
@@ -110,23 +112,24 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         """Takes a request if its pages are free or another text computes its beginning.
 
         Returns:
-            False if the pages are not free or another text waits for pages.
+            False if the pages are not free or an earlier text waits for pages.
         """
-        if any(not s.waits for s in self.preempted):
+        if any(not s.waits and turn(s) <= turn(sequence) for s in self.preempted):
             return False
         request = sequence.request
         if request.params.counts_tokens and sequence.token_counts is None:
             tokens, device = sequence.context.tokens, self.runner.pool.keys.device
             sequence.token_counts = TokenCounts(tokens, self.model.config.vocab_size, device)
         if self._place(sequence):
-            insort(self.running, sequence, key=_turn)
+            insort(self.running, sequence, key=turn)
         elif sequence.waits:
-            insort(self.preempted, sequence, key=_turn)
+            insort(self.preempted, sequence, key=turn)
         else:
             return False
         if request.deadline_s is not None:
             self._earliest_s = min(self._earliest_s, request.deadline_s)
-        sequence.timing.queue_ms = (time.monotonic() - sequence.submitted_s) * 1e3
+        if not sequence.timing.queue_ms:
+            sequence.timing.queue_ms = (time.monotonic() - sequence.submitted_s) * 1e3
         return True
 
     def settle(self) -> None:
@@ -217,6 +220,41 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._remove(dropped)
         return dropped
 
+    def give_way(self, other: Sequence) -> TextSequence | None:
+        """Removes and returns the text that is served last, if `other` is served before it.
+
+        Its computed tokens stay in the prefix cache.
+        """
+        last = max([*self.running[-1:], *self.preempted[-1:]], key=turn, default=None)
+        if last is None or turn(last) <= turn(other):
+            return None
+        if last.pages:
+            self._preempt(last)
+        self.preempted.remove(last)
+        return last
+
+    def pages_to_admit(self, sequence: TextSequence) -> int:
+        """Returns how many free pages the text needs if nothing is cached."""
+        # A partly filled page of the cache is copied. The copy and the page are in use together.
+        return self.kv.pages_of(sequence.length) + 1
+
+    def free_pages(self, count: int, other: Sequence) -> bool:
+        """Preempts texts that are served after `other`, last first, until `count` pages are free.
+
+        Returns False, and preempts none, if these texts have too few pages, or if `count` pages are
+        free already.
+        """
+        kv = self.kv
+        if self.isolating or kv.num_available >= count:
+            return False
+        later = [s for s in self.running if turn(s) > turn(other)]
+        held = [page for sequence in later for page in sequence.pages]
+        if kv.num_available + kv.allocator.num_released(held) < count:
+            return False
+        while kv.num_available < count:
+            self._preempt(later.pop())
+        return True
+
     def pause(self) -> list[TextSequence]:
         """Removes and returns all texts; their computed tokens stay in the prefix cache."""
         for sequence in self.running:
@@ -230,7 +268,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     def readmit(self, sequence: TextSequence) -> bool:
         """Continues a dropped text after the tokens that it has committed."""
         sequence.restart()
-        insort(self.preempted, sequence, key=_turn)
+        insort(self.preempted, sequence, key=turn)
         return True
 
     def _groups(self, parts: Seq[Chunk[TextSequence]]) -> list[TextGroup]:
@@ -317,13 +355,13 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         for sequence in list(self.preempted):
             if all(s.waits for s in left) and self._place(sequence):
                 self.preempted.remove(sequence)
-                insort(self.running, sequence, key=_turn)
+                insort(self.running, sequence, key=turn)
             else:
                 left.append(sequence)
 
     def _place(self, sequence: TextSequence) -> bool:
         """Gives a text its pages, unless none is free or another text computes its beginning."""
-        before = self.running[: bisect_right(self.running, _turn(sequence), key=_turn)]
+        before = self.running[: bisect_right(self.running, turn(sequence), key=turn)]
         sequence.waits = computed_by_another(sequence, before, self.kv.page_size)
         if sequence.waits:
             return False
@@ -359,7 +397,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._cache_prefix(sequence)
         self._remove([sequence])
         sequence.num_computed = 0
-        insort(self.preempted, sequence, key=_turn)
+        insort(self.preempted, sequence, key=turn)
 
     def _cache_prefix(self, sequence: TextSequence) -> None:
         """Stores a text's computed tokens, with the drafter's entries of all of them."""
@@ -391,7 +429,3 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         gone = set(sequences)
         self.running = [s for s in self.running if s not in gone]
         self.preempted = [s for s in self.preempted if s not in gone]
-
-
-def _turn(sequence: TextSequence) -> tuple[int, float]:
-    return sequence.request.priority, sequence.submitted_s

@@ -36,7 +36,7 @@ from recserve.service.text.prompts import (
 )
 from recserve.service.text.stream import Listener, TextReceiver, TextStream
 from recserve.service.text.text_scores import TextScores
-from recserve.speculation.completion import Completion, TextQuery
+from recserve.speculation.completion import GROUP_COST, OUTPUT_COST, Completion, TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.verifiers.registry import verifiers
 
@@ -137,7 +137,7 @@ class Texts:
         echo = isinstance(body, CompletionRequest) and bool(body.echo)
         requests: list[TextQuery] = []
         streams: list[TextStream] = []
-        copies = body.n or 1
+        copies, cost = body.n or 1, 0
         for prompt in prompts:
             first = params(prompt)
             tokens = np.array(prompt.tokens, np.int64)
@@ -151,6 +151,8 @@ class Texts:
                     prompt.text if echo else "",
                 )
                 own = replace(first, seed=derived_seed(first.seed, copy))
+                group = cost // GROUP_COST
+                cost += OUTPUT_COST * own.max_tokens + (len(tokens) if copy == 0 else 0)
                 requests.append(
                     TextQuery(
                         prompt=tokens,
@@ -159,6 +161,7 @@ class Texts:
                         priority=body.priority,
                         deadline_s=call.deadline_s,
                         on_commit=stream.on_commit,
+                        group=group,
                     )
                 )
                 streams.append(stream)

@@ -258,6 +258,19 @@ def test_preemption_loses_nothing(model):
     assert_no_leak(engine)
 
 
+def test_a_text_of_all_pages_runs_though_its_beginning_is_cached(model):
+    """The partly filled page of the beginning is needed too, so it cannot be copied."""
+    engine = engine_for(model, pages=8)
+    prompt = np.arange(30)
+    engine.run(TextQuery(prompt[:2], SamplingParams(max_tokens=1)))
+    params = SamplingParams(temperature=0, max_tokens=2)
+    future = engine.submit(TextQuery(prompt, params))
+    for _ in range(4):
+        engine.step()
+    assert future.result(0).tokens.tolist() == plain(model, prompt.tolist(), params)[0]
+    assert_no_leak(engine)
+
+
 def test_priority_is_served_first(model):
     engine = engine_for(model, max_running=1)
     order = []

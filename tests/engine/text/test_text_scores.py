@@ -12,7 +12,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items import scheduler as scheduler_module
-from recserve.engine.runtime import request_queue
+from recserve.engine.runtime import scheduler as runtime_scheduler
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
@@ -162,7 +162,7 @@ def test_others_are_served_between_two_steps_of_a_large_request(stepped):
 
 def test_later_groups_of_a_body_give_way_to_other_bodies(stepped, monkeypatch):
     engine, _ = stepped
-    monkeypatch.setattr(request_queue, "TURN_S", 60.0)
+    monkeypatch.setattr(runtime_scheduler, "TURN_S", 60.0)
     texts = [[3, 4, 5, 6]] * 32
     groups = [engine.submit(request_of([1, 2], texts, (1, 2), group)) for group in range(3)]
     engine.step()
