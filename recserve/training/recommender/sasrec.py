@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -134,22 +135,24 @@ def _seen_pairs(rows: Tensor, tree: Tensor, step: Tensor, targets: Tensor) -> Te
     return torch.stack([which, seen[which, where]], dim=1)
 
 
-def train_sasrec(
+def fit_sasrec(
     bundle: Bundle,
     options: TrainOptions,
-    recipe: SasRecRecipe = VECTORS,
+    recipe: SasRecRecipe,
+    directory: Path,
     console: Console | None = None,
-) -> TrainReport:
-    """Trains SASRec and records its best epoch in the bundle.
+) -> tuple[SasRec, TrainReport]:
+    """Trains SASRec on a bundle's events without changing the bundle.
 
     Args:
         bundle: The bundle with catalogue and events.
         options: Options of the run.
         recipe: Sizes and settings.
+        directory: Receives checkpoint and plot.
         console: Where progress is printed; None means standard error.
 
     Returns:
-        The report of the run.
+        The model of the best epoch in eval mode, and the report of the run.
 
     Raises:
         ValueError: If no event can be held out for validation, or if the checkpoint to resume
@@ -158,9 +161,20 @@ def train_sasrec(
     recipe = replace(recipe, schedule=recipe.schedule.with_options(options))
     device = options.torch_device()
     trainee = SasRecTrainee(recipe, bundle.catalog(), bundle.events(), options.seed, device)
-    directory = bundle.directory("sasrec")
     report = fit(trainee, recipe.schedule, options, directory, console)
-    save_sasrec(trainee.model, directory)
+    return trainee.model, report
+
+
+def train_sasrec(
+    bundle: Bundle,
+    options: TrainOptions,
+    recipe: SasRecRecipe = VECTORS,
+    console: Console | None = None,
+) -> TrainReport:
+    """Trains SASRec as `fit_sasrec` does, and records its best epoch in the bundle."""
+    directory = bundle.directory("sasrec")
+    model, report = fit_sasrec(bundle, options, recipe, directory, console)
+    save_sasrec(model, directory)
     bundle.commit(
         "sasrec",
         {
@@ -169,7 +183,7 @@ def train_sasrec(
             "best_epoch": report.best_epoch,
             "validation": report.metrics,
             "seconds": round(report.seconds, 1),
-            "recipe": asdict(recipe),
+            "recipe": asdict(replace(recipe, schedule=recipe.schedule.with_options(options))),
         },
     )
     return report
