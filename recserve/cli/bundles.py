@@ -52,8 +52,15 @@ def evaluate(
     ] = "test",
     strategy: Annotated[
         str,
-        typer.Option(help="A strategy, auto or all; dense_head, exhaustive, sasrec."),
+        typer.Option(help="A strategy, auto or all; dense_head, exhaustive, sasrec, popularity."),
     ] = "auto",
+    baselines: Annotated[
+        bool,
+        typer.Option(
+            "--baselines",
+            help="Show popularity and SASRec too. A SASRec that is missing is trained for it.",
+        ),
+    ] = False,
     k: Annotated[str, typer.Option("--k", "-k", help="Cut-offs, separated by commas.")] = "5,10",
     beam_width: Annotated[int, typer.Option(min=1, help="Beam width.")] = 50,
     dense_weight: Annotated[
@@ -75,9 +82,12 @@ def evaluate(
     With --strategy all, compare the strategies.
     """
     cutoffs = numbers(k, "--k")
+    if baselines and strategy == "all":
+        raise typer.BadParameter("--baselines needs one strategy; --strategy all compares several")
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
     from recserve.bundle.bundle import Bundle
+    from recserve.training.evaluation.baselines import BaselineComparison, compare_with_baselines
     from recserve.training.evaluation.evaluation import (
         Evaluation,
         EvaluationOptions,
@@ -93,7 +103,7 @@ def evaluate(
         )
         if plot is not None:
             fidelity.save_plot(plot)
-        evaluation: Evaluation | StrategyComparison = fidelity
+        evaluation: Evaluation | StrategyComparison | BaselineComparison = fidelity
     else:
         options = EvaluationOptions(
             split=split,
@@ -104,7 +114,11 @@ def evaluate(
             users=users,
             device=place,
         )
-        evaluation = evaluate_bundle(opened, options)
+        evaluation = (
+            compare_with_baselines(opened, options)
+            if baselines
+            else evaluate_bundle(opened, options)
+        )
     typer.echo(str(evaluation))
     typer.echo(f"{evaluation.seconds:.1f} s")
     if json_file is not None:

@@ -167,6 +167,9 @@ def retriever(
 @app.command()
 def sasrec(
     bundle: BundleFlag,
+    ids_only: Annotated[
+        bool, typer.Option("--ids-only", help="Train the published model, without item vectors.")
+    ] = False,
     epochs: EpochsFlag = None,
     max_minutes: MinutesFlag = None,
     seed: SeedFlag = 0,
@@ -175,10 +178,10 @@ def sasrec(
 ) -> None:
     """Train SASRec, the baseline of `recserve evaluate`."""
     from recserve.bundle.bundle import Bundle
-    from recserve.training.recommender.sasrec import train_sasrec
+    from recserve.training.recommender.sasrec import PLAIN, VECTORS, train_sasrec
 
     options = _options(epochs, max_minutes, seed, device, resume)
-    _print(train_sasrec(Bundle.open(bundle), options))
+    _print(train_sasrec(Bundle.open(bundle), options, PLAIN if ids_only else VECTORS))
 
 
 @app.command()

@@ -30,6 +30,8 @@ class SasRecConfig:
         num_items: I.
         vector_dim: F of frozen item vectors, 0 for ids alone.
         cosine: Whether logits are scaled cosines.
+        input_scale: Factor of the item embeddings in the input. An item counts for little beside
+            the layers' outputs without it; the published model uses sqrt(hidden_size).
         max_history_items: Length of the position table. Only the latest items of a longer history
             are read.
 
@@ -45,6 +47,7 @@ class SasRecConfig:
     max_history_items: int = 50
     vector_dim: int = 0
     cosine: bool = False
+    input_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -128,7 +131,8 @@ class SasRec(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Maps histories to states [B, S, E]. rows: [B, S] item rows, right-padded with any row."""
-        x = F.embedding(rows, self.items()) + self.positions.weight[: rows.shape[1]]
+        x = F.embedding(rows, self.items()) * self.config.input_scale
+        x = x + self.positions.weight[: rows.shape[1]]
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
             x = layer(x)

@@ -288,6 +288,16 @@ def test_build_train_and_evaluate(tmp_path):
     columns = json.loads(figures.read_text())["columns"]
     assert set(columns) == {"kept", "filtered"}
     assert columns["kept"]["recall@1"] <= columns["kept"]["recall@20"]
+    beside = run(
+        *("evaluate", "--bundle", out, "--strategy", "sasrec", "--split", "valid"),
+        *("--k", "1,20", "--baselines", "--json", figures),
+    )
+    assert beside.exit_code == 0, beside.output
+    assert "popularity" in beside.stdout
+    found = json.loads(figures.read_text())
+    assert found["columns"] == columns and set(found["baselines"]) == {"popularity"}
+    wrong = run("evaluate", "--bundle", out, "--strategy", "all", "--baselines")
+    assert wrong.exit_code == 2 and "--baselines needs one strategy" in wrong.stderr
 
 
 def test_doctor_examines_bundle_and_store(bundle, store):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,29 @@ def test_cosine_scores_are_bounded_by_the_scale() -> None:
     assert scores.abs().max() <= 3.0001
     item = F.normalize(model.ids.weight + model.projection(model.vectors), dim=-1)
     torch.testing.assert_close(model.keys(), item)
+
+
+def test_the_input_scale_belongs_to_the_input_alone() -> None:
+    """Twice the scale is twice the table where items are read, and nothing where they score."""
+    rows = torch.tensor([[1, 2, 3, 4]])
+    scaled, doubled = build(input_scale=2.0), build()
+    with torch.no_grad():
+        torch.testing.assert_close(scaled.keys(), doubled.keys())
+        unscaled = doubled(rows)
+        doubled.ids.weight.mul_(2)
+        torch.testing.assert_close(scaled(rows), doubled(rows))
+        assert not torch.allclose(scaled(rows), unscaled)
+
+
+def test_a_model_of_before_the_input_scale_opens(tmp_path: Path) -> None:
+    model = build()
+    save_sasrec(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["input_scale"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        torch.testing.assert_close(load_sasrec(tmp_path)(rows), model(rows))
 
 
 def test_slates_read_the_latest_items_and_filter_the_whole_history() -> None:

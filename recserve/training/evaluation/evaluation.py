@@ -18,14 +18,16 @@ from rich.console import Console
 from rich.table import Table
 
 from recserve.bundle.bundle import Bundle, BundleError
-from recserve.models.sasrec import load_sasrec
+from recserve.features.tables.events import EventLog
+from recserve.models.sasrec import SasRec, load_sasrec
 from recserve.search.strategy import strategy_classes
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
 from recserve.training.evaluation.cases import Cases, leave_one_out_cases
-from recserve.training.evaluation.slates import dense_slates, sasrec_slates
+from recserve.training.evaluation.slates import dense_slates, popularity_slates, sasrec_slates
 
 Ints = NDArray[np.int64]
+BASELINES = ("popularity", "sasrec")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-        model: `recommender` or `sasrec`.
+        model: `recommender`, `sasrec` or `popularity`.
         strategy: The strategy that made the slates.
         split: `valid` or `test`.
         users: Number of evaluated users.
@@ -114,6 +116,7 @@ class EvaluationOptions:
             - `exhaustive`: `rpg` on all items.
             - `dense_head`: the recommender's dense head alone.
             - `sasrec`: the SASRec baseline.
+            - `popularity`: the most frequent items of the training events.
         k: Cut-offs of the metrics, each between 1 and `width`.
         width: Beam width.
         dense_weight: Weight of the dense head; None takes the bundle's.
@@ -133,7 +136,7 @@ class EvaluationOptions:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        strategies = ("auto", *strategy_classes(), EXHAUSTIVE, "dense_head", "sasrec")
+        strategies = ("auto", *strategy_classes(), EXHAUSTIVE, "dense_head", *BASELINES)
         if self.strategy not in strategies:
             raise ValueError(f"strategy is {self.strategy!r}; choose one of {strategies}")
         if not self.k or min(self.k) < 1 or max(self.k) > self.width:
@@ -160,20 +163,23 @@ def evaluate_bundle(bundle: Bundle, options: EvaluationOptions | None = None) ->
     options = options or EvaluationOptions()
     k, width = options.k, options.width
     strategy = options.strategy
-    name = "sasrec" if strategy == "sasrec" else "recommender"
-    if not bundle.has(name):
+    name = strategy if strategy in BASELINES else "recommender"
+    if name != "popularity" and not bundle.has(name):
         raise BundleError(f"{bundle.root}: no {name} was trained; run `recserve train {name}`")
-    began = time.monotonic()
-    cases = leave_one_out_cases(bundle.events(), options.split)
-    if options.users is not None:
-        cases = cases.sample(options.users)
-    most, weight = max(k), 0.0
     if strategy == "sasrec":
         vectors = torch.from_numpy(bundle.catalog().vectors)
-        sasrec = load_sasrec(bundle.directory(name), vectors, options.device)
+        return evaluate_sasrec(
+            load_sasrec(bundle.directory(name), vectors, options.device), bundle.events(), options
+        )
+    began = time.monotonic()
+    events = bundle.events()
+    cases = _cases(events, options)
+    most, weight = max(k), 0.0
+    if strategy == "popularity":
+        counts = events.leave_one_out().train.popularity(len(bundle.catalog()))
 
         def slates(which: Ints, filtered: bool) -> Ints:
-            return sasrec_slates(sasrec, cases, which, most, filtered)
+            return popularity_slates(counts, cases, which, most, filtered)
     else:
         answers = BundleSlates.open(bundle, options.device)
         if strategy == "auto":
@@ -201,3 +207,35 @@ def evaluate_bundle(bundle: Bundle, options: EvaluationOptions | None = None) ->
         columns=columns,
         seconds=time.monotonic() - began,
     )
+
+
+def evaluate_sasrec(model: SasRec, events: EventLog, options: EvaluationOptions) -> Evaluation:
+    """Evaluates a SASRec, in a bundle or not, as `evaluate_bundle` does.
+
+    Args:
+        model: The model, with its item vectors bound.
+        events: The events of all users.
+        options: What is evaluated; the strategy is not read.
+    """
+    began = time.monotonic()
+    cases = _cases(events, options)
+
+    def slates(which: Ints, filtered: bool) -> Ints:
+        return sasrec_slates(model, cases, which, max(options.k), filtered)
+
+    columns = slate_columns(cases, slates, options.k, shown="sasrec")
+    return Evaluation(
+        model="sasrec",
+        strategy="sasrec",
+        split=options.split,
+        users=len(cases),
+        width=options.width,
+        dense_weight=0.0,
+        columns=columns,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _cases(events: EventLog, options: EvaluationOptions) -> Cases:
+    cases = leave_one_out_cases(events, options.split)
+    return cases if options.users is None else cases.sample(options.users)

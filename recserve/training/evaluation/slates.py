@@ -191,6 +191,29 @@ def sasrec_slates(model: SasRec, cases: Cases, which: Ints, k: int, filtered: bo
     return best_items(model.scores(hidden), seen if filtered else seen[:, :0], k)
 
 
+def popularity_slates(
+    counts: NDArray[np.float32], cases: Cases, which: Ints, k: int, filtered: bool
+) -> Ints:
+    """Returns slates of the most frequent items, the same for every user unless filtered.
+
+    Args:
+        counts: [I] training events of each item. Of equally frequent items, the first row wins.
+        cases: The cases.
+        which: Numbers of n cases.
+        k: Number of items in a slate.
+        filtered: True excludes the items of the history.
+
+    Returns:
+        [n, k] item rows, best first.
+    """
+    scores = torch.empty(len(counts))
+    scores[torch.from_numpy(np.argsort(-counts, kind="stable"))] = -torch.arange(
+        len(counts)
+    ).float()
+    seen = torch.from_numpy(cases.histories(which))
+    return best_items(scores.repeat(len(which), 1), seen if filtered else seen[:, :0], k)
+
+
 def best_items(scores: Tensor, excluded: Tensor, k: int) -> Ints:
     """Returns the rows of the best items that are not excluded.
 

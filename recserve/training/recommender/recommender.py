@@ -27,6 +27,8 @@ from recserve.training.recommender.history_trees import HistoryTrees
 from recserve.training.recommender.objectives import Objective, node_paths, tree_losses
 from recserve.training.schedule import Schedule
 
+ITEM_INPUTS = ("ids.", "vector_projection.")  # parameters of what only items add to the input
+
 
 @dataclass(frozen=True)
 class RecommenderRecipe:
@@ -55,6 +57,9 @@ class RecommenderRecipe:
         validation_width: Beam width of that validation.
         autoregressive: As in RecommenderConfig.
         level_temperature: As in RecommenderConfig.
+        input_scale: Factor of what an item adds to the input with its id embedding and its vector:
+            of their initial weights and of their learning rate. Training equals that of a model
+            which multiplies them by it, and the model needs no such product.
     """
 
     input: str = "items"
@@ -77,6 +82,14 @@ class RecommenderRecipe:
     validation_width: int = 20
     autoregressive: bool = True
     level_temperature: float = 0.0
+    input_scale: float = 1.0
+
+    def scaled(self) -> Schedule:
+        """Returns the schedule with the learning rates that `input_scale` asks for."""
+        if self.input_scale == 1.0:
+            return self.schedule
+        rates = tuple((name, self.input_scale) for name in ITEM_INPUTS)
+        return replace(self.schedule, rates=self.schedule.rates + rates)
 
     def config(self, catalog: Catalog) -> RecommenderConfig:
         """Returns the model's configuration for a catalogue."""
@@ -163,6 +176,10 @@ class RecommenderTrainee:
         self.trie = self.trie.to(device)
         self.paths = node_paths(self.trie)
         self.model = Recommender(config).to(device)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name.startswith(ITEM_INPUTS):
+                    parameter.mul_(recipe.input_scale)
         self.model.bind_items(codes, torch.from_numpy(catalog.vectors))
         self.cases = leave_one_out_cases(events, "valid").sample(recipe.validation_users)
         self.column = "filtered" if recipe.objective.mask_seen else "kept"
@@ -225,7 +242,7 @@ def train_recommender(
     events = bundle.events()
     trainee = RecommenderTrainee(recipe, bundle.catalog(), events, options.seed, device)
     directory = bundle.directory("recommender")
-    report = fit(trainee, recipe.schedule, options, directory, console)
+    report = fit(trainee, recipe.scaled(), options, directory, console)
     save_recommender(trainee.model, directory)
     save_graph(trainee.model, trainee.codes, directory)
     bundle.commit("recommender", section(recipe, options, report))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
@@ -22,6 +24,7 @@ from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.full_softmax import full_softmax_loss
 from recserve.training.recommender.history_trees import bucketed, windows
+from recserve.training.recommender.objectives import MASKED, hits
 from recserve.training.schedule import Schedule
 
 Ints = NDArray[np.int64]
@@ -39,6 +42,9 @@ class SasRecRecipe:
         item_vectors: True gives the model the catalogue's item vectors.
         cosine: As in SasRecConfig.
         mask_seen: True leaves items of the history out of the negatives.
+        input_scale: As in SasRecConfig.
+        negatives: Items that each batch draws for its softmax; 0, or a catalogue with fewer, takes
+            all items.
         max_history_items: Maximum number of items in a history.
         max_nodes: Maximum number of padded positions in a batch.
         schedule: Learning rate, averaging and stopping.
@@ -52,13 +58,26 @@ class SasRecRecipe:
     item_vectors: bool = True
     cosine: bool = True
     mask_seen: bool = True
+    input_scale: float = 1.0
+    negatives: int = 0
     max_history_items: int = 50
     max_nodes: int = 1536
     schedule: Schedule = Schedule(epochs=12, learning_rate=2e-3, patience=3)
     validation_users: int = 4000
 
 
-PLAIN = SasRecRecipe(hidden_size=128, item_vectors=False, cosine=False, mask_seen=False)
+PLAIN = SasRecRecipe(
+    hidden_size=128,
+    num_layers=1,
+    num_heads=1,
+    dropout=0.2,
+    item_vectors=False,
+    cosine=False,
+    mask_seen=False,
+    input_scale=128**0.5,
+    negatives=1024,
+    schedule=Schedule(epochs=20, learning_rate=1e-3, weight_decay=0.0, patience=3),
+)
 VECTORS = SasRecRecipe()
 
 
@@ -86,6 +105,7 @@ class SasRecTrainee:
             max_history_items=recipe.max_history_items,
             vector_dim=catalog.vectors.shape[1] if recipe.item_vectors else 0,
             cosine=recipe.cosine,
+            input_scale=recipe.input_scale,
         )
         self.model = SasRec(config).to(device)
         self.model.bind_vectors(torch.from_numpy(catalog.vectors))
@@ -112,17 +132,49 @@ class SasRecTrainee:
         none = torch.zeros(0, 2, dtype=torch.int64, device=self.device)
         seen = _seen_pairs(rows, tree, step, targets) if self.recipe.mask_seen else none
         query, keys = self.model.queries(hidden[tree, step]), self.model.keys()
-        loss = full_softmax_loss(query, keys, targets, seen) / len(targets)
+        if 0 < self.recipe.negatives < len(keys):
+            loss = shared_negatives_loss(query, keys, targets, seen, self.recipe.negatives)
+        else:
+            loss = full_softmax_loss(query, keys, targets, seen)
+        loss = loss / len(targets)
         return StepLoss(loss, {"items": loss.detach()}, len(targets))
 
     def validate(self) -> dict[str, float]:
-        """Returns NDCG and recall at 10 over all items."""
-        column = "filtered" if self.recipe.mask_seen else "kept"
+        """Returns NDCG and recall at 10 over all items that are not in the history."""
 
         def slates(which: Ints, filtered: bool) -> Ints:
             return sasrec_slates(self.model, self.cases, which, 10, filtered)
 
-        return slate_columns(self.cases, slates, (10,), columns=(column,))[column]
+        return slate_columns(self.cases, slates, (10,), columns=("filtered",))["filtered"]
+
+
+def shared_negatives_loss(
+    query: Tensor, items: Tensor, targets: Tensor, hidden: Tensor, drawn: int
+) -> Tensor:
+    """Returns the summed cross-entropy of each target among the same drawn items.
+
+    Unlike `sampled_softmax_loss`, it does not estimate the softmax over all items: a drawn item
+    stands for itself, so that a target which beats them all soon has no loss left.
+
+    Args:
+        query: [q, E] query vectors.
+        items: [I, E] item vectors.
+        targets: [q] item rows.
+        hidden: [x, 2] pairs (row of `query`, item row) that must not be negatives.
+        drawn: Number of items that are drawn uniformly, with replacement.
+    """
+    sample = torch.randint(len(items), (drawn,), device=query.device).sort().values
+    own = torch.arange(len(targets), device=query.device)
+    masked = hits(
+        sample,
+        torch.cat([own, hidden[:, 0]]),
+        torch.cat([targets, hidden[:, 1]]),
+        len(targets),
+    )
+    logits = F.linear(query, F.embedding(sample, items).to(query.dtype)).float()
+    target = (query * F.embedding(targets, items)).sum(-1, keepdim=True).float()
+    logits = torch.cat([target, logits.masked_fill(masked, MASKED)], dim=1)
+    return F.cross_entropy(logits, torch.zeros_like(targets), reduction="sum")
 
 
 def _seen_pairs(rows: Tensor, tree: Tensor, step: Tensor, targets: Tensor) -> Tensor:
@@ -134,22 +186,24 @@ def _seen_pairs(rows: Tensor, tree: Tensor, step: Tensor, targets: Tensor) -> Te
     return torch.stack([which, seen[which, where]], dim=1)
 
 
-def train_sasrec(
+def fit_sasrec(
     bundle: Bundle,
     options: TrainOptions,
-    recipe: SasRecRecipe = VECTORS,
+    recipe: SasRecRecipe,
+    directory: Path,
     console: Console | None = None,
-) -> TrainReport:
-    """Trains SASRec and records its best epoch in the bundle.
+) -> tuple[SasRec, TrainReport]:
+    """Trains SASRec on a bundle's events without changing the bundle.
 
     Args:
         bundle: The bundle with catalogue and events.
         options: Options of the run.
         recipe: Sizes and settings.
+        directory: Receives checkpoint and plot.
         console: Where progress is printed; None means standard error.
 
     Returns:
-        The report of the run.
+        The model of the best epoch in eval mode, and the report of the run.
 
     Raises:
         ValueError: If no event can be held out for validation, or if the checkpoint to resume
@@ -158,9 +212,20 @@ def train_sasrec(
     recipe = replace(recipe, schedule=recipe.schedule.with_options(options))
     device = options.torch_device()
     trainee = SasRecTrainee(recipe, bundle.catalog(), bundle.events(), options.seed, device)
-    directory = bundle.directory("sasrec")
     report = fit(trainee, recipe.schedule, options, directory, console)
-    save_sasrec(trainee.model, directory)
+    return trainee.model, report
+
+
+def train_sasrec(
+    bundle: Bundle,
+    options: TrainOptions,
+    recipe: SasRecRecipe = VECTORS,
+    console: Console | None = None,
+) -> TrainReport:
+    """Trains SASRec as `fit_sasrec` does, and records its best epoch in the bundle."""
+    directory = bundle.directory("sasrec")
+    model, report = fit_sasrec(bundle, options, recipe, directory, console)
+    save_sasrec(model, directory)
     bundle.commit(
         "sasrec",
         {
@@ -169,7 +234,7 @@ def train_sasrec(
             "best_epoch": report.best_epoch,
             "validation": report.metrics,
             "seconds": round(report.seconds, 1),
-            "recipe": asdict(recipe),
+            "recipe": asdict(replace(recipe, schedule=recipe.schedule.with_options(options))),
         },
     )
     return report

@@ -15,9 +15,15 @@ from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.attention import DenseAttention
 from recserve.models.recommender import Recommender
-from recserve.training.evaluation.cases import leave_one_out_cases
+from recserve.training.evaluation.baselines import compare_with_baselines
+from recserve.training.evaluation.cases import Cases, leave_one_out_cases
 from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
-from recserve.training.evaluation.slates import SlateOptions, Slates, dense_slates
+from recserve.training.evaluation.slates import (
+    SlateOptions,
+    Slates,
+    dense_slates,
+    popularity_slates,
+)
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.objectives import Objective
 from recserve.training.recommender.recommender import (
@@ -173,6 +179,65 @@ def test_sasrec_learns_the_ring(built: Path, copied: Callable[[Path], Path]) -> 
     evaluation = evaluate_bundle(bundle, EvaluationOptions(strategy="sasrec", k=(1, 10)))
     assert evaluation.columns["kept"]["recall@10"] > 0.8
     assert evaluation.dense_weight == 0.0
+
+
+def test_popularity_counts_training_events_only(built: Path) -> None:
+    """Compared with a count by hand, user by user."""
+    bundle = Bundle.open(built)
+    events = bundle.events()
+    cases = leave_one_out_cases(events, "test")
+    counts = np.zeros(60)
+    for case in range(len(cases)):
+        np.add.at(counts, cases.history(case)[:-1], 1)  # the last one is the validation's
+    order = np.argsort(-counts, kind="stable").tolist()
+    hits = {"kept": 0, "filtered": 0}
+    for case in range(len(cases)):
+        unseen = [row for row in order if row not in cases.history(case)]
+        hits["kept"] += int(cases.held[case]) in order[:7]
+        hits["filtered"] += int(cases.held[case]) in unseen[:7]
+    found = evaluate_bundle(bundle, EvaluationOptions(strategy="popularity", k=(7,)))
+    assert (found.model, found.users) == ("popularity", len(cases))
+    for column, number in hits.items():
+        assert found.columns[column]["recall@7"] == pytest.approx(number / len(cases))
+    assert hits["filtered"] > hits["kept"] > 0
+
+
+def test_equally_popular_items_keep_their_order() -> None:
+    counts = np.array([2, 5, 2, 0, 5, 2])
+    cases = Cases(np.array([4, 0]), np.array([0]), np.array([2]), np.array([1]), np.array([0]))
+    kept = popularity_slates(counts, cases, np.array([0, 0]), 5, False)
+    assert kept.tolist() == [[1, 4, 0, 2, 5]] * 2
+    assert popularity_slates(counts, cases, np.array([0]), 3, True).tolist() == [[1, 2, 5]]
+
+
+def test_baselines_stand_beside_the_model(built: Path, copied: Callable[[Path], Path]) -> None:
+    """A SASRec that is missing is trained elsewhere; one of the bundle is used."""
+    path = copied(built)
+    bundle = Bundle.open(path)
+    options = EvaluationOptions(strategy="beam", k=(1, 10), width=20, users=30)
+    with pytest.raises(BundleError, match="no recommender was trained"):
+        compare_with_baselines(bundle, options)
+    small = replace(ITEMS, **SMALL, schedule=Schedule(1, 1e-2), max_nodes=256)
+    train_recommender(bundle, CPU, small, Console(quiet=True))
+    before = sorted((file, file.stat().st_mtime_ns) for file in path.rglob("*"))
+    recipe = replace(PLAIN, hidden_size=16, schedule=Schedule(1, 1e-2))
+    quiet = Console(quiet=True)
+    compared = compare_with_baselines(bundle, options, recipe, quiet)
+    assert sorted((file, file.stat().st_mtime_ns) for file in path.rglob("*")) == before
+    assert compared.trained and set(compared.baselines) == {"popularity", "sasrec, ids"}
+    assert compared.model.columns == evaluate_bundle(bundle, options).columns
+    shown = str(compared)
+    assert shown.count("kept") == shown.count("filtered") == 3 and "--ids-only` keeps it" in shown
+    baselines = compared.to_dict()["baselines"]
+    assert {found["users"] for found in baselines.values()} == {30}
+
+    train_sasrec(bundle, CPU, replace(recipe, item_vectors=True), quiet)
+    compared = compare_with_baselines(bundle, options, recipe, quiet)
+    assert not compared.trained and "--ids-only" not in str(compared)
+    of_bundle = evaluate_bundle(bundle, replace(options, strategy="sasrec"))
+    assert compared.baselines["sasrec, ids and item vectors"].columns == of_bundle.columns
+    alone = compare_with_baselines(bundle, replace(options, strategy="sasrec"), recipe, quiet)
+    assert set(alone.baselines) == {"popularity"}
 
 
 def test_interrupted_training_goes_on_as_if_it_had_not_been(
