@@ -17,7 +17,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Entry:
 
 ENTRIES = {
     "sasrec": Entry(
-        "SASRec-CE, ids", "sasrec", lambda bundle, options: train_sasrec(bundle, options, PLAIN)
+        "SASRec, ids", "sasrec", lambda bundle, options: train_sasrec(bundle, options, PLAIN)
     ),
     "sasrec-vectors": Entry(
         "SASRec-CE, cosine, vectors, seen masked",
@@ -70,6 +70,12 @@ ENTRIES = {
         "recommender, `items` (default)",
         "recommender",
         lambda bundle, options: train_recommender(bundle, options, ITEMS),
+        dense=True,
+    ),
+    "items-scaled": Entry(
+        "recommender, `items`, input scale 8",
+        "recommender",
+        lambda bundle, options: train_recommender(bundle, options, replace(ITEMS, input_scale=8.0)),
         dense=True,
     ),
     "items-masked": Entry(
