@@ -60,9 +60,9 @@ def predictions(model: LanguageModel, text: torch.Tensor, dtype: torch.dtype) ->
     """Returns [n - 1, V] log-probabilities of the tokens after the first, with a cache of this
     dtype.
     """
-    trunk = DecoderAdapter(model)
+    adapter = DecoderAdapter(model)
     inputs, slots = text[:-1], torch.arange(len(text) - 1)
-    runner = Runner(trunk, KVPool(trunk.kv_shape, len(slots), 1, dtype))
+    runner = Runner(adapter, KVPool(adapter.kv_shape, len(slots), 1, dtype))
     piece = BatchSlice(chain(inputs), NodeInputs(inputs), None, slots, (slots[:0],))
     return model.logits(runner.forward([piece])[0]).float().log_softmax(-1)
 

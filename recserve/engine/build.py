@@ -97,15 +97,15 @@ def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:
     if config.kv_bytes != "auto":
         return config
     generative = [one for one in (models.recommender, models.text) if one is not None]
-    trunks: list[DecoderAdapter | RankerAdapter] = [DecoderAdapter(one) for one in generative]
+    adapters: list[DecoderAdapter | RankerAdapter] = [DecoderAdapter(one) for one in generative]
     if models.ranker is not None:
-        trunks.append(RankerAdapter(models.ranker))
+        adapters.append(RankerAdapter(models.ranker))
     graph_bytes = 0
     if config.graphs is not False:
         graph_bytes += config.search_limits.bytes * (models.recommender is not None)
         graph_bytes += config.graph_limits.bytes * (models.text is not None)
-    device = trunks[0].device if trunks else torch.device("cpu")
-    return replace(config, kv_bytes=cache_bytes(device, len(trunks), graph_bytes))
+    device = adapters[0].device if adapters else torch.device("cpu")
+    return replace(config, kv_bytes=cache_bytes(device, len(adapters), graph_bytes))
 
 
 def warn_if_slow(name: str, dtype: torch.dtype, num_slots: int, longest: int) -> None:
@@ -179,22 +179,24 @@ def _item_scheduler(runner: Runner) -> ItemScheduler:
 
 
 def _runner(
-    trunk: DecoderAdapter | RankerAdapter, config: EngineConfig, drafters: Iterable[Drafter] = ()
+    adapter: DecoderAdapter | RankerAdapter, config: EngineConfig, drafters: Iterable[Drafter] = ()
 ) -> Runner:
     """Returns a runner, and gives drafters with keys and values of their own a pool beside its."""
-    size, dtype = config.page_size, pool_dtype(config.kv_dtype, trunk.dtype)
+    size, dtype = config.page_size, pool_dtype(config.kv_dtype, adapter.dtype)
     own = [(drafter, drafter.kv_shape) for drafter in drafters]
-    slot_bytes = trunk.kv_shape.slot_bytes(dtype)
-    slot_bytes += sum(shape.slot_bytes(trunk.dtype) for _, shape in own if shape is not None)
+    slot_bytes = adapter.kv_shape.slot_bytes(dtype)
+    slot_bytes += sum(shape.slot_bytes(adapter.dtype) for _, shape in own if shape is not None)
     assert config.kv_bytes != "auto"
     num_pages = max(config.kv_bytes // (slot_bytes * size), 1)
     if config.invariant:
-        runner = invariant_runner(trunk, num_pages, size, dtype)
+        runner = invariant_runner(adapter, num_pages, size, dtype)
     else:
-        runner = Runner(trunk, KVPool(trunk.kv_shape, num_pages, size, dtype, trunk.device))
+        runner = Runner(adapter, KVPool(adapter.kv_shape, num_pages, size, dtype, adapter.device))
     for drafter, shape in own:
         if shape is not None:
-            pool = KVPool(shape, num_pages, size, trunk.dtype, trunk.device, drafter.scratch_slots)
+            pool = KVPool(
+                shape, num_pages, size, adapter.dtype, adapter.device, drafter.scratch_slots
+            )
             runner.pool.attached.append(pool)
             drafter.attach(pool)
     return runner

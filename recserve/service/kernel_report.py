@@ -56,19 +56,19 @@ def kernels_in_use(engine: Engine) -> dict[str, dict[str, str]]:
 
 
 def _kernels(runner: Runner) -> dict[str, str]:
-    trunk = runner.trunk
-    assert isinstance(trunk, DecoderAdapter | RankerAdapter)
-    if trunk.device.type != "cpu":
+    adapter = runner.adapter
+    assert isinstance(adapter, DecoderAdapter | RankerAdapter)
+    if adapter.device.type != "cpu":
         triton = backend.FORCED in ("auto", "c", "triton")
         kernel = "triton" if triton else "torch"
-        modules = trunk.model.modules()
+        modules = adapter.model.modules()
         stored = {m.stored for m in modules if isinstance(m, PackedLinear)} - {None}
         if stored:
             bits = min(FORMATS[name].bits for name in stored if name is not None)
             return {"attention": kernel, "products": f"{kernel}: weights in {bits} bits"}
         return {"attention": kernel, "products": "torch"}
     found: Counter[tuple[str, str]] = Counter()
-    for module in trunk.model.modules():
+    for module in adapter.model.modules():
         if isinstance(module, PackedLinear):
             name = products.type_name(module.dtype, module.stored)
             kernel = "C" if module.panels is not None else f"torch: {_why_torch(module)}"
@@ -77,7 +77,7 @@ def _kernels(runner: Runner) -> dict[str, str]:
             name = products.type_name(module.weight.dtype)
             found[f"{list(module.weight.shape)} {name}", "torch: not packed"] += 1
     said = {f"{count} products {work}": kernel for (work, kernel), count in found.items()}
-    return {**said, "attention": _attention(runner, trunk)}
+    return {**said, "attention": _attention(runner, adapter)}
 
 
 def _why_torch(module: PackedLinear) -> str:
@@ -89,14 +89,14 @@ def _why_torch(module: PackedLinear) -> str:
     return why or f"C has no products of {module.shape[1]} inputs"
 
 
-def _attention(runner: Runner, trunk: DecoderAdapter | RankerAdapter) -> str:
+def _attention(runner: Runner, adapter: DecoderAdapter | RankerAdapter) -> str:
     if runner.attention is not attention.tree_attention:
         return "torch: exact sums of the invariant mode"
-    if runner.pool.keys.dtype != trunk.dtype:
+    if runner.pool.keys.dtype != adapter.dtype:
         return "torch: keys and values have another type"
     shape = runner.pool.shape
-    heads = HeadLayout(shape.num_kv_heads, trunk.group, shape.head_dim, trunk.dtype)
-    why = _without_c(trunk.dtype)
+    heads = HeadLayout(shape.num_kv_heads, adapter.group, shape.head_dim, adapter.dtype)
+    why = _without_c(adapter.dtype)
     if why is None and not heads.in_c():
         why = f"C has no heads of {heads.dim}, {heads.group} for a head of keys"
     return "C" if why is None else f"torch: {why}"

@@ -24,11 +24,11 @@ BUCKETS = (PrefillBucket(6), PrefillBucket(17))
 
 def runner_of(model):
     """A runner over a pool of poison values, as pages hold that nobody has written."""
-    trunk = DecoderAdapter(model)
-    pool = KVPool(trunk.kv_shape, 12, 4, trunk.dtype, trunk.device)
+    adapter = DecoderAdapter(model)
+    pool = KVPool(adapter.kv_shape, 12, 4, adapter.dtype, adapter.device)
     pool.keys.fill_(POISON)
     pool.values.fill_(POISON)
-    return Runner(trunk, pool)
+    return Runner(adapter, pool)
 
 
 def piece_of(tokens, slots, start, states):

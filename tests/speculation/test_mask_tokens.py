@@ -208,9 +208,9 @@ def test_captured_steps_have_masks_too():
 
 def scored(model, tokens, parents, kinds, masks, root):
     """Returns the states of a tree's nodes below a root, and the keys and values in the pool."""
-    trunk = DecoderAdapter(model)
-    pool = KVPool(trunk.kv_shape, 64, 1)
-    runner, slots = Runner(trunk, pool), torch.arange(64)
+    adapter = DecoderAdapter(model)
+    pool = KVPool(adapter.kv_shape, 64, 1)
+    runner, slots = Runner(adapter, pool), torch.arange(64)
     size, count = len(root), len(tokens)
     before = BatchSlice(chain(root), NodeInputs(root), None, slots[:size], (slots[:0],))
     runner.forward([before])

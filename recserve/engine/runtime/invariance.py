@@ -34,12 +34,12 @@ class NotInvariant(ValueError):
 
 
 def invariant_runner(
-    trunk: DecoderAdapter | RankerAdapter, num_pages: int, page_size: int, kv_dtype: torch.dtype
+    adapter: DecoderAdapter | RankerAdapter, num_pages: int, page_size: int, kv_dtype: torch.dtype
 ) -> Runner:
     """Returns a runner that has passed the test.
 
     Args:
-        trunk: The model's layers.
+        adapter: The model's layers.
         num_pages: Pages of the key-value pool.
         page_size: Tokens per page.
         kv_dtype: Element type of the key-value pool.
@@ -47,11 +47,11 @@ def invariant_runner(
     Raises:
         NotInvariant: If the test fails. The message says why and what to do.
     """
-    model = trunk.model
+    model = adapter.model
     name = type(model).__name__
-    if trunk.device.type != "cpu":
+    if adapter.device.type != "cpu":
         raise NotInvariant(
-            f"invariant: the {name} is on {trunk.device}, where products depend on the number of "
+            f"invariant: the {name} is on {adapter.device}, where products depend on the number of "
             "rows; serve it with device cpu"
         )
     if isinstance(model, Recommender) and not model.config.autoregressive:
@@ -68,15 +68,15 @@ def invariant_runner(
     if isinstance(model, Recommender):
         model.one_by_one = True
     slots = 2 * (sum(CHUNKS) + NODES) + max(OTHER_ROWS)
-    scratch = ExactPool(trunk.kv_shape, slots, 1, kv_dtype, trunk.device)
+    scratch = ExactPool(adapter.kv_shape, slots, 1, kv_dtype, adapter.device)
     with torch.inference_mode():
-        if difference := _Trial(Runner(trunk, scratch, ExactTreeAttention), model).difference():
+        if difference := _Trial(Runner(adapter, scratch, ExactTreeAttention), model).difference():
             raise NotInvariant(
                 f"invariant: the {name} computes different bits {difference}, with "
-                f"{torch.get_num_threads()} threads and {trunk.dtype}; try threads 1 or float32"
+                f"{torch.get_num_threads()} threads and {adapter.dtype}; try threads 1 or float32"
             )
-    pool = ExactPool(trunk.kv_shape, num_pages, page_size, kv_dtype, trunk.device)
-    return Runner(trunk, pool, ExactTreeAttention)
+    pool = ExactPool(adapter.kv_shape, num_pages, page_size, kv_dtype, adapter.device)
+    return Runner(adapter, pool, ExactTreeAttention)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class Runner:
     """A network and its key-value pool.
 
     Attributes:
-        trunk: The network.
+        adapter: The network.
         pool: The key-value pool.
         attention: Computes the attention of a batch.
         prefills: Returns the states of a prefill from a CUDA graph, or None where none holds it.
@@ -146,11 +146,11 @@ class Runner:
 
     def __init__(
         self,
-        trunk: ModelAdapter,
+        adapter: ModelAdapter,
         pool: KVPool,
         attention: BatchAttention = tree_attention,
     ) -> None:
-        self.trunk = trunk
+        self.adapter = adapter
         self.pool = pool
         self.attention = attention
         self.prefills: Callable[[BatchSlice], Tensor | None] = lambda piece: None
@@ -197,8 +197,8 @@ class Runner:
         gate: MaskRows | None = None,
     ) -> Tensor:
         """Returns the hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
-        attend = PagedAttention(batch, self.pool, self.trunk.activation, self.attention)
-        return self.trunk.hidden(inputs, batch.positions(), attend, rows, taps, gate)
+        attend = PagedAttention(batch, self.pool, self.adapter.activation, self.attention)
+        return self.adapter.hidden(inputs, batch.positions(), attend, rows, taps, gate)
 
 
 def _num_states(piece: BatchSlice) -> int:

@@ -32,8 +32,10 @@ def text_step_cost(model: LanguageModel) -> Cost:
 
     The cost of a size is the fastest of RUNS runs after a warm-up run.
     """
-    trunk, last = DecoderAdapter(model), SIZES[-1]
-    runner = Runner(trunk, KVPool(trunk.kv_shape, ROOT + last, 1, trunk.dtype, trunk.device))
+    adapter, last = DecoderAdapter(model), SIZES[-1]
+    runner = Runner(
+        adapter, KVPool(adapter.kv_shape, ROOT + last, 1, adapter.dtype, adapter.device)
+    )
     device = runner.pool.keys.device
     slots, now = torch.arange(ROOT + last, device=device), step_clock(device)
 

@@ -89,14 +89,14 @@ def test_layers_with_fused_kernels_compute_the_same(monkeypatch):
     monkeypatch.setattr(triton_interpreter.interpreter.GridExecutor, "__call__", counted)
     for kernels in ("torch", "triton"):
         monkeypatch.setattr(backend, "FORCED", kernels)
-        trunk = DecoderAdapter(model)
-        pool = KVPool(trunk.kv_shape, 2, 16, torch.float32, torch.device("cpu"))
+        adapter = DecoderAdapter(model)
+        pool = KVPool(adapter.kv_shape, 2, 16, torch.float32, torch.device("cpu"))
         piece = BatchSlice(
             tree=chain(tokens), inputs=NodeInputs(tokens), queries=None,
             slots=torch.arange(9) + 3, prefix_slots=(torch.arange(0),), num_states=2,
         )  # fmt: skip
         with torch.inference_mode():
-            found[kernels] = Runner(trunk, pool).forward([piece])[0], pool.keys, pool.values
+            found[kernels] = Runner(adapter, pool).forward([piece])[0], pool.keys, pool.values
     for one, other in zip(found["torch"], found["triton"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert launches == {
