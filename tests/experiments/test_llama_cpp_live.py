@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.support.baselines.llama_cpp import write_gguf
 from benchmarks.support.baselines.llama_server import find_llama_server, llama_server
+from recserve.engine.engine_config import EngineConfig
 from recserve.experiments.load.exchanges import Call, Shot
 from recserve.experiments.load.generator import LoadOptions, drive
 from recserve.experiments.load.plan import Arm, Design
@@ -100,7 +101,7 @@ def test_counts_times_and_finish_reasons(plain, prompts, target, stream):
 def test_recserve_writes_the_same_texts(plain, prompts):
     """Greedy in float32: each request goes to both servers."""
     text = load_text(TextSettings(reference("stories260k")), torch.device("cpu"))
-    with live(Service.of_text(text)) as client:
+    with live(Service.of_text(text, EngineConfig(load_aware=False))) as client:
         ours = str(client.base_url).rstrip("/")
         arms = [Arm("llama.cpp", plain), Arm("recserve", ours)]
         session = measured(prompts, arms, mode="paired")

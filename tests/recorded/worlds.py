@@ -43,6 +43,7 @@ class World:
             "llm_name": "tiny",
             "device": "cpu",
             "kv_bytes": 1 << 26,
+            "load_aware": False,  # the cost of a step on this machine would decide what is drafted
             **self.settings,
         }
         named: list[str] = []

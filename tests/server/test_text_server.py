@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from recserve.config import ServerConfig
+from recserve.engine.engine_config import EngineConfig
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
 from recserve.service.text.loader import TextSettings, load_text, open_drafters
@@ -35,7 +36,9 @@ def server(folder, tmp_path_factory):
     """A bundle and a language model on one engine."""
     text = load_text(TextSettings(folder, drafters=("suffix", "ngram+suffix")), torch.device("cpu"))
     store = f"lmdb:{tmp_path_factory.mktemp('store')}"
-    service = Service.open(shared_bundle(), store, "cpu", ServiceOptions(text=text))
+    service = Service.open(
+        shared_bundle(), store, "cpu", ServiceOptions(EngineConfig(load_aware=False), text=text)
+    )
     with live(service) as running:
         yield running
 

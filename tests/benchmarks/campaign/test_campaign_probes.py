@@ -10,6 +10,7 @@ import torch
 from benchmarks.campaign.checks.redis_faults import Loop, lost_events
 from benchmarks.campaign.checks.security import learned_drafts
 from benchmarks.campaign.site import KEY, LLM_NAME, OTHER_KEY
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text import scheduler
 from recserve.engine.text.sequence import context_of
 from recserve.service import Service
@@ -27,7 +28,9 @@ def test_r23_finds_drafts_that_one_key_learned_from_another(tmp_path, monkeypatc
             return context_of(replace(request, salt=b""), number)
 
         monkeypatch.setattr(scheduler, "context_of", without_salt)
-    with live(Service.of_text(text), api_keys=(KEY, OTHER_KEY)) as client:
+    with live(
+        Service.of_text(text, EngineConfig(load_aware=False)), api_keys=(KEY, OTHER_KEY)
+    ) as client:
         told, repeated = learned_drafts(client, np.random.default_rng(0))
     assert (told == 0) == salted and repeated > 1.1
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recserve.config import ServerConfig
+from recserve.engine.engine_config import EngineConfig
 from recserve.experiments.assignment import ArmSplit
 from recserve.schemas.items import InvalidRequest
 from recserve.server.app import create_app
@@ -38,7 +39,9 @@ def client():
     text = load_text(
         TextSettings(reference("stories260k"), drafters=("suffix",)), torch.device("cpu")
     )
-    with live(Service.of_text(text), experiments=[DRAFT]) as running:
+    with live(
+        Service.of_text(text, EngineConfig(load_aware=False)), experiments=[DRAFT]
+    ) as running:
         yield running
 
 
@@ -131,7 +134,7 @@ def test_an_arm_that_does_not_fit_a_request_leaves_it_alone(client):
     user = next(f"u{i}" for i in range(99) if split.assign(f"u{i}").arm == "b")
     text = load_text(TextSettings(reference("stories260k")), torch.device("cpu"))
     one = {"name": "rule", "use": "text", "arms": arms}
-    with live(Service.of_text(text), experiments=[one]) as other:
+    with live(Service.of_text(text, EngineConfig(load_aware=False)), experiments=[one]) as other:
         fits = complete(other, user).json()
         assert fits["experiment"]["arm"] == "b"
         answer = complete(other, user, temperature=0.7)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from recserve.engine.engine_config import EngineConfig
 from recserve.server.transport.gate import AccessKeys
 from recserve.service import Service, ServiceOptions
 from recserve.service.text.loader import TextSettings, load_text
@@ -39,7 +40,12 @@ REQUESTS = {
 @pytest.fixture
 def service(tmp_path):
     text = load_text(TextSettings(tiny_llm(tmp_path / "toy")), torch.device("cpu"))
-    return Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", ServiceOptions(text=text))
+    return Service.open(
+        shared_bundle(),
+        f"lmdb:{tmp_path}/store",
+        "cpu",
+        ServiceOptions(EngineConfig(load_aware=False), text=text),
+    )
 
 
 def hits(client, service, key, path, body):
