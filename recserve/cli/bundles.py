@@ -87,7 +87,7 @@ def evaluate(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
     from recserve.bundle.bundle import Bundle
-    from recserve.training.evaluation.baselines import BaselineComparison, compare_with_baselines
+    from recserve.training.baselines import BaselineComparison, compare_with_baselines
     from recserve.training.evaluation.evaluation import (
         Evaluation,
         EvaluationOptions,
