@@ -52,6 +52,12 @@ class Entry:
     dense: bool = False
 
 
+SCALED = replace(
+    ITEMS,
+    input_scale=8.0,
+    objective=replace(ITEMS.objective, dense_negatives=2048),
+    schedule=replace(ITEMS.schedule, epochs=8),
+)
 ENTRIES = {
     "sasrec": Entry(
         "SASRec, ids", "sasrec", lambda bundle, options: train_sasrec(bundle, options, PLAIN)
@@ -73,9 +79,9 @@ ENTRIES = {
         dense=True,
     ),
     "items-scaled": Entry(
-        "recommender, `items`, input scale 8",
+        "recommender, `items`, input scale 8, 2,048 drawn items, 8 epochs",
         "recommender",
-        lambda bundle, options: train_recommender(bundle, options, replace(ITEMS, input_scale=8.0)),
+        lambda bundle, options: train_recommender(bundle, options, SCALED),
         dense=True,
     ),
     "items-masked": Entry(

@@ -3,7 +3,7 @@
 RecTools is not a dependency of this project, and its pins do not fit. Give it an environment:
 
     python3 -m venv rectools
-    rectools/bin/pip install 'rectools[torch]==0.13.0' 'torch==2.13.0' pyarrow rich
+    rectools/bin/pip install 'rectools[torch]==0.13.0' 'torch==2.13.0' pyarrow==21.0.0 rich
     OMP_NUM_THREADS=1 PYTHONPATH=. rectools/bin/python -m benchmarks.recommend.rectools_sasrec \\
         --data DIR --json rectools.json
 
@@ -126,12 +126,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     given = parser.parse_args()
     seed_everything(given.seed)
-    best = BestEpoch()
 
     def trainer() -> Trainer:
         return Trainer(
             max_epochs=given.epochs,
-            callbacks=[best],
+            callbacks=[BestEpoch()],
             accelerator="cpu",
             logger=False,
             enable_checkpointing=False,
@@ -156,6 +155,8 @@ def main() -> None:
         similarity_module_type=TargetSimilarity,
     )
     model.fit(Dataset.construct(events[~is_last]))
+    # RecTools trains with a copy of the trainer and its callbacks.
+    (best,) = (c for c in model.fit_trainer.callbacks if isinstance(c, BestEpoch))
     model.torch_model.load_state_dict(best.weights)
     columns = evaluate(model, events[~is_last], events[is_last])
     report = {"options": {**vars(given), "data": given.data.name}, "validation": best.history}

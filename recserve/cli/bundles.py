@@ -87,6 +87,7 @@ def evaluate(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
     from recserve.bundle.bundle import Bundle
+    from recserve.training.baselines import BaselineComparison, compare_with_baselines
     from recserve.training.evaluation.evaluation import (
         Evaluation,
         EvaluationOptions,
@@ -94,7 +95,6 @@ def evaluate(
     )
     from recserve.training.evaluation.fidelity import StrategyComparison, compare_strategies
     from recserve.training.options import TrainOptions
-    from recserve.training.recommender.baselines import BaselineComparison, compare_with_baselines
 
     opened, place = Bundle.open(bundle), TrainOptions(device=device).torch_device()
     if strategy == "all":

@@ -15,6 +15,7 @@ from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.attention import DenseAttention
 from recserve.models.recommender import Recommender
+from recserve.training.baselines import compare_with_baselines
 from recserve.training.evaluation.cases import Cases, leave_one_out_cases
 from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.training.evaluation.slates import (
@@ -24,7 +25,6 @@ from recserve.training.evaluation.slates import (
     popularity_slates,
 )
 from recserve.training.options import TrainOptions
-from recserve.training.recommender.baselines import compare_with_baselines
 from recserve.training.recommender.objectives import Objective
 from recserve.training.recommender.recommender import (
     CODES,
