@@ -30,6 +30,7 @@ from benchmarks.gpu.searches import wide_catalogue
 from benchmarks.support.drawn import drawn_roots, drawn_there
 from recserve.core.request import SlateQuery
 from recserve.engine.items.beam_search_graph import SearchShape
+from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.runtime.runner import Runner
 from recserve.kernels import backend
 from recserve.kernels.attention.attention import tree_attention
@@ -139,7 +140,7 @@ def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
         if replayed:
             # Replays return the result of the capture.
             searches = (SearchShape(1, width),)
-            recorded(engine, model, catalogue.trie, searches, 1024, lambda step: once(step()))
+            recorded(engine, model, catalogue.trie, searches, 1024, Once())
         for strategy in ("beam", "nezha"):
             request = SlateQuery(root, catalogue.trie, 10, width, strategy)
             engine.run(request)
@@ -157,9 +158,13 @@ def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
     return rows
 
 
-def once(found: Any) -> Callable[[], Any]:
-    """Returns a replay that launches nothing."""
-    return lambda: found
+class Once(EagerRecorder):
+    """Runs each function at its capture. A replay launches nothing and returns that result."""
+
+    def __call__(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """As Recorder."""
+        found = step()
+        return lambda: found
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -136,8 +136,8 @@ LIMIT_S = 540.0
 SHARES_S = {
     "start": 10,  # start of this process, before its clock runs
     "machine": 25,
-    "checks": 115,
-    "compiling": 70,
+    "checks": 110,
+    "compiling": 65,
     "attention": 60,
     "text": 60,
     "searches": 50,
@@ -145,7 +145,7 @@ SHARES_S = {
     "defaults": 50,
     "engine": 35,
     "kernels": 20,
-    "tuning": 15,
+    "tuning": 20,
 }
 PARTS = {
     "machine": Part("machine", lambda device, smoke, *_: iter([facts(device, smoke)])),
