@@ -50,32 +50,18 @@ KNOWN = 32  # drafts after which the statistics of a drafter count as known
 PLAIN_EVERY = 128  # steps between two measured steps without drafts
 
 
-@dataclass(frozen=True)
-class Option:
-    """One way to draft.
-
-    Attributes:
-        size: Nodes, or levels, of the draft. 0: no draft.
-        gain: Expected results that the draft adds to the step.
-        cost: Expected cost of the step with the draft, above 0.
-    """
-
-    size: float
-    gain: float
-    cost: float
-
-
-def best_option(options: Seq[Option], margin: float, base: float = 1.0) -> int:
+def best_option(gains: Seq[float], costs: Seq[float], margin: float, base: float = 1.0) -> int:
     """Returns the number of the option with the most results for its cost.
 
     Args:
-        options: The first one drafts nothing.
-        margin: The others have to be better than it by this factor.
-        base: Results of the step without a draft.
+        gains: Expected results that each option adds. The first option drafts nothing.
+        costs: Expected cost of each, above 0.
+        margin: The others have to be better than the first by this factor.
+        base: Results without a draft.
     """
-    rates = [(base + option.gain) / option.cost for option in options]
+    rates = [(base + gain) / cost for gain, cost in zip(gains, costs, strict=True)]
     rates[0] *= margin
-    return int(np.argmax(rates))
+    return rates.index(max(rates))
 
 
 @dataclass(frozen=True)
@@ -420,8 +406,9 @@ class DraftPolicy:
         for drafter in self._plans:
             self.records[drafter].spare_ms += TRIAL_SHARE * milliseconds / len(self._plans)
 
-    def _step_ms(self, num_texts: int, stated_ms: float, drafted: bool) -> float:
-        """Returns the expected milliseconds of a step whose nodes cost `stated_ms`.
+    def _step_ms(self, num_texts: int, drafted: bool) -> tuple[float, float]:
+        """Returns slope and shift: a step whose nodes cost `c` is expected to take
+        `shift + slope * c` milliseconds.
 
         A step faster than stated lowers the cost of every node. A slower step raises the fixed
         cost.
@@ -430,9 +417,9 @@ class DraftPolicy:
         plain = self._times.get((bits, False))
         known = self._times.get((bits, drafted), plain)
         if known is None:
-            return stated_ms
+            return 1.0, 0.0
         scale = 1.0 if plain is None else min(plain.measured.value / plain.stated.value, 1.0)
-        return known.measured.value + scale * (stated_ms - known.stated.value)
+        return scale, known.measured.value - scale * known.stated.value
 
     def _plan(self, cost: Cost, counts: Mapping[str, int], num_texts: int, prefill: int) -> None:
         """Chooses a depth for each drafter in turn, given the choices before it."""
@@ -445,18 +432,22 @@ class DraftPolicy:
         for drafter in sorted(counts, key=lambda name: -known[name].gains()[1]):
             record, count = known[drafter], counts[drafter]
             gains, sizes, calls = record.gains(), record.nodes(), record.drafting_ms(count)
-            options = []
-            for depth in range(MAX_DEPTH + 1):
-                stated_ms = cost(nodes + count * sizes[depth]) - prefill_ms
-                drafted = depth > 0 or nodes > num_texts + prefill
-                spent = self._step_ms(num_texts, stated_ms, drafted) + drafting_ms + calls[depth]
-                options.append(Option(depth, count * gains[depth], max(spent, 1e-9)))
-            best = best_option(options, MARGIN, base=tokens)
-            deepest = sum(level.value > TRIAL_SHARE for level in record.reached)
+            others = nodes > num_texts + prefill  # of other drafters
+            stated_ms = [cost(nodes + count * size) - prefill_ms for size in sizes]
+            slope, shift = self._step_ms(num_texts, True)
+            spent = [shift + slope * ms for ms in stated_ms]
+            if not others:
+                slope, shift = self._step_ms(num_texts, False)
+                spent[0] = shift + slope * stated_ms[0]
+            added = [count * gain for gain in gains]
+            costs = [
+                max(ms + drafting_ms + call, 1e-9) for ms, call in zip(spent, calls, strict=True)
+            ]
+            best = best_option(added, costs, MARGIN, base=tokens)
+            deepest = len([level for level in record.reached if level.value > TRIAL_SHARE])
             trial = min(best + TRIAL_LEVELS, deepest or TRIAL_LEVELS)
-            rate = (tokens + options[best].gain) / options[best].cost * (1.0 if best else MARGIN)
-            lost = options[trial].cost - (tokens + options[trial].gain) / rate
-            trial_ms = max(lost, TRIAL_SHARE * options[best].cost)
-            self._plans[drafter] = _Plan(best, trial, trial_ms)
-            tokens, nodes = tokens + options[best].gain, nodes + count * sizes[best]
+            rate = (tokens + added[best]) / costs[best] * (1.0 if best else MARGIN)
+            lost = costs[trial] - (tokens + added[trial]) / rate
+            self._plans[drafter] = _Plan(best, trial, max(lost, TRIAL_SHARE * costs[best]))
+            tokens, nodes = tokens + added[best], nodes + count * sizes[best]
             drafting_ms += calls[best]

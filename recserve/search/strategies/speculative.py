@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.draft_policy import DraftRecord, Option, best_option
+from recserve.core.draft_policy import DraftRecord, best_option
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence
 from recserve.core.slate_tree import Origin
@@ -236,9 +236,9 @@ def draft_plan(calibration: Calibration | None, width: int, k: int) -> DraftPlan
     plans = calibration.scaled(width, k)
     beam = min((work(plan) for plan in plans if not plan.margin), default=float("inf"))
     drafts = [plan for plan in plans if plan.margin]
-    # Every plan gives one slate.
-    options = [Option(0.0, 0.0, beam), *[Option(plan.nodes, 0.0, work(plan)) for plan in drafts]]
-    return [NO_DRAFT, *drafts][best_option(options, margin=1 / MAX_WORK_SHARE)]
+    costs = [beam, *map(work, drafts)]
+    gains = [0.0] * len(costs)  # every plan gives one slate
+    return [NO_DRAFT, *drafts][best_option(gains, costs, margin=1 / MAX_WORK_SHARE)]
 
 
 def cheapest_draft(plans: list[DraftPlan]) -> DraftPlan:
