@@ -77,6 +77,8 @@ class Signer:
             raw = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True)
         except (ValueError, binascii.Error) as error:
             raise BadToken("not an attribution token") from error
+        if _packed(raw) != token:  # the last character has bits that no byte needs
+            raise BadToken("not an attribution token")
         payload, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(payload)):
             raise BadToken("the attribution token is not signed by this server")
@@ -90,9 +92,12 @@ class Signer:
 
     def _signed(self, said: Attribution) -> str:
         payload = self._encoder.encode(said)
-        packed = base64.urlsafe_b64encode(payload + self._mac(payload))
-        return packed.rstrip(b"=").decode()
+        return _packed(payload + self._mac(payload))
 
     def _mac(self, payload: bytes) -> bytes:
         # Unlike hmac.digest, this keeps Python's lock, for which the event loop would have to wait.
         return hmac.new(self.key, payload, "sha256").digest()[:MAC_BYTES]
+
+
+def _packed(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()

@@ -65,6 +65,12 @@ def test_every_bit_of_a_token_counts():
     for cut in (1, 4, 16, len(token) - 1):
         with pytest.raises(BadToken):
             SIGNER.read(token[:-cut])
+    # Bits of the last character that no byte needs.
+    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+    tokens = [SIGNER.token("r" * length, "u1", "m", "c") for length in range(1, 4)]
+    token = next(one for one in tokens if len(one) % 4)
+    with pytest.raises(BadToken):
+        SIGNER.read(token[:-1] + alphabet[alphabet.index(token[-1]) ^ 1])
 
 
 def test_a_short_key_signs_nothing():
