@@ -109,7 +109,7 @@ class Average:
 
 @dataclass(frozen=True)
 class DraftHealth:
-    """What a watch knows at one moment.
+    """What is known of a drafter at one moment.
 
     Attributes:
         acceptance: By depth, the share of drafted levels that is accepted if the level above is.
@@ -299,19 +299,15 @@ class DraftPolicy:
         has_cost: Whether the cost of a step counts.
     """
 
-    def __init__(
-        self, cost: Cost | None = None, break_even: float = BREAK_EVEN, pauses: bool = True
-    ) -> None:
+    def __init__(self, cost: Cost | None = None) -> None:
         """Knows no drafter yet.
 
         Args:
-            cost: Cost of a text step by its number of nodes. None: drafts are taken to be free.
-            break_even: Mean gain of a draft below which it does not pay.
-            pauses: Without a cost: whether drafters below the break-even are paused.
+            cost: Cost of a text step by its number of nodes. None: drafts are taken to be free, and
+                drafters below the break-even are paused.
         """
-        self._cost, self._break_even = cost, break_even
+        self._cost = cost
         self.has_cost = cost is not None
-        self._pauses = pauses and cost is None
         self.records: dict[str, DraftRecord] = {}
         self._times: dict[
             tuple[int, bool], _StepTime
@@ -324,7 +320,7 @@ class DraftPolicy:
         """Returns what is known of a drafter."""
         known = self.records.get(drafter)
         if known is None:
-            known = self.records[drafter] = DraftRecord(drafter, self._break_even, self._pauses)
+            known = self.records[drafter] = DraftRecord(drafter, BREAK_EVEN, not self.has_cost)
         return known
 
     def health(self) -> dict[str, DraftHealth]:
