@@ -5,31 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from recserve.engine.runtime.runner import BatchSlice
 from recserve.engine.runtime.scheduler import Chunk
 from recserve.engine.text.sequence import TextSequence
-from recserve.kernels.host import on_device
-from recserve.kernels.tree import chain
-from recserve.models.inputs import NodeInputs
-
-
-def chunk_slice(chunk: Chunk[TextSequence]) -> BatchSlice:
-    """Returns a chunk of a prompt as a chain under the computed tokens.
-
-    Only its last state is read, unless the drafter reads all of them.
-    """
-    sequence = chunk.sequence
-    slots, start = sequence.slots, sequence.num_computed
-    stop = start + chunk.size
-    tokens = on_device(sequence.context.tokens[start:stop], slots.device)
-    return BatchSlice(
-        tree=chain(tokens),
-        inputs=NodeInputs(tokens),
-        queries=None,
-        slots=slots[start:stop],
-        prefix_slots=(slots[:start],),
-        num_states=None if sequence.drafter.reads_states else 1,
-    )
 
 
 def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk[TextSequence]]:

@@ -29,12 +29,15 @@ from recserve.engine.runtime.scheduler import Chunk, Scheduler, turn
 from recserve.engine.text.draft_proposer import DraftProposer
 from recserve.engine.text.groups import TextGroup, TextGroups
 from recserve.engine.text.limits import TextLimits, check_query
-from recserve.engine.text.prefill import chunk_slice, chunks, computed_by_another
+from recserve.engine.text.prefill import chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence, context_of
 from recserve.engine.text.step import VerifiedPaths, token_logprobs
 from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
 from recserve.engine.text.text_step_graph import TextStepGraphs
 from recserve.engine.text.trees import TreePacker
+from recserve.kernels.host import on_device
+from recserve.kernels.tree import chain
+from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.draft import empty_draft
@@ -160,8 +163,22 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         return [part for part in parts if part.sequence.pages], groups
 
     def chunk_slice(self, chunk: Chunk[TextSequence]) -> BatchSlice:
-        """Returns the tokens of a prompt as a chain under those before them."""
-        return chunk_slice(chunk)
+        """Returns the tokens of a prompt as a chain under those before them.
+
+        Only the last state is read, unless the drafter reads all of them.
+        """
+        sequence = chunk.sequence
+        slots, start = sequence.slots, sequence.num_computed
+        stop = start + chunk.size
+        tokens = on_device(sequence.context.tokens[start:stop], slots.device)
+        return BatchSlice(
+            tree=chain(tokens),
+            inputs=NodeInputs(tokens),
+            queries=None,
+            slots=slots[start:stop],
+            prefix_slots=(slots[:start],),
+            num_states=None if sequence.drafter.reads_states else 1,
+        )
 
     def tree_slice(self, trees: TextGroup) -> BatchSlice:
         """Returns the texts' trees with their slots. Node 0 is the last committed token."""

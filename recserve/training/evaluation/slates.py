@@ -176,8 +176,7 @@ def dense_slates(
         [n, k] item rows, best first.
     """
     scores = torch.from_numpy(dense_log_p(model, codes, cases, which))
-    seen = torch.from_numpy(cases.histories(which))
-    return best_items(scores, seen if filtered else seen[:, :0], k)
+    return best_items(scores, cases, which, k, filtered)
 
 
 @torch.no_grad()
@@ -187,8 +186,7 @@ def sasrec_slates(model: SasRec, cases: Cases, which: Ints, k: int, filtered: bo
     rows = torch.from_numpy(cases.histories(which, model.config.max_history_items)).to(device)
     last = (rows >= 0).sum(1) - 1
     hidden = model(rows.clamp(min=0))[torch.arange(rows.shape[0], device=device), last]
-    seen = torch.from_numpy(cases.histories(which)).to(device)
-    return best_items(model.scores(hidden), seen if filtered else seen[:, :0], k)
+    return best_items(model.scores(hidden), cases, which, k, filtered)
 
 
 def popularity_slates(
@@ -210,22 +208,25 @@ def popularity_slates(
     scores[torch.from_numpy(np.argsort(-counts, kind="stable"))] = -torch.arange(
         len(counts)
     ).float()
-    seen = torch.from_numpy(cases.histories(which))
-    return best_items(scores.repeat(len(which), 1), seen if filtered else seen[:, :0], k)
+    return best_items(scores.repeat(len(which), 1), cases, which, k, filtered)
 
 
-def best_items(scores: Tensor, excluded: Tensor, k: int) -> Ints:
-    """Returns the rows of the best items that are not excluded.
+def best_items(scores: Tensor, cases: Cases, which: Ints, k: int, filtered: bool) -> Ints:
+    """Returns the rows of the best items.
 
     Args:
         scores: [n, I] scores; excluded entries are overwritten with -inf.
-        excluded: [n, X] item rows, -1 where padded.
+        cases: The cases.
+        which: Numbers of n cases.
         k: Number of items in a slate.
+        filtered: True excludes the items of the history.
 
     Returns:
         [n, min(k, I)] item rows, best first.
     """
-    which, where = (excluded >= 0).nonzero(as_tuple=True)
-    scores[which, excluded[which, where]] = -torch.inf
+    if filtered:
+        seen = torch.from_numpy(cases.histories(which)).to(scores.device)
+        case, place = (seen >= 0).nonzero(as_tuple=True)
+        scores[case, seen[case, place]] = -torch.inf
     rows: Ints = scores.topk(min(k, scores.shape[1]), dim=1).indices.cpu().numpy()
     return rows
