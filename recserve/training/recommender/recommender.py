@@ -27,7 +27,7 @@ from recserve.training.recommender.history_trees import HistoryTrees
 from recserve.training.recommender.objectives import Objective, node_paths, tree_losses
 from recserve.training.schedule import Schedule
 
-ITEM_INPUTS = ("ids.", "vector_projection.")  # parameters of what only items add to the input
+INPUTS = ("tokens.", "ids.", "vector_projection.")  # parameters of the decoder's input
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,12 @@ class RecommenderRecipe:
         validation_width: Beam width of that validation.
         autoregressive: As in RecommenderConfig.
         level_temperature: As in RecommenderConfig.
-        input_scale: Factor of what an item adds to the input with its id embedding and its vector:
-            of their initial weights and of their learning rate. Training equals that of a model
-            which multiplies them by it, and the model needs no such product.
+        input_scale: Factor of the decoder's input: of the initial weights and the learning rate of
+            the embeddings and the vector projection. Training equals that of a model which
+            multiplies its input by it, and the model needs no such product.
+
+    Raises:
+        ValueError: If the input of a tied model is scaled, since that would scale its logits too.
     """
 
     input: str = "items"
@@ -84,11 +87,15 @@ class RecommenderRecipe:
     level_temperature: float = 0.0
     input_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.tied and self.input_scale != 1.0:
+            raise ValueError(f"input_scale is {self.input_scale} and tied is set; choose one")
+
     def scaled(self) -> Schedule:
         """Returns the schedule with the learning rates that `input_scale` asks for."""
         if self.input_scale == 1.0:
             return self.schedule
-        rates = tuple((name, self.input_scale) for name in ITEM_INPUTS)
+        rates = tuple((name, self.input_scale) for name in INPUTS)
         return replace(self.schedule, rates=self.schedule.rates + rates)
 
     def config(self, catalog: Catalog) -> RecommenderConfig:
@@ -126,7 +133,7 @@ class RecommenderRecipe:
 ITEMS_MASKED = RecommenderRecipe()
 ITEMS = replace(
     ITEMS_MASKED,
-    tied=True,
+    input_scale=ITEMS_MASKED.hidden_size**0.5,
     objective=replace(ITEMS_MASKED.objective, mask_seen=False),
     schedule=replace(ITEMS_MASKED.schedule, epochs=12),
     validation_users=1000,
@@ -178,7 +185,7 @@ class RecommenderTrainee:
         self.model = Recommender(config).to(device)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                if name.startswith(ITEM_INPUTS):
+                if name.startswith(INPUTS):
                     parameter.mul_(recipe.input_scale)
         self.model.bind_items(codes, torch.from_numpy(catalog.vectors))
         self.cases = leave_one_out_cases(events, "valid").sample(recipe.validation_users)

@@ -21,12 +21,17 @@ def weights(recipe: RecommenderRecipe) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in trainee.model.named_parameters()}
 
 
-def test_input_scale_is_in_the_weights_that_only_items_use() -> None:
+def test_input_scale_is_in_the_weights_of_the_input() -> None:
     plain, scaled = weights(replace(SMALL, input_scale=1.0)), weights(replace(SMALL, input_scale=4))
     larger = {name for name in plain if not torch.equal(plain[name], scaled[name])}
-    assert larger == {"ids.weight", "vector_projection.weight"}
+    assert larger == {"tokens.weight", "ids.weight", "vector_projection.weight"}
     for name in larger:
         torch.testing.assert_close(scaled[name], 4 * plain[name])
+
+
+def test_a_tied_model_has_no_scaled_input() -> None:
+    with pytest.raises(ValueError, match="input_scale is 8.0 and tied is set"):
+        replace(SMALL, input_scale=8.0, tied=True)
 
 
 class Product(nn.Module):
