@@ -52,12 +52,6 @@ class Entry:
     dense: bool = False
 
 
-SCALED = replace(
-    ITEMS,
-    input_scale=8.0,
-    objective=replace(ITEMS.objective, dense_negatives=2048),
-    schedule=replace(ITEMS.schedule, epochs=8),
-)
 ENTRIES = {
     "sasrec": Entry(
         "SASRec, ids", "sasrec", lambda bundle, options: train_sasrec(bundle, options, PLAIN)
@@ -78,10 +72,12 @@ ENTRIES = {
         lambda bundle, options: train_recommender(bundle, options, ITEMS),
         dense=True,
     ),
-    "items-scaled": Entry(
-        "recommender, `items`, input scale 8, 2,048 drawn items, 8 epochs",
+    "items-tied": Entry(
+        "recommender, `items`, tied head, input not scaled",
         "recommender",
-        lambda bundle, options: train_recommender(bundle, options, SCALED),
+        lambda bundle, options: train_recommender(
+            bundle, options, replace(ITEMS, tied=True, scale_input=False)
+        ),
         dense=True,
     ),
     "items-masked": Entry(

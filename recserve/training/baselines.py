@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from recserve.bundle.bundle import Bundle
-from recserve.models.sasrec import SasRec, load_sasrec
+from recserve.models.sasrec import SasRec
 from recserve.training.evaluation.evaluation import (
     Evaluation,
     EvaluationOptions,
     evaluate_bundle,
     evaluate_sasrec,
+    sasrec_of,
 )
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.sasrec import PLAIN, SasRecRecipe, fit_sasrec
@@ -106,16 +107,13 @@ def compare_with_baselines(
     if model.model != "sasrec":
         trained = not bundle.has("sasrec")
         sasrec = (
-            _train(bundle, options, recipe, console) if trained else _load(bundle, options.device)
+            _train(bundle, options, recipe, console)
+            if trained
+            else sasrec_of(bundle, options.device)
         )
         inputs = "ids and item vectors" if sasrec.config.vector_dim else "ids"
         baselines[f"sasrec, {inputs}"] = evaluate_sasrec(sasrec, bundle.events(), options)
     return BaselineComparison(model, baselines, trained, time.monotonic() - began)
-
-
-def _load(bundle: Bundle, device: torch.device | str) -> SasRec:
-    vectors = torch.from_numpy(bundle.catalog().vectors)
-    return load_sasrec(bundle.directory("sasrec"), vectors, device)
 
 
 def _train(

@@ -167,10 +167,7 @@ def evaluate_bundle(bundle: Bundle, options: EvaluationOptions | None = None) ->
     if name != "popularity" and not bundle.has(name):
         raise BundleError(f"{bundle.root}: no {name} was trained; run `recserve train {name}`")
     if strategy == "sasrec":
-        vectors = torch.from_numpy(bundle.catalog().vectors)
-        return evaluate_sasrec(
-            load_sasrec(bundle.directory(name), vectors, options.device), bundle.events(), options
-        )
+        return evaluate_sasrec(sasrec_of(bundle, options.device), bundle.events(), options)
     began = time.monotonic()
     events = bundle.events()
     cases = _cases(events, options)
@@ -207,6 +204,12 @@ def evaluate_bundle(bundle: Bundle, options: EvaluationOptions | None = None) ->
         columns=columns,
         seconds=time.monotonic() - began,
     )
+
+
+def sasrec_of(bundle: Bundle, device: torch.device | str) -> SasRec:
+    """Returns the SASRec of a bundle that has one, with its item vectors bound."""
+    vectors = torch.from_numpy(bundle.catalog().vectors)
+    return load_sasrec(bundle.directory("sasrec"), vectors, device)
 
 
 def evaluate_sasrec(model: SasRec, events: EventLog, options: EvaluationOptions) -> Evaluation:

@@ -57,9 +57,10 @@ class RecommenderRecipe:
         validation_width: Beam width of that validation.
         autoregressive: As in RecommenderConfig.
         level_temperature: As in RecommenderConfig.
-        input_scale: Factor of the decoder's input: of the initial weights and the learning rate of
-            the embeddings and the vector projection. Training equals that of a model which
-            multiplies its input by it, and the model needs no such product.
+        scale_input: True multiplies the decoder's input by the root of the hidden size, as the
+            Transformer does: the initial weights and the learning rate of the embeddings and the
+            vector projection. Training equals that of a model which multiplies its input, and the
+            model needs no such product.
 
     Raises:
         ValueError: If the input of a tied model is scaled, since that would scale its logits too.
@@ -85,15 +86,20 @@ class RecommenderRecipe:
     validation_width: int = 20
     autoregressive: bool = True
     level_temperature: float = 0.0
-    input_scale: float = 1.0
+    scale_input: bool = False
 
     def __post_init__(self) -> None:
-        if self.tied and self.input_scale != 1.0:
-            raise ValueError(f"input_scale is {self.input_scale} and tied is set; choose one")
+        if self.tied and self.scale_input:
+            raise ValueError("tied and scale_input are set; choose one")
+
+    @property
+    def input_scale(self) -> float:
+        """Factor of the decoder's input."""
+        return float(self.hidden_size**0.5) if self.scale_input else 1.0
 
     def scaled(self) -> Schedule:
-        """Returns the schedule with the learning rates that `input_scale` asks for."""
-        if self.input_scale == 1.0:
+        """Returns the schedule with the learning rates of a scaled input."""
+        if not self.scale_input:
             return self.schedule
         rates = tuple((name, self.input_scale) for name in INPUTS)
         return replace(self.schedule, rates=self.schedule.rates + rates)
@@ -133,7 +139,7 @@ class RecommenderRecipe:
 ITEMS_MASKED = RecommenderRecipe()
 ITEMS = replace(
     ITEMS_MASKED,
-    input_scale=ITEMS_MASKED.hidden_size**0.5,
+    scale_input=True,
     objective=replace(ITEMS_MASKED.objective, mask_seen=False),
     schedule=replace(ITEMS_MASKED.schedule, epochs=12),
     validation_users=1000,
