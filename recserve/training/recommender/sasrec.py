@@ -42,7 +42,6 @@ class SasRecRecipe:
         item_vectors: True gives the model the catalogue's item vectors.
         cosine: As in SasRecConfig.
         mask_seen: True leaves items of the history out of the negatives.
-        input_scale: As in SasRecConfig.
         negatives: Items that each batch draws for its softmax; 0, or a catalogue with fewer, takes
             all items.
         max_history_items: Maximum number of items in a history.
@@ -58,7 +57,6 @@ class SasRecRecipe:
     item_vectors: bool = True
     cosine: bool = True
     mask_seen: bool = True
-    input_scale: float = 1.0
     negatives: int = 0
     max_history_items: int = 50
     max_nodes: int = 1536
@@ -74,7 +72,6 @@ PLAIN = SasRecRecipe(
     item_vectors=False,
     cosine=False,
     mask_seen=False,
-    input_scale=128**0.5,
     negatives=1024,
     schedule=Schedule(epochs=20, learning_rate=1e-3, weight_decay=0.0, patience=3),
 )
@@ -105,7 +102,7 @@ class SasRecTrainee:
             max_history_items=recipe.max_history_items,
             vector_dim=catalog.vectors.shape[1] if recipe.item_vectors else 0,
             cosine=recipe.cosine,
-            input_scale=recipe.input_scale,
+            input_scale=recipe.hidden_size**0.5,
         )
         self.model = SasRec(config).to(device)
         self.model.bind_vectors(torch.from_numpy(catalog.vectors))
