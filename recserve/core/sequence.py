@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from recserve.core.request import Continuation, Request, Result, Timing
 from recserve.core.slate_tree import TracedRound
 from recserve.models.inputs import NodeInputs
 
+RequestT = TypeVar("RequestT")
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
@@ -155,3 +156,9 @@ def stacked_last_hidden(sequences: Seq[Sequence]) -> Tensor:
     states = [s.last_hidden for s in sequences if s.last_hidden is not None]
     assert len(states) == len(sequences), "a root is not computed"
     return torch.stack(states)
+
+
+def request_of(sequence: SearchSequence, kind: type[RequestT]) -> RequestT:
+    """Returns the sequence's request, which is of the kind that its strategy answers."""
+    assert isinstance(sequence.request, kind)
+    return sequence.request

@@ -20,7 +20,6 @@ from recserve.core.strategy import OneRoundStrategy
 from recserve.search.filters import usable_items
 from recserve.search.strategy import RecommendStrategy
 from recserve.search.slates import slate_under_caps
-from recserve.search.strategies.beam import request_of
 
 
 class FirstItems(OneRoundStrategy, RecommendStrategy):
@@ -36,7 +35,7 @@ class FirstItems(OneRoundStrategy, RecommendStrategy):
         return [self._slate(sequence) for sequence in sequences]
 
     def _slate(self, sequence):
-        request = request_of(sequence)
+        request = sequence.request
         trie = request.trie
         usable = usable_items([request], trie.num_rows, trie.device)
         rows = np.arange(trie.num_rows) if usable is None else np.flatnonzero(usable[0].numpy())

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from recserve.core.finite import flaws_of
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import SearchSequence
+from recserve.core.sequence import SearchSequence, request_of
 from recserve.core.strategy import Strategy
 from recserve.engine.runtime.cuda_graphs import (
     CapturedGraph,
@@ -51,7 +51,6 @@ from recserve.models.recommender import Recommender
 from recserve.search.beam_search import Beams, BeamSearch
 from recserve.search.dense_candidates import add_candidates
 from recserve.search.filters import RequestFilters, excluded_ranks, leaf_filter
-from recserve.search.strategies.beam import request_of
 from recserve.search.strategy import RecommendStrategy
 from recserve.search.trie_prefixes import level_scores
 
@@ -503,7 +502,7 @@ class TargetScorer:
         own = slots[-(-rows // size) * size + sequence.tree_used :]
         place, taken = 1 + self.root_width, 0
         words[place:] = self.runner.pool.spare_slot
-        for columns, count in self._slot_counts(request_of(sequence)):
+        for columns, count in self._slot_counts(request_of(sequence, SlateQuery)):
             words[place : place + count] = own[taken : taken + count]
             place, taken = place + columns, taken + count
 
@@ -711,7 +710,7 @@ class BeamSearchGraph(CapturedGraph[SearchLeaves]):
         """Adds the nodes, rounds and forward passes of the search to each request's statistics."""
         scorer = self.scorer
         for sequence in sequences:
-            nodes = scorer.num_nodes(request_of(sequence))
+            nodes = scorer.num_nodes(request_of(sequence, SlateQuery))
             sequence.take_tree_slots(nodes)
             sequence.rounds += scorer.rounds
             sequence.timing.forwards += scorer.forwards
@@ -723,7 +722,7 @@ class BeamSearchGraph(CapturedGraph[SearchLeaves]):
             self._uploaded.synchronize()
         words, count = self._host.numpy(), len(sequences)
         for row, sequence in zip(words, sequences, strict=False):
-            row[0] = request_of(sequence).width
+            row[0] = request_of(sequence, SlateQuery).width
             self.scorer.write(row[1:], sequence)
         words[count:, 0] = 0  # width 0: no beam is alive
         self.scorer.write_padding(words[count:, 1:])
@@ -848,7 +847,7 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
         holds the most requests are taken, the last one as small as possible.
         """
         assert self._trie is not None
-        requests = [request_of(sequence) for sequence in sequences]
+        requests = [request_of(sequence, SlateQuery) for sequence in sequences]
         if not self._trie.holds(requests[0].trie):
             return "version"
         if max(s.root_length for s in sequences) > self.model.config.decoder.max_positions:

@@ -110,9 +110,3 @@ class BeamStrategy(RecommendStrategy):
 def level_offsets_of(model: Recommender) -> Tensor:
     """Returns [L] the first token of each level, on the model's device."""
     return torch.tensor(model.config.level_offsets, device=model.tokens.weight.device)
-
-
-def request_of(sequence: SearchSequence) -> SlateQuery:
-    """Returns the query of a recommend sequence."""
-    assert isinstance(sequence.request, SlateQuery)
-    return sequence.request

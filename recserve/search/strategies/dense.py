@@ -25,12 +25,11 @@ from recserve.core.allowed import is_removed
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
 from recserve.core.request import Slate, SlateQuery, VectorIndex
-from recserve.core.sequence import SearchSequence, stacked_last_hidden
+from recserve.core.sequence import SearchSequence, request_of, stacked_last_hidden
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
-from recserve.search.strategies.beam import request_of
 from recserve.search.strategy import Heads, RecommendStrategy
 
 MERGE_COSINE = 0.98  # smallest cosine at which two vectors are merged
@@ -63,7 +62,7 @@ class DenseStrategy(OneRoundStrategy, RecommendStrategy):
 
     def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Runs the head once and one index search for all requests."""
-        requests = list(map(request_of, sequences))
+        requests = [request_of(s, SlateQuery) for s in sequences]
         found = nearest(self.retriever, stacked_last_hidden(sequences), requests)
         return [
             Slate(items.rows, items.cosines * self.scale, self.exact, 0, sequence.timing)

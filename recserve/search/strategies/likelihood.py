@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import LikelihoodQuery, Scores
-from recserve.core.sequence import SearchSequence, stacked_last_hidden
+from recserve.core.sequence import SearchSequence, request_of, stacked_last_hidden
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import score_rows
@@ -61,7 +61,7 @@ class LikelihoodStrategy(OneRoundStrategy):
         The trees are empty if the roots alone decide all scores.
         """
         owners, rows = _items(sequences)
-        trie = _request(sequences[0]).trie
+        trie = request_of(sequences[0], LikelihoodQuery).trie
         nodes = trie.nodes_of_items(rows)
         keys = needed_prefixes(trie, nodes, owners, self.skip_single)
         draft = draft_of_keys(trie, keys, len(sequences), self.level_offsets)
@@ -71,7 +71,10 @@ class LikelihoodStrategy(OneRoundStrategy):
         self, sequences: Seq[SearchSequence], draft: ItemDraft, hidden: Tensor | None
     ) -> Results:
         """Returns scores with the one task `likelihood`."""
-        trie, last_hidden = _request(sequences[0]).trie, stacked_last_hidden(sequences)
+        trie, last_hidden = (
+            request_of(sequences[0], LikelihoodQuery).trie,
+            stacked_last_hidden(sequences),
+        )
         scores = root_scores(trie, draft.nodes, draft.owners, last_hidden, self.model)
         if hidden is not None:
             assert draft.query_keys is not None
@@ -102,22 +105,17 @@ def likelihood_strategy(model: Recommender) -> OneRoundStrategy:
     return LevelLikelihoodStrategy(model)
 
 
-def _request(sequence: SearchSequence) -> LikelihoodQuery:
-    assert isinstance(sequence.request, LikelihoodQuery)
-    return sequence.request
-
-
 def _items(sequences: Seq[SearchSequence]) -> tuple[Tensor, Tensor]:
     """Returns request number [M] and item row [M] of all items, ordered by request."""
-    rows = [_request(s).rows for s in sequences]
+    rows = [request_of(s, LikelihoodQuery).rows for s in sequences]
     owners = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
-    device = _request(sequences[0]).trie.device
+    device = request_of(sequences[0], LikelihoodQuery).trie.device
     return on_device(owners, device), on_device(np.concatenate(rows), device, torch.int64)
 
 
 def _likelihoods(sequences: Seq[SearchSequence], scores: Tensor) -> Results:
     """Returns the result of each request from scores [M], ordered by request."""
-    sizes = [len(_request(s).rows) for s in sequences]
+    sizes = [len(request_of(s, LikelihoodQuery).rows) for s in sequences]
     parts = torch.split(scores.float().cpu()[:, None], sizes)
     return [
         Scores(part.numpy(), ("likelihood",), s.timing)

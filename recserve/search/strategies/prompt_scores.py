@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import PromptQuery, PromptScores
-from recserve.core.sequence import SearchSequence
+from recserve.core.sequence import SearchSequence, request_of
 from recserve.core.strategy import Draft, OneRoundStrategy, Results
 from recserve.kernels.tree import merge, root_branch
 from recserve.models.inputs import NodeInputs
@@ -31,17 +31,19 @@ class PromptStrategy(OneRoundStrategy):
     def tree(self, sequences: Seq[SearchSequence]) -> Draft:
         """Returns all prompts at once."""
         branches = []
-        for request in map(_request, sequences):
-            tokens = torch.from_numpy(request.tokens)
+        for sequence in sequences:
+            tokens = torch.from_numpy(request_of(sequence, PromptQuery).tokens)
             branches.append(root_branch(tokens, torch.tensor([0, len(tokens)])))
         tree = merge(branches).to(self.model.tokens.weight.device)
         return Draft(tree, NodeInputs(tree.tokens))
 
     def results(self, sequences: Seq[SearchSequence], draft: Draft, hidden: Tensor) -> Results:
         """Returns what each request asks for."""
-        parts = torch.split(hidden, [len(_request(sequence).tokens) for sequence in sequences])
+        parts = torch.split(
+            hidden, [len(request_of(sequence, PromptQuery).tokens) for sequence in sequences]
+        )
         return [
-            self._scores(_request(sequence), own, sequence)
+            self._scores(request_of(sequence, PromptQuery), own, sequence)
             for sequence, own in zip(sequences, parts, strict=True)
         ]
 
@@ -71,8 +73,3 @@ class PromptStrategy(OneRoundStrategy):
             top_values=columns[3],
             timing=sequence.timing,
         )
-
-
-def _request(sequence: SearchSequence) -> PromptQuery:
-    assert isinstance(sequence.request, PromptQuery)
-    return sequence.request

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import RankQuery, Scores
-from recserve.core.sequence import SearchSequence
+from recserve.core.sequence import SearchSequence, request_of
 from recserve.core.strategy import Draft, OneRoundStrategy, Results
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
@@ -27,21 +27,16 @@ class RankStrategy(OneRoundStrategy):
 
     def tree(self, sequences: Seq[SearchSequence]) -> Draft:
         """Returns one isolated node per candidate."""
-        return propose_branches([_request(s) for s in sequences])
+        return propose_branches([request_of(s, RankQuery) for s in sequences])
 
     def results(self, sequences: Seq[SearchSequence], draft: Draft, hidden: Tensor) -> Results:
         """Returns logits per task."""
         logits = self.model.heads(hidden).float().cpu()
-        parts = torch.split(logits, [len(_request(s).candidates) for s in sequences])
+        parts = torch.split(logits, [len(request_of(s, RankQuery).candidates) for s in sequences])
         tasks = self.model.config.tasks
         return [
             Scores(part.numpy(), tasks, s.timing) for part, s in zip(parts, sequences, strict=True)
         ]
-
-
-def _request(sequence: SearchSequence) -> RankQuery:
-    assert isinstance(sequence.request, RankQuery)
-    return sequence.request
 
 
 def propose_branches(requests: Seq[RankQuery]) -> Draft:

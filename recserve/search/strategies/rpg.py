@@ -24,14 +24,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import SearchSequence, stacked_last_hidden
+from recserve.core.sequence import SearchSequence, request_of, stacked_last_hidden
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import NOTHING, GraphWalk, best_of_all, rows_of, scores_of, search
 from recserve.models.recommender import Recommender
 from recserve.search.filters import usable_items
 from recserve.search.slates import slate_under_caps
-from recserve.search.strategies.beam import request_of
 from recserve.search.strategy import Heads, RecommendStrategy
 
 WALK_STEPS = 3
@@ -60,7 +59,7 @@ class RpgStrategy(OneRoundStrategy, RecommendStrategy):
 
     def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Finds the items of all requests together."""
-        requests = [request_of(s) for s in sequences]
+        requests = [request_of(s, SlateQuery) for s in sequences]
         log_probs = self.tables.log_probs(stacked_last_hidden(sequences))
         item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
         widened = [replace(request, k=_wanted(request)) for request in requests]

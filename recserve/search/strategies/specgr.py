@@ -29,7 +29,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Slate, SlateQuery
-from recserve.core.sequence import SearchSequence
+from recserve.core.sequence import SearchSequence, request_of
 from recserve.core.strategy import Draft, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD
@@ -326,7 +326,7 @@ def unfilled(verified: VerifiedItems, search: BeamSearch) -> list[int]:
     """Returns the numbers of the requests with fewer than k accepted items under their caps."""
     numbers = []
     for b, sequence in enumerate(search.sequences):
-        request = _request(sequence)
+        request = request_of(sequence, SlateQuery)
         rows = with_chosen(sequence, verified.rows[verified.accepted & (verified.owners == b)])
         if first_k(rows, request.caps, request.k).size < request.k:
             numbers.append(b)
@@ -362,7 +362,7 @@ def slates(search: BeamSearch, verified: VerifiedItems) -> list[Slate | Continua
         mine = every.at(every.owners == b)
         # Drop repeats: an accepted item may be a beam too, and its first place counts.
         mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
-        complete = num_alive[b] < _request(sequence).width
+        complete = num_alive[b] < request_of(sequence, SlateQuery).width
         answers.append(
             slate_under_caps(
                 sequence, mine.rows, mine.log_probs, complete, exact=False, ranked=False
@@ -374,8 +374,3 @@ def slates(search: BeamSearch, verified: VerifiedItems) -> list[Slate | Continua
 def _on_host(owners: Tensor, rows: Tensor, log_probs: Tensor, accepted: Tensor) -> VerifiedItems:
     columns = (owners, rows, log_probs.float(), accepted)
     return VerifiedItems(*(column.cpu().numpy() for column in columns))
-
-
-def _request(sequence: SearchSequence) -> SlateQuery:
-    assert isinstance(sequence.request, SlateQuery)
-    return sequence.request

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recserve.core.draft_policy import DraftRecord, best_option
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import SearchSequence
+from recserve.core.sequence import SearchSequence, request_of
 from recserve.core.slate_tree import Origin
 from recserve.core.strategy import Draft, Results
 from recserve.kernels.host import on_device
@@ -31,7 +31,7 @@ from recserve.models.item_heads import Calibration, DraftPlan, SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search.beam_search import NO_BOUND, BeamSearch, HeadScores, descend
 from recserve.search.dense_candidates import score_ready_candidates, unscored_candidate_keys
-from recserve.search.strategies.beam import BeamStrategy, request_of
+from recserve.search.strategies.beam import BeamStrategy
 from recserve.search.strategies.slate_trees import trace_round
 from recserve.search.strategy import Heads
 from recserve.search.trie_prefixes import PrefixDraft
@@ -217,7 +217,7 @@ class SpeculativeStrategy(BeamStrategy):
             return True
         if self.watch.paused:
             return self.watch.allows()
-        return any(self.plan(request_of(sequence)).margin for sequence in sequences)
+        return any(self.plan(request_of(sequence, SlateQuery)).margin for sequence in sequences)
 
 
 def draft_plan(calibration: Calibration | None, width: int, k: int) -> DraftPlan:

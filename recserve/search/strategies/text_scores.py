@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import Scores, TextScoreQuery
-from recserve.core.sequence import SearchSequence
+from recserve.core.sequence import SearchSequence, request_of
 from recserve.core.strategy import Draft, OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import merge, root_branch
@@ -31,11 +31,13 @@ class TextScoreStrategy(OneRoundStrategy):
 
     def tree(self, sequences: Seq[SearchSequence]) -> Draft:
         """Returns all texts at once."""
-        return propose_texts([_request(s) for s in sequences], self.model.tokens.weight.device)
+        return propose_texts(
+            [request_of(s, TextScoreQuery) for s in sequences], self.model.tokens.weight.device
+        )
 
     def results(self, sequences: Seq[SearchSequence], draft: Draft, hidden: Tensor) -> Results:
         """Returns log-probabilities after the last token of each text, one column per label."""
-        requests = [_request(s) for s in sequences]
+        requests = [request_of(s, TextScoreQuery) for s in sequences]
         values, start = list[Tensor](), 0
         for request in requests:
             # Packed index of the last token of each text.
@@ -47,11 +49,6 @@ class TextScoreStrategy(OneRoundStrategy):
             Scores(own.cpu().numpy(), tuple(map(str, request.labels)), s.timing)
             for own, request, s in zip(values, requests, sequences, strict=True)
         ]
-
-
-def _request(sequence: SearchSequence) -> TextScoreQuery:
-    assert isinstance(sequence.request, TextScoreQuery)
-    return sequence.request
 
 
 def propose_texts(requests: Seq[TextScoreQuery], device: torch.device) -> Draft:
