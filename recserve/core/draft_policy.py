@@ -364,7 +364,7 @@ class DraftPolicy:
             return math.inf
         return math.ceil(self.records[drafter].width.value * depth)
 
-    def drafted(
+    def record_drafts(
         self, drafter: str, drafts: Iterable[tuple[int, int, int]], milliseconds: float
     ) -> None:
         """Records one call of a drafter. It costs something, so it is recorded if costs count.
@@ -390,7 +390,7 @@ class DraftPolicy:
             if levels:
                 record.width.add(nodes / levels)
 
-    def stepped(self, num_texts: int, nodes: int, milliseconds: float) -> None:
+    def record_step(self, num_texts: int, nodes: int, milliseconds: float) -> None:
         """Records the time of a step without prefill, without its drafting."""
         if self._cost is None:
             return

@@ -303,10 +303,10 @@ class Engine:
                     self._changed.wait()
                 if self._closing and not self.queue:
                     return
-            self._watch.stepped()
+            self._watch.note_step()
             with torch.inference_mode():
                 while self._step():
-                    self._watch.stepped()
+                    self._watch.note_step()
 
     def _abandon(self, error: EngineStopped) -> None:
         """Fails all requests, of which none can get a result any more."""

@@ -231,7 +231,7 @@ class Metrics:
         """Counts one failed request."""
         self.failed.labels(reason if reason in self.reasons else "other").inc()
 
-    def degraded(self, codes: Iterable[str]) -> None:
+    def count_degraded(self, codes: Iterable[str]) -> None:
         """Counts the codes of `degraded` of one answer."""
         for code in codes:
             self._degraded.labels(code if code in DEGRADED else "other").inc()
@@ -262,7 +262,7 @@ class Metrics:
             self.text_seconds.observe(seconds)
             self.text_queue.observe(queue_seconds)
 
-    def drafted(self, drafter: str, counts: Drafted) -> None:
+    def count_drafts(self, drafter: str, counts: Drafted) -> None:
         """Counts the drafts of one text request. `drafter` is the name of a loaded drafter."""
         if not counts.num_drafts:
             return

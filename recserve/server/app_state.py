@@ -284,7 +284,7 @@ def finished(trace: Trace, answer: A | Exception) -> A:
     """Records an answer in the trace and returns it; raises it if it is an error."""
     if isinstance(answer, Exception):
         raise answer
-    trace.answered(getattr(answer, "timing_ms", None), getattr(answer, "strategy", "none"))
+    trace.record_answer(getattr(answer, "timing_ms", None), getattr(answer, "strategy", "none"))
     trace.degraded.extend(getattr(answer, "degraded", ()))
     return answer
 

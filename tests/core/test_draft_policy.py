@@ -41,12 +41,12 @@ def taught(
         for _ in range(2000):
             for together in (1, 2, 4):
                 taken_ms = together * levels * draft_ms
-                policy.drafted(name, [chain(levels)] * together, taken_ms)
+                policy.record_drafts(name, [chain(levels)] * together, taken_ms)
             accepted = int((random.random(levels) < chance).cumprod().sum())
             policy.record(name).add(accepted, levels, accepted)
     for texts in (1, 2, 4, 8, 16, 32, 64, 128):
-        policy.stepped(texts, texts, cost(texts))
-        policy.stepped(texts, 2 * texts, cost(2 * texts))
+        policy.record_step(texts, texts, cost(texts))
+        policy.record_step(texts, 2 * texts, cost(2 * texts))
     return policy
 
 
@@ -127,7 +127,7 @@ def test_every_drafter_is_tried_once_even_where_drafts_never_pay():
     policy = DraftPolicy(ARITHMETIC)
     counts = {"left": 8, "right": 8}
     assert policy.depths(counts, 16, 0) == {"left": 0, "right": 0}
-    policy.stepped(16, 16, ARITHMETIC(16))
+    policy.record_step(16, 16, ARITHMETIC(16))
     assert min(policy.depths(counts, 16, 0).values()) > 0
     assert policy.depths(counts, 16, 0) == {"left": 0, "right": 0}
 
@@ -146,10 +146,10 @@ def test_it_learns_while_it_serves():
         depth = min(policy.depths({"d": 1}, 1, 0)["d"], 4)
         used.append(depth)
         if depth:
-            policy.drafted("d", [chain(depth, depth)], 0.0)
+            policy.record_drafts("d", [chain(depth, depth)], 0.0)
             accepted = int((random.random(depth) < chance).cumprod().sum())
             policy.record("d").add(accepted, depth, accepted)
-        policy.stepped(1, 1 + depth, cost(1 + depth))
+        policy.record_step(1, 1 + depth, cost(1 + depth))
     before, bad, after = np.mean(used[500:1000]), np.mean(used[1500:2000]), np.mean(used[2800:])
     assert before > 3.5 and bad < 0.5 and after > 3.0
 
@@ -165,10 +165,10 @@ def test_trials_of_a_drafter_that_never_hits_take_a_hundredth_of_the_time(count)
         if depth:
             trials += 1
             lost_ms += 4.0 + step_ms - ARITHMETIC(count)
-            policy.drafted("d", [chain(depth, depth)] * count, 4.0)
+            policy.record_drafts("d", [chain(depth, depth)] * count, 4.0)
             for _ in range(count):
                 policy.record("d").add(0, depth, 0)
-        policy.stepped(count, count * (1 + depth), step_ms)
+        policy.record_step(count, count * (1 + depth), step_ms)
     share = lost_ms / (steps * ARITHMETIC(count) + lost_ms)
     assert trials > 5 and share <= 1.2 * TRIAL_SHARE
 
@@ -179,8 +179,8 @@ def test_a_drafter_that_finds_nothing_is_seldom_called():
         depth = policy.depths({"d": 1}, 1, 0)["d"]
         if depth:
             called += 1
-            policy.drafted("d", [chain(0, depth)], 5.0)
-        policy.stepped(1, 1, 20.0)
+            policy.record_drafts("d", [chain(0, depth)], 5.0)
+        policy.record_step(1, 1, 20.0)
     assert 1 < called < 80
 
 
@@ -192,19 +192,19 @@ def test_the_time_of_a_step_outside_the_network_counts():
     policy = taught(cost, {"d": (0.6, 4)})
     assert depths_of(policy, {"d": 1}, {"d": 4}) == {"d": 0}
     for _ in range(100):
-        policy.stepped(1, 1, 51.0)
-        policy.stepped(1, 5, cost(5) + 50.0)
+        policy.record_step(1, 1, 51.0)
+        policy.record_step(1, 5, cost(5) + 50.0)
     assert depths_of(policy, {"d": 1}, {"d": 4}) == {"d": 4}
     for _ in range(100):
-        policy.stepped(1, 5, cost(5) + 250.0)
+        policy.record_step(1, 5, cost(5) + 250.0)
     assert depths_of(policy, {"d": 1}, {"d": 4}) == {"d": 0}
 
 
 def test_one_step_that_was_interrupted_changes_little():
     policy = DraftPolicy(ROOFLINE)
     for _ in range(32):
-        policy.stepped(1, 1, 20.0)
-    policy.stepped(1, 1, 2000.0)
+        policy.record_step(1, 1, 20.0)
+    policy.record_step(1, 1, 2000.0)
     slope, shift = policy._step_ms(1, False)
     assert shift + slope * 20.0 <= 22.0
 
@@ -233,7 +233,7 @@ def test_expected_tokens_follow_from_the_frequencies():
     policy = DraftPolicy(ROOFLINE)
     stats = policy.record("d")
     for number in range(6000):
-        policy.drafted("d", [chain(3)], 3.0)
+        policy.record_drafts("d", [chain(3)], 3.0)
         policy.record("d").add((0, 1, 2)[number % 3], 3, (0, 1, 2)[number % 3])
     gains = stats.gains()
     assert gains[:4] == pytest.approx([0.0, 2 / 3, 1.0, 1.0], abs=0.05)
@@ -264,7 +264,7 @@ def test_a_drafter_without_a_budget_is_not_called():
     )
     request = TextQuery(np.array(prompt), params, Speculation("wrong"))
     policy = taught(Cost((1, 1000), (1.0, 1e6)), {"wrong": (0.01, 3)})
-    policy.stepped = lambda *_: None  # the stated costs hold, whatever a step takes here
+    policy.record_step = lambda *_: None  # the stated costs hold, whatever a step takes here
     engine.schedulers["text"]._proposer.policy = policy
     answer = engine.run(request)
     assert len(answer.tokens) > 50

@@ -75,10 +75,10 @@ def aware(drafter: Drafter, load: int, busy: float, steps: int) -> float:
         depth = min(allowed, LEVELS)
         accepted, step, drafting = world.step(depth)
         if allowed:
-            policy.drafted("d", [(min(allowed, FULL), depth, depth)] * load, drafting)
+            policy.record_drafts("d", [(min(allowed, FULL), depth, depth)] * load, drafting)
             for own in accepted.tolist():
                 policy.record("d").add(own, depth, own)
-        policy.stepped(load, load * (1 + depth), step)
+        policy.record_step(load, load * (1 + depth), step)
     return world.rate
 
 

@@ -271,10 +271,10 @@ def test_step_watch_counts_from_the_last_sign_of_progress():
     now = [10.0]
     watch = StepWatch(lambda: now[0])
     assert watch.seconds == 0
-    watch.stepped()
+    watch.note_step()
     now[0] = 13.0
     assert watch.seconds == 3
-    watch.stepped()
+    watch.note_step()
     assert watch.seconds == 0
     watch.idle()
     now[0] = 99.0

@@ -37,11 +37,11 @@ def served(vllm_model: str | None = None) -> Metrics:
     counts = SpeculationCounts()
     for accepted in (2, 0, 3):
         counts.add(4, accepted)
-    metrics.drafted("ngram", counts)
-    metrics.drafted("suffix", counts)
+    metrics.count_drafts("ngram", counts)
+    metrics.count_drafts("suffix", counts)
     metrics.text_tokens(7, 11)
-    metrics.degraded(["cold_start", "fewer_than_k"])
-    metrics.degraded(["a code of an arm's server"])
+    metrics.count_degraded(["cold_start", "fewer_than_k"])
+    metrics.count_degraded(["a code of an arm's server"])
     metrics.first_token.observe(0.02)
     metrics.inter_token.observe(0.004)
     metrics.token_seconds.observe(0.003)
@@ -120,6 +120,6 @@ def test_random_input_adds_no_series():
         metrics.request(word, rng.choice(("beam", word)), rng.random())
         metrics.request("/v1/recommend", word, rng.random())
         metrics.failure(word)
-        metrics.degraded([word])
+        metrics.count_degraded([word])
         metrics.texts_ended([word, None, "stop"], rng.random(), rng.random())
     assert set(samples(metrics)) == before

@@ -148,7 +148,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         assert trees.round is not None and trees.round.part is not None
         return trees.round.part
 
-    def prefilled(self, chunks: Seq[Chunk[SearchSequence]], states: Seq[Tensor]) -> None:
+    def finish_prefill(self, chunks: Seq[Chunk[SearchSequence]], states: Seq[Tensor]) -> None:
         """Caches complete roots, whose requests may start. Roots that are not finite fail."""
         flawed = list[SearchSequence]()
         for chunk, own in zip(chunks, states, strict=True):

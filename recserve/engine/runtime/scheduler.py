@@ -143,7 +143,7 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """Returns trees with their slots."""
 
     @abstractmethod
-    def prefilled(self, chunks: Seq[Chunk[SequenceT]], states: Seq[Any]) -> None:
+    def finish_prefill(self, chunks: Seq[Chunk[SequenceT]], states: Seq[Any]) -> None:
         """Marks chunks as computed, and caches the prefixes that are complete."""
 
     @abstractmethod
@@ -247,7 +247,7 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
                 pieces = [self.chunk_slice(chunk) for chunk in chunks] + pieces
             states, count = self.forward(pieces), len(chunks)
             if chunks:
-                self.prefilled(chunks, states[:count])
+                self.finish_prefill(chunks, states[:count])
             for one, piece, own in zip(trees, pieces[count:], states[count:], strict=True):
                 self.verify(one, piece, own)
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3

@@ -16,7 +16,7 @@ class StepWatch:
         self._clock = clock
         self._since_s: float | None = None
 
-    def stepped(self) -> None:
+    def note_step(self) -> None:
         """Notes that a step begins, or that one has ended and the next one begins."""
         self._since_s = self._clock()
 

@@ -95,18 +95,18 @@ class DraftProposer:
                 refused += [(sequence, error) for sequence in sequences]
         return refused
 
-    def stepped(self) -> None:
+    def record_step(self) -> None:
         """Records the time of the step that verified the last drafts, once."""
         if self._num_nodes:
             taken_ms = (self._now() - self._began_s - self._drafting_s) * 1e3
-            self.policy.stepped(self._num_texts, self._num_nodes, taken_ms)
+            self.policy.record_step(self._num_texts, self._num_nodes, taken_ms)
             self._num_nodes = 0
 
     def step_failed(self) -> None:
         """Forgets the time of a step that raised an error."""
         self._num_nodes = 0
 
-    def verified(self, sequence: TextSequence, draft: TextDraft, accepted: int) -> None:
+    def record_outcome(self, sequence: TextSequence, draft: TextDraft, accepted: int) -> None:
         """Records how many levels of a draft were accepted."""
         name = sequence.request.speculation.drafter
         self.policy.record(name).add(accepted, draft.levels, accepted)
@@ -190,7 +190,7 @@ class DraftProposer:
                 continue
             drafts[sequence] = draft
             self.called.add(sequence)
-        self.policy.drafted(name, within, taken_s * 1e3)
+        self.policy.record_drafts(name, within, taken_s * 1e3)
         return refused
 
 

@@ -137,7 +137,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def settle(self) -> None:
         """Ends texts whose deadline has passed, and those whose prompt is not finite."""
-        self._proposer.stepped()
+        self._proposer.record_step()
         if self._flawed:
             flawed, self._flawed = self._flawed, []
             self._end([(sequence, NotFinite()) for sequence in flawed if sequence.pages])
@@ -202,7 +202,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._commit(trees[0], outputs.paths(), states, outputs.logits, last_hidden)
         return True
 
-    def prefilled(self, chunks: Seq[Chunk[TextSequence]], states: Seq[StepStates]) -> None:
+    def finish_prefill(self, chunks: Seq[Chunk[TextSequence]], states: Seq[StepStates]) -> None:
         """Caches what is computed of each prompt, with the drafter's entries.
 
         On a CUDA device, a check for finite values would make the host wait. There the text's first
@@ -346,7 +346,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
             if draft.num_nodes:
                 sequence.counts.add(draft.num_candidates, used, draft.levels)
-                self._proposer.verified(sequence, draft, len(path) - 1)
+                self._proposer.record_outcome(sequence, draft, len(path) - 1)
             if ended:
                 self._cache_prefix(sequence)
                 self._end([(sequence, sequence.completion())])

@@ -57,7 +57,7 @@ class Circuit:
                 )
             self._next_probe_s = self._clock() + self.probe_s
 
-    def failed(self) -> None:
+    def count_failure(self) -> None:
         """Counts a failure."""
         with self._lock:
             if self._next_probe_s is not None:
@@ -67,7 +67,7 @@ class Circuit:
                 log.error("the history store %s; requests go on without histories", self.trouble)
                 self._next_probe_s = self._clock() + self.probe_s
 
-    def succeeded(self) -> None:
+    def count_success(self) -> None:
         """Counts a success."""
         with self._lock:
             if self._next_probe_s is not None:

@@ -80,7 +80,7 @@ class CircuitBreaker(HistoryStore):
             answer = function()
         except StoreUnavailable:
             if self._clock() - began_s >= SLOW_S:
-                self.circuit.failed()
+                self.circuit.count_failure()
             raise
-        self.circuit.succeeded()
+        self.circuit.count_success()
         return answer

@@ -49,17 +49,17 @@ class TimedReads:
         wait((read,), self.timeout_s)
         if not read.done():
             read.cancel()
-            self.circuit.failed()
+            self.circuit.count_failure()
             raise StoreUnavailable(f"no answer within {1e3 * self.timeout_s:g} ms")
         try:
             history = read.result()
         except StoreUnavailable:
-            self.circuit.failed()
+            self.circuit.count_failure()
             raise
         except CorruptHistory:
-            self.circuit.succeeded()
+            self.circuit.count_success()
             raise
-        self.circuit.succeeded()
+        self.circuit.count_success()
         return history
 
     def close(self) -> None:

@@ -59,16 +59,16 @@ class TextArm(Generic[T]):
         """
         if self.draw is None or self.draw.arm is None or not is_misfit(error, self.draw.arm):
             return None
-        self.failed(error)
+        self.record_failure(error)
         reason = f"the arm does not fit: {error}"
         trace.experiment = msgspec.structs.replace(self.draw.label, arm=None, reason=reason)
         return TextArm(None, body, trace.experiment)
 
-    def answered(self, num_tokens: int) -> None:
+    def record_answer(self, num_tokens: int) -> None:
         """Records a complete text."""
         self._record(ArmResult(time.monotonic() - self.began_s, empty=not num_tokens))
 
-    def failed(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Records an error, unless the client is at fault."""
         arm = None if self.draw is None else self.draw.arm
         if counts_as_failure(error) or (arm is not None and is_misfit(error, arm)):

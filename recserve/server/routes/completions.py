@@ -69,7 +69,7 @@ async def _answer(app_state: AppState, request: Request, body: B, begin: Begin[B
     except Exception as error:
         plain = arm.without_misfit(error, trace, body)
         if plain is None:
-            arm.failed(error)
+            arm.record_failure(error)
             raise
         arm = plain
         work = await prepared(arm.body)
@@ -78,9 +78,9 @@ async def _answer(app_state: AppState, request: Request, body: B, begin: Begin[B
     def count() -> None:
         usage = work.usage()
         app_state.metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
-        app_state.metrics.drafted(work.speculation.drafter, work.drafted())
+        app_state.metrics.count_drafts(work.speculation.drafter, work.drafted())
         timing_ms = work.timing_ms()
-        trace.answered(timing_ms)
+        trace.record_answer(timing_ms)
         reasons = [stream.finish_reason for stream in work.streams]
         seconds = time.monotonic() - trace.began_s
         app_state.metrics.texts_ended(reasons, seconds, timing_ms.queue / 1e3)
@@ -89,9 +89,9 @@ async def _answer(app_state: AppState, request: Request, body: B, begin: Begin[B
     def end(error: BaseException | None) -> None:
         count()
         if error is None:
-            arm.answered(work.usage().completion_tokens)
+            arm.record_answer(work.usage().completion_tokens)
         else:
-            arm.failed(error)
+            arm.record_failure(error)
 
     if body.stream:
         return await EventStream(request, work, pieces, deadline_s, end).begin()

@@ -258,7 +258,7 @@ class Connection(HttpToolsProtocol):
         self._watch()
 
     def _feed(self, data: memoryview) -> None:
-        self._header_count.fed(len(data))
+        self._header_count.add(len(data))
         try:
             self.parser.feed_data(data)
             self._header_count.check()

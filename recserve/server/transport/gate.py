@@ -190,7 +190,7 @@ class Gate:
         if trace.timing_ms is not None:
             stages = {n: getattr(trace.timing_ms, n) for n in trace.timing_ms.__struct_fields__}
             self.metrics.stages(stages)
-        self.metrics.degraded(trace.degraded)
+        self.metrics.count_degraded(trace.degraded)
         for record in self.recorders:
             record(scope, trace)
 

@@ -40,7 +40,7 @@ class HeaderCount:
         """Resets the unreported bytes: they belonged to the body."""
         self._num_unreported = 0
 
-    def fed(self, size: int) -> None:
+    def add(self, size: int) -> None:
         """Counts bytes that the parser is about to read.
 
         Args:

@@ -79,7 +79,7 @@ class Trace:
             raise InvalidRequest("X-Request-Id", message)
         self.request_id = request_id
 
-    def answered(self, timing_ms: TimingMs | None, strategy: str = "none") -> None:
+    def record_answer(self, timing_ms: TimingMs | None, strategy: str = "none") -> None:
         """Records the answer of a model: its times and its strategy."""
         self.timing_ms, self.strategy = timing_ms, strategy
         self.answered_s = time.monotonic()
