@@ -34,8 +34,8 @@ from tests.support.grids import chosen
 from tests.support.paths import DATA
 
 BEAUTY = DATA / "amazon-beauty"
-# Users that are compared, and users whose events the models are trained on.
-SIZES = {"60": (60, 1000), "2000": (2000, None)}
+# Users that are compared, users whose events the models are trained on, and epochs of the head.
+SIZES = {"60": (60, 1000, 16), "2000": (2000, None, 2)}
 QUIET = Console(quiet=True)
 
 pytestmark = pytest.mark.skipif(not BEAUTY.is_dir(), reason=f"no Amazon Beauty at {BEAUTY}")
@@ -52,8 +52,8 @@ def events_of(users: int | None, folder: Path) -> Path:
     return folder / "events.parquet"
 
 
-def trained(folder: Path, users: int | None) -> Bundle:
-    """Beauty with a small recommender after one epoch, and a head distilled for one."""
+def trained(folder: Path, users: int | None, head_epochs: int) -> Bundle:
+    """Beauty with a small recommender after one epoch, and a head distilled from it."""
     out = folder / "bundle"
     items, events = BEAUTY / "items.parquet", events_of(users, folder)
     options = BuildOptions(items, events, out, text_dim=48, collaborative_dim=0, levels=3)
@@ -69,7 +69,8 @@ def trained(folder: Path, users: int | None) -> Bundle:
     )
     train_recommender(opened, TrainOptions(device="cpu"), recipe, QUIET)
     opened = Bundle.open(out)
-    drafter = DrafterRecipe(validation_users=20, validation_width=10, schedule=Schedule(1, 5e-3))
+    schedule = Schedule(head_epochs, 5e-3)
+    drafter = DrafterRecipe(validation_users=20, validation_width=10, schedule=schedule)
     train_drafter(opened, TrainOptions(device="cpu"), drafter, QUIET)
     return Bundle.open(out)
 
@@ -77,8 +78,8 @@ def trained(folder: Path, users: int | None) -> Bundle:
 @pytest.fixture(scope="module", params=chosen(SIZES, "60"))
 def asked(request, tmp_path_factory):
     """The engine, and a function from beam width and strategy to one request per user."""
-    num_users, num_trained = request.param
-    bundle = trained(tmp_path_factory.mktemp("beauty"), num_trained)
+    num_users, num_trained, head_epochs = request.param
+    bundle = trained(tmp_path_factory.mktemp("beauty"), num_trained, head_epochs)
     catalog = bundle.catalog()
     codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
     vectors = torch.from_numpy(catalog.vectors)
