@@ -50,7 +50,7 @@ class Sequence:
         num_computed: Tokens at its beginning with keys and values.
         last_hidden: [E] state of the last of them. None if it is not known.
         timing: Time and work so far.
-        flawed: Whether a state or score of it is not finite. It then fails.
+        flawed: Whether a state or a score is not finite. Such a request fails.
     """
 
     request: Any

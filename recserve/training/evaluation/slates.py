@@ -195,7 +195,7 @@ def popularity_slates(
     """Returns slates of the most frequent items, the same for every user unless filtered.
 
     Args:
-        counts: [I] training events of each item. Of equally frequent items, the first row wins.
+        counts: [I] training events of each item. Equally frequent items keep their order.
         cases: The cases.
         which: Numbers of n cases.
         k: Number of items in a slate.

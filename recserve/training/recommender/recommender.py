@@ -97,7 +97,7 @@ class RecommenderRecipe:
         """Factor of the decoder's input."""
         return float(self.hidden_size**0.5) if self.scale_input else 1.0
 
-    def scaled(self) -> Schedule:
+    def scaled_schedule(self) -> Schedule:
         """Returns the schedule with the learning rates of a scaled input."""
         if not self.scale_input:
             return self.schedule
@@ -255,7 +255,7 @@ def train_recommender(
     events = bundle.events()
     trainee = RecommenderTrainee(recipe, bundle.catalog(), events, options.seed, device)
     directory = bundle.directory("recommender")
-    report = fit(trainee, recipe.scaled(), options, directory, console)
+    report = fit(trainee, recipe.scaled_schedule(), options, directory, console)
     save_recommender(trainee.model, directory)
     save_graph(trainee.model, trainee.codes, directory)
     bundle.commit("recommender", section(recipe, options, report))

@@ -46,13 +46,14 @@ class Product(nn.Module):
         return ((read - torch.arange(6.0).reshape(2, 3)) ** 2).sum()
 
 
-def test_a_scaled_rate_learns_like_a_scaled_input() -> None:
+@pytest.mark.parametrize("size, scale", [(16, 4.0), (64, 8.0)])
+def test_a_scaled_rate_learns_like_a_scaled_input(size: int, scale: float) -> None:
     """Twenty steps of AdamW with weight decay: table * scale and a scaled table stay equal."""
-    start, scale = torch.tensor([[0.1, -0.2, 0.3], [0.4, 0.1, -0.1]]), 4.0
-    recipe = replace(SMALL, schedule=Schedule(1, 0.05, weight_decay=0.3))
+    start = torch.tensor([[0.1, -0.2, 0.3], [0.4, 0.1, -0.1]])
+    recipe = replace(SMALL, hidden_size=size, schedule=Schedule(1, 0.05, weight_decay=0.3))
     assert recipe.input_scale == scale
     factor, rate = Product(start, scale), Product(start * scale, 1.0)
-    for model, schedule in ((factor, recipe.schedule), (rate, recipe.scaled())):
+    for model, schedule in ((factor, recipe.schedule), (rate, recipe.scaled_schedule())):
         (optimizer,) = build_optimizers(model, schedule)
         for group in optimizer.param_groups:  # as the loop sets it at each step
             group["lr"] = schedule.learning_rate * group["rate"]
