@@ -26,17 +26,24 @@ from benchmarks.support.timing import alternating, machine
 from recserve.kernels.linear import int8
 from recserve.kernels.linear.int8 import Int8Weight
 from recserve.kernels.linear.panels import Panels
-from recserve.kernels.linear.products import OneDnnWeight, onednn_packs
+from recserve.kernels.linear.products import ROWS, OneDnnProduct, onednn_multiplies
 from recserve.kernels.native import native
 
 Product = Callable[[Tensor], Tensor]
 
 
 def torch_product(weight: Tensor) -> Product:
-    """Returns torch's fastest product with a weight [n, m]."""
-    if onednn_packs(weight.dtype):
-        return OneDnnWeight(weight, None)
+    """Returns the product with a weight [n, m] where C does not multiply."""
+    if onednn_multiplies(weight.dtype):
+        return OneDnnProduct(weight, None)
     return lambda x: F.linear(x, weight)
+
+
+def onednn_bfloat16(weight: Tensor) -> Product:
+    """Returns oneDNN's product of bfloat16, whose bits depend on the number of rows with AMX."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return lambda x: multiply(x, packed, None, "none", [], "")
 
 
 def methods(size: int, inner: int, copies: int) -> dict[str, tuple[torch.dtype, list[Product]]]:
@@ -47,6 +54,8 @@ def methods(size: int, inner: int, copies: int) -> dict[str, tuple[torch.dtype, 
         weights = [torch.randn(size, inner, generator=draw).to(dtype) for _ in range(copies)]
         name = str(dtype).removeprefix("torch.")
         found[f"{name}, torch"] = dtype, [torch_product(w) for w in weights]
+        if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            found["bfloat16, oneDNN (not served)"] = dtype, [onednn_bfloat16(w) for w in weights]
         if native.library() is not None:
             found[f"{name}, C"] = dtype, [Panels.of(w, None) for w in weights]
             if dtype == torch.float32:

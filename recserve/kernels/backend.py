@@ -3,7 +3,7 @@
 On a CPU C computes what it supports, and torch computes the rest. `linear/products.py` has the rule
 of the products. The environment variable `RECSERVE_KERNELS` overrides the choice:
 
-- `c` runs everything that C supports in C, also bfloat16 products on a processor with AMX.
+- `c` is the default on a CPU: everything that C supports runs in C.
 - `torch` runs the plain torch references on CUDA and on a CPU, to check a suspected kernel.
 - `triton` runs the Triton kernels everywhere, interpreted, in tests.
 """

@@ -1,8 +1,7 @@
 """Packs weights in the layout of the fastest matrix products, for serving on a CPU.
 
-The products are those of `kernels/linear/panels.py`, whose rows do not depend on the number of
-rows, or oneDNN's (`kernels/linear/products.py` has the rule). oneDNN uses different arithmetic for
-a single row over long sums. `keep_rows_alike` turns this off.
+`kernels/linear/products.py` has the rule of who multiplies. A row of a product has the same bits
+for any number of rows.
 
 Weights can also be stored in a format of `kernels/linear/formats.py`, on any device. C and Triton
 multiply them as they are where they have kernels for it. Elsewhere every product decodes the
@@ -18,7 +17,12 @@ from recserve.kernels.decoder.decoder import LayerShape, LayerWeights, NativeLay
 from recserve.kernels.linear import products
 from recserve.kernels.linear.formats import FORMATS
 from recserve.kernels.linear.panels import Panels
-from recserve.kernels.linear.products import OneDnnWeight, Product, onednn_packs, stored_product
+from recserve.kernels.linear.products import (
+    OneDnnProduct,
+    Product,
+    onednn_multiplies,
+    stored_product,
+)
 from recserve.kernels.native.native import LANES
 from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
@@ -28,7 +32,6 @@ class PackedLinear(nn.Module):
     """nn.Linear for inference: x W^T + b, with W in the layout of the fastest product.
 
     Attributes:
-        never_alone: Whether torch computes a single row as two equal rows.
         shape: (n, m) of the weight.
         dtype: Type of the weight before packing, which is that of the activations.
         stored: Format of the packed weight. None means the weight's own type.
@@ -48,7 +51,6 @@ class PackedLinear(nn.Module):
             stored: Format of the packed weight. None means the weight's own type.
         """
         super().__init__()
-        self.never_alone = False
         self.shape = weight.shape[0], weight.shape[1]
         self.dtype, self.stored = weight.dtype, stored
         weight, bias = weight.detach(), None if bias is None else bias.detach()
@@ -63,21 +65,18 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiplies x [..., m] and returns [..., n]."""
-        alone = self.never_alone and x.numel() == x.shape[-1]
-        if alone and self.panels is None:
-            return self._product(x.reshape(1, -1).repeat(2, 1))[:1].view(*x.shape[:-1], -1)
         return self._product(x)
 
 
-def _packed(weight: Tensor, bias: Tensor | None) -> Panels | OneDnnWeight:
+def _packed(weight: Tensor, bias: Tensor | None) -> Panels | OneDnnProduct:
     if products.runs_in_c(weight):
         return Panels.of(weight, bias)
-    return OneDnnWeight(weight, bias)
+    return OneDnnProduct(weight, bias)
 
 
 def packable(weight: Tensor) -> bool:
     """Returns whether this machine can pack a weight [n, m]."""
-    return weight.is_cpu and (onednn_packs(weight.dtype) or products.runs_in_c(weight))
+    return weight.is_cpu and (onednn_multiplies(weight.dtype) or products.runs_in_c(weight))
 
 
 @torch.no_grad()
@@ -144,9 +143,7 @@ def pack_layers(model: nn.Module, *names: str) -> None:
 
 
 def keep_rows_alike(model: nn.Module) -> None:
-    """Makes a row's bits independent of other rows in packed layers and SiLU."""
+    """Makes the bits of SiLU independent of an element's position, as those of products are."""
     for module in model.modules():
-        if isinstance(module, PackedLinear):
-            module.never_alone = True
-        elif isinstance(module, Silu):
+        if isinstance(module, Silu):
             module.placeless = True

@@ -19,7 +19,7 @@ from recserve.kernels.attention.cpu import CpuTreeAttention
 from recserve.kernels.linear import int8
 from recserve.kernels.linear.int8 import Int8Weight
 from recserve.kernels.linear.panels import Panels
-from recserve.kernels.linear.products import DecodedProduct, OneDnnWeight, onednn_packs
+from recserve.kernels.linear.products import DecodedProduct, OneDnnProduct, onednn_multiplies
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain, root_branch
 from recserve.kernels.tree_batch import TreeBatch
@@ -107,8 +107,8 @@ def _products(dtype: torch.dtype, pair: Callable[[Tensor], tuple[Product, Produc
 
 
 def _plain_pair(weight: Tensor) -> tuple[Product, Product]:
-    if onednn_packs(weight.dtype):
-        return Panels.of(weight, None), OneDnnWeight(weight, None)
+    if onednn_multiplies(weight.dtype):
+        return Panels.of(weight, None), OneDnnProduct(weight, None)
     return Panels.of(weight, None), functools.partial(F.linear, weight=weight)
 
 

@@ -26,8 +26,7 @@ def rule() -> str:
     why = _without_c(torch.float32)
     if why is not None:
         return f"torch: {why}"
-    said = f"C, compiled for {processor.instruction_set()}"
-    return f"{said}; bfloat16 products in torch, which uses AMX" if processor.has_amx() else said
+    return f"C, compiled for {processor.instruction_set()}"
 
 
 def measured() -> str:
@@ -82,8 +81,6 @@ def _kernels(runner: Runner) -> dict[str, str]:
 
 def _why_torch(module: PackedLinear) -> str:
     why = _without_c(module.dtype)
-    if why is None and module.dtype == torch.bfloat16 and processor.has_amx():
-        why = "oneDNN uses AMX"
     if why is None and module.stored is not None and FORMATS[module.stored].open().panels is None:
         why = f"C has no products of {module.stored}"
     return why or f"C has no products of {module.shape[1]} inputs"

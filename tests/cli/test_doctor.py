@@ -5,7 +5,6 @@ import pytest
 from recserve.cli import doctor
 from recserve.kernels import backend
 from recserve.kernels.native import native, processor
-from recserve.kernels.native.processor import Processor
 from recserve.service import kernel_comparison
 from tests.support.tiny_llm import tiny_llm
 
@@ -29,11 +28,7 @@ def test_who_computes_is_shown(monkeypatch):
     monkeypatch.setattr(backend, "FORCED", "auto")
     monkeypatch.setattr(native, "library", lambda: object())
     monkeypatch.setattr(processor, "instruction_set", lambda: "x86-64-v4-bf16")
-    flags = set()
-    monkeypatch.setattr(processor, "processor", lambda: Processor("a test", frozenset(flags)))
     assert doctor.check_kernels().detail == "C, compiled for x86-64-v4-bf16"
-    flags.add("amx_bf16")
-    assert doctor.check_kernels().detail.endswith("bfloat16 products in torch, which uses AMX")
     monkeypatch.setattr(native, "library", lambda: None)
     assert doctor.check_kernels().detail.startswith("torch: no compiled C kernels")
     monkeypatch.setattr(backend, "FORCED", "torch")

@@ -1,4 +1,4 @@
-"""Packed weights: the same products, and rows that do not know how many others there are."""
+"""Packed weights: the products of the plain ones. tests/engine/test_company.py has the bits."""
 
 import copy
 
@@ -49,36 +49,6 @@ def test_products(inner, outer, dtype):
         assert got.dtype == dtype and got.shape == exact.shape
         scale = max(inner**0.5, 8) * torch.finfo(dtype).eps
         torch.testing.assert_close(got.double(), exact, atol=16 * scale, rtol=scale)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("inner,outer", [(384, 1280), (1024, 2048), (64, 512)])
-def test_a_row_does_not_depend_on_the_number_of_rows(inner, outer, dtype):
-    skip_unless_packable(dtype)
-    g = torch.Generator().manual_seed(1)
-    layer = PackedLinear(torch.randn(outer, inner, generator=g).to(dtype))
-    # oneDNN has, on some processors, an arithmetic of its own for a single row.
-    layer.never_alone = layer.panels is None
-    x = torch.randn(300, inner, generator=g).to(dtype)
-    whole = layer(x)
-    for rows in (1, 2, 3, 5, 6, 8, 15, 16, 17, 33, 64, 128):
-        assert torch.equal(layer(x[:rows]), whole[:rows]), rows
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("inner", [2048, 2816, 4096])
-def test_over_long_sums_two_rows_are_as_many_and_one_is_not_alone_if_asked(inner, dtype):
-    skip_unless_packable(dtype)
-    g = torch.Generator().manual_seed(1)
-    layer = PackedLinear(torch.randn(256, inner, generator=g).to(dtype))
-    x = torch.randn(300, inner, generator=g).to(dtype)
-    whole = layer(x)
-    for rows in (2, 3, 6, 16, 17, 64, 128):
-        assert torch.equal(layer(x[:rows]), whole[:rows]), rows
-    layer.never_alone = True
-    ones = [layer(row) for row in x.split(1)]
-    assert torch.equal(torch.cat(ones), whole)
-    assert torch.equal(layer(x[7]), whole[7])
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from recserve.kernels.native import processor
+from recserve.kernels.linear import products
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.saving import save_language_model
@@ -19,8 +19,11 @@ DECODER = DecoderConfig(32, 2, 4, 2, 8, 64, max_positions=64)
 
 
 def prefer(monkeypatch, fastest: torch.dtype) -> None:
-    """A machine with an instruction for bfloat16 products, or without one."""
-    monkeypatch.setattr(processor, "has_bfloat16_products", lambda: fastest == torch.bfloat16)
+    """A machine where C has an instruction for bfloat16 products, or without one."""
+    halves = fastest == torch.bfloat16
+    monkeypatch.setattr(products.processor, "has_bfloat16_products", lambda: halves)
+    monkeypatch.setattr(products.backend, "FORCED", "auto")
+    monkeypatch.setattr(products, "library", lambda: object())
 
 
 @pytest.fixture

@@ -45,7 +45,11 @@ from recserve.kernels.trie.trie import LeafFilter, build_trie
 from recserve.search.trie_prefixes import ScoredTriePrefixes
 
 # Digests of the results, by level. A wanted change of the arithmetic changes them here, once.
-GOLDEN = {"x86-64-v3": "4dbcd5721cc370740b9e85e2a9b3f4b9"}
+GOLDEN = {
+    "x86-64-v3": "4dbcd5721cc370740b9e85e2a9b3f4b9",
+    "x86-64-v4": "1b582173cfce0c46d896b642580b9f1b",
+    "x86-64-v4-bf16": "53898a7eecaaee299133c4b38f388ace",
+}
 
 
 class Draws:

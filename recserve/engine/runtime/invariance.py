@@ -1,9 +1,9 @@
 """The invariant mode: the bits of a result depend on the request alone.
 
-Matrix products never compute a single row by itself (models/packing.py), and attention sums exactly
-(kernels/attention/exact.py). Whether products of two rows and of hundreds of rows agree depends on
-the machine's library, on the shapes and on the number of threads. The mode therefore tests this at
-start on the served weights, and refuses to serve where it does not hold.
+A row of a product has the same bits for any number of rows (kernels/linear/products.py), and
+attention sums exactly (kernels/attention/exact.py). Without C, the first is a property of the
+machine's library. The mode therefore tests this at start on the served weights, and refuses to
+serve where it does not hold.
 """
 
 from __future__ import annotations

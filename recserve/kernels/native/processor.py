@@ -102,11 +102,6 @@ def has_bfloat16_products() -> bool:
     return level is not None and EVERY_LEVEL[level].bfloat16
 
 
-def has_amx() -> bool:
-    """Returns whether oneDNN multiplies bfloat16 with AMX, at the best level of this processor."""
-    return has_bfloat16_products() and "amx_bf16" in processor().flags
-
-
 def missing_flags(level: str) -> list[str]:
     """Returns the flags of a level and of those below it that this processor lacks."""
     names = list(LEVELS)
