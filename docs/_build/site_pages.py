@@ -11,16 +11,24 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 MARKER = re.compile(r"<!-- generated: (\w+) -->")
-SOURCE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(?:recserve|tests|benchmarks|deploy)[^)]*\)")
+LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:)([^)#\s]+)[^)]*\)")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replaces the markers of a page and removes its links to source files."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replaces the markers of a page and removes its links to files outside the site."""
     filled = MARKER.sub(lambda found: GENERATORS[found[1]](), markdown)
-    return SOURCE_LINK.sub(r"\1", filled)
+    pages = Path(__file__).resolve().parents[1]
+    folder = (pages / page.file.src_path).parent
+
+    def shown(link: re.Match[str]) -> str:
+        inside = (folder / link[2]).resolve().is_relative_to(pages)
+        return link[0] if inside else link[1]
+
+    return LINK.sub(shown, filled)
 
 
 def command_line() -> str:
