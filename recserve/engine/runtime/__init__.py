@@ -1,1 +1,1 @@
-"""What both schedulers share: forward passes, pages, prefix cache, request queue and graphs."""
+"""What both schedulers share: the step, forward passes, request queue and CUDA graphs."""

@@ -1,7 +1,7 @@
 """Block scores of two arms: how much slower the treatment was in each time block, and their tests.
 
 If the arms are equal, swapping their names within a block changes only the sign of its score.
-`statistics.py` says how intervals come from this, and names the sources.
+`intervals.py` says how intervals come from this, and names the sources.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The four tokens of a block lie LANES apart. So TILE consecutive tokens are LANES blocks and need no
 interleaving. The logarithm uses only operations that IEEE 754 rounds exactly. So the Triton version
-(noise_kernel.py) and every machine give the same bits, which library logarithms do not.
+(triton_noise.py) and every machine give the same bits, which library logarithms do not.
 Sources: Salmon et al. 2011 (Philox, Random123); Maddison et al. 2014, section 2 (Gumbel-max).
 """
 

@@ -11,7 +11,7 @@ the bytes: it is decoded in registers between shared memory and the product.
 
 One compiled kernel exists per BLOCK_Q (blocks of 16, 32, 64 and 128 rows), for partial and for
 final results. All other constants belong to the model. Arguments that change between steps are not
-specialised. `attention_launch.py` chooses; docs/results/kernels.md gives the counts on a Hopper.
+specialised. `triton_launch.py` chooses; docs/results/kernels.md gives the counts on a Hopper.
 Reference: `reference.tree_attention`. Sources: FlashAttention-2, arXiv 2307.08691; flash-decoding.
 """
 

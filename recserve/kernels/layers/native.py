@@ -1,4 +1,4 @@
-"""Norms, RoPE and the gate in C (rows.c).
+"""Norms, RoPE and the gate in C (layers.c).
 
 torch composes a norm of seven operators and RoPE of eight.
 """
