@@ -1,4 +1,4 @@
-"""Says which models a job needs, so that each of its processes can open them by itself."""
+"""A serializable description of the models of a job, from which each worker loads them."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class Lifecycle:
 def _undisturbed() -> Iterator[None]:
     """Keeps requests fast while the block loads a bundle on another thread.
 
-    - Threads take turns more often, because a request hands over between several of them.
+    - The interpreter switches threads more often, because a request crosses several of them.
     - No garbage collection traverses the objects that are being loaded.
     """
     interval_s = sys.getswitchinterval()

@@ -22,7 +22,7 @@ LARGE_K = 256
 
 
 class Threads:
-    """Pools of threads. A store that hangs, or a slow chat template, fills its own pool only.
+    """Pools of threads. A store that hangs, or a slow chat template, cannot exhaust the other pools.
 
     Attributes:
         store: Requests for items that wait for a stored history.

@@ -75,7 +75,7 @@ class ItemParts:
         self.items.close()
         self.runtime.engine.close()
         self.runtime.histories.close()
-        # Whoever still holds this service must not keep its successors in memory.
+        # A reference to this service must not keep its successors in memory.
         self.items.successor = self.users.successor = None
 
     def described(self) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
     - Results that were noted before the error are delivered.
     - Every other request of the step is a suspect. Each suspect is tried alone, so that a request
       that makes the forward pass fail does not fail its neighbours. Those that step alone without
-      an error are cleared, and they continue together when all have been tried.
+      an error are cleared. They continue together after all suspects have run.
 
     An error may come from the device rather than from a request. Whoever catches one hands it to
     `_end` or `fail`, which look at the device before the request gets the error.

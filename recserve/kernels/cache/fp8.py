@@ -60,7 +60,7 @@ class Fp8:
 
     @property
     def dtype(self) -> torch.dtype:
-        """FP8, which stands for codes with exponents."""
+        """FP8 as a marker; what is stored are uint8 codes and exponents."""
         return FP8
 
     @property

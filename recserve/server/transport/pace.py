@@ -14,7 +14,7 @@ class TurnLimiter:
     """Makes a few calls in each turn of the event loop, in the order in which they were given.
 
     Between two turns the loop reads its connections. So what a call starts, a millisecond or two
-    each, holds up the others by a few calls' work at most.
+    each, delays other connections by at most a few calls.
 
     Attributes:
         per_turn: Calls in one turn.
