@@ -22,7 +22,7 @@ LARGE_K = 256
 
 
 class Threads:
-    """Pools of threads. A store that hangs, or a slow chat template, cannot exhaust the other pools.
+    """Pools of threads. A store that hangs, or a slow chat template, cannot exhaust the others.
 
     Attributes:
         store: Requests for items that wait for a stored history.

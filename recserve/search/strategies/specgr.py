@@ -53,7 +53,8 @@ class DraftedItems:
     Attributes:
         owners: [n] ascending request numbers.
         rows: [n] item rows.
-        keys: [m] keys (as in `ScoredTriePrefixes`) of the prefixes that the target must score for the items.
+        keys: [m] keys (as in `ScoredTriePrefixes`) of the prefixes that the target must score for
+            the items.
     """
 
     owners: Tensor
