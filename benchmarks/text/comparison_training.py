@@ -72,7 +72,8 @@ def train_all(kinds: list[str], options: argparse.Namespace, console: Console) -
         facts = {"kind": kind, "minutes": options.minutes, "clock": options.clock}
         facts |= {"target_sha256": sha256}
         if (folder / TRAINED).is_file():
-            check_facts(folder / TRAINED, facts)
+            written = json.loads((folder / TRAINED).read_text(encoding="utf-8"))
+            check_facts(str(folder / TRAINED), written, facts)
             continue
         if text is None:
             found = read_drafter_text(options.text, options.target)
@@ -110,13 +111,12 @@ def weights_of(folder: Path) -> tuple[tuple[Path, ...], Path | None]:
     return tuple(models) or (folder,), None
 
 
-def check_facts(path: Path, facts: dict[str, Any]) -> None:
-    """Ends the run if a finished file was made with other values."""
-    written = json.loads(path.read_text(encoding="utf-8"))
+def check_facts(what: str, written: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Ends the run if finished work was made with other values."""
     for name, value in facts.items():
         if written.get(name) != value:
             raise SystemExit(
-                f"{path} was made with {name} = {written.get(name)!r}, not {value!r}; use another "
+                f"{what} was made with {name} = {written.get(name)!r}, not {value!r}; use another "
                 "--work, or delete it"
             )
 

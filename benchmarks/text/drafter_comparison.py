@@ -4,9 +4,9 @@
     python -m benchmarks.text.drafter_comparison --work WORK --table --plot FIGURE.svg
 
 The text is a folder of `recserve train distill`. A run that is interrupted continues with the same
-command: WORK/trained holds one folder for each kind, WORK/rows one JSON file for each measured row,
-and neither is made twice. A row is one drafter with one tree at one batch size and temperature. It
-runs beside plain decoding, in turns, and fails if a text differs from the plain one.
+command: WORK/trained holds one folder for each kind, WORK/rows.jsonl one line for each measured
+row, and neither is made twice. A row is one drafter with one tree at one batch size and
+temperature. It runs beside plain decoding, in turns, and fails if a text differs.
 
 Trees: `tree` is the drafter's own, `tree-N` has at most N nodes, `chain` and `chain-N` do not fork,
 `static` is EAGLE-1's tree of 25 nodes, for drafters that follow a request's tree.
@@ -37,7 +37,6 @@ from benchmarks.text.comparison_training import (
     check_facts,
     train_all,
     weights_of,
-    write_atomically,
 )
 from benchmarks.text.drafters import Method, Tally
 from benchmarks.text.trained_models import PLAIN, passages
@@ -67,6 +66,7 @@ EAGLE_1 = tuple(
     )
 )
 TURNS = 2  # groups of prompts; the methods take turns group by group
+ROWS = "rows.jsonl"
 # What the rows of a table must share.
 SHARED = ("prompts", "length", "tokens", "threads", "clock")
 
@@ -98,8 +98,8 @@ class Cell:
     temperature: float
 
     @property
-    def file(self) -> str:
-        return f"{self.arm.name}_{self.tree}_batch{self.batch}_t{self.temperature:g}.json"
+    def key(self) -> tuple[str, str, int, float]:
+        return self.arm.name, self.tree, self.batch, self.temperature
 
     @property
     def speculation(self) -> Speculation:
@@ -229,30 +229,47 @@ def measure_all(arms: list[Arm], options: argparse.Namespace, console: Console) 
         for arm in arms
         for tree in options.trees
     ]
-    folder = options.work / "rows"
-    folder.mkdir(parents=True, exist_ok=True)
+    path = options.work / ROWS
+    measured = {(r["arm"], r["tree"], r["batch"], r["temperature"]): r for r in read_rows(path)}
     given = {name: getattr(options, name) for name in SHARED}
     facts = {"target_sha256": target_sha256(options.target), "options": given}
     # The first prompt only warms up.
     prompts = passages(TextTokenizer.open(options.target), options.prompts + 1, options.length)
     differ = 0
     for number, cell in enumerate(cells, start=1):
-        path = folder / cell.file
-        if path.is_file():
-            check_facts(path, facts)
+        if cell.key in measured:
+            check_facts(f"a row of {path}", measured[cell.key], facts)
             continue
         row = {"arm": cell.arm.name, "drafter": cell.arm.drafter, "tree": cell.tree}
         row |= {"batch": cell.batch, "temperature": cell.temperature, "machine": machine()}
         row |= facts | measure(cell, prompts, options)
-        write_atomically(path, row)
+        append_row(path, row)
         found = row["figures"]
         differ += found["differ"]
         console.print(
-            f"{number}/{len(cells)} {path.stem}: {found['tokens_per_step']:.2f} tokens per step, "
+            f"{number}/{len(cells)} {' '.join(map(str, cell.key))}: "
+            f"{found['tokens_per_step']:.2f} tokens per step, "
             f"{found['ratio']:.2f} of plain, draft {found['draft_share']:.0%} of a forward",
             soft_wrap=True,
         )
     return differ
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file, sorted by name. A line that was not finished is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return sorted(rows, key=lambda r: f"{r['arm']}_{r['tree']}_batch{r['batch']}")
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Adds a line to a file of rows, after the last whole line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        text = json.dumps(row, default=float).replace("NaN", "null")
+        file.write(text.encode() + b"\n")
 
 
 def chosen(names: list[str] | None, known: list[str], flag: str) -> list[str]:
@@ -312,10 +329,9 @@ def main(given: list[str] | None = None) -> int:
         differ = measure_all([arm for arm in arms if arm.name in names], options, console)
         if differ:
             console.print(f"[red]{differ} texts differ from plain decoding[/red]")
-    paths = sorted((options.work / "rows").glob("*.json"))
-    if not paths:
+    rows = read_rows(options.work / ROWS)
+    if not rows:
         raise SystemExit(f"{options.work} has no measured rows")
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     print_tables(rows)
     if options.plot:
         save_plot(rows, options.plot)

@@ -148,7 +148,7 @@ def test_wrong_flags_are_named(flags, said, capsys, tmp_path):
 
 def test_the_page_has_the_tables_of_the_committed_rows():
     results = ROOT / "docs" / "results"
-    rows = [json.loads(p.read_text()) for p in sorted((results / "drafters/rows").glob("*.json"))]
+    rows = comparison.read_rows(results / "drafters" / "rows.jsonl")
     page = (results / "drafters.md").read_text(encoding="utf-8")
     assert len(rows) > 200 and not sum(row["figures"]["differ"] for row in rows)
     for heat, own in by_temperature(rows).items():
@@ -172,6 +172,10 @@ def test_weights_of_drafters_with_several_folders(tmp_path):
     assert comparison.weights_of(tmp_path / "one") == ((tmp_path / "one",), None)
 
 
+def key(row: dict) -> tuple[str, str, int]:
+    return row["arm"], row["tree"], row["batch"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "text").is_dir(), reason=f"no data at {DATA}: did not run")
 def test_a_comparison_resumes_and_prints(target, distilled, tmp_path, capsys, monkeypatch):
@@ -183,29 +187,30 @@ def test_a_comparison_resumes_and_prints(target, distilled, tmp_path, capsys, mo
     assert comparison.main(flags) == 0
     printed = capsys.readouterr().out
     assert "| medusa | tree |" in printed and "| medusa | chain-2 |" in printed
-    rows = {path.name: path.read_text() for path in sorted((work / "rows").iterdir())}
+    path = work / "rows.jsonl"
+    rows = {key(row): row for row in comparison.read_rows(path)}
     arms = ["ngram", "suffix", "lookahead", "medusa", "mask_tokens", "mask_tokens_linear"]
     arms += ["draft_model", "specinfer"]
     trees, batches = ("chain-2", "tree"), (1, 3)
-    expected = {f"{a}_{t}_batch{b}_t1.json" for a in arms for t in trees for b in batches}
-    assert rows.keys() == expected
-    for text in rows.values():
-        figures = json.loads(text)["figures"]
+    assert rows.keys() == {(a, t, b) for a in arms for t in trees for b in batches}
+    for found in rows.values():
+        figures = found["figures"]
         assert figures["differ"] == 0 and figures["tokens_per_step"] >= 1
         assert not figures["drafts"] or figures["draft_share"] > 0
-    chain = json.loads(rows["medusa_chain-2_batch1_t1.json"])
+    chain = rows["medusa", "chain-2", 1]
     sums = chain["sums"]["medusa"]
     assert sums["levels"] == sums["drafted"] <= 2 * sums["drafts"]
     per_draft = 1 + sum(sums["accepted"]) / sums["drafts"]
     assert chain["figures"]["kappa"] == pytest.approx(per_draft)
     # A second run trains and measures only what is missing.
-    lost = work / "rows" / "medusa_tree_batch3_t1.json"
-    lost.unlink()
+    lost = rows["medusa", "tree", 3]
+    *lines, last = [json.dumps(row) + "\n" for row in rows.values() if row is not lost]
+    path.write_text("".join([*lines, last, json.dumps(lost)]))  # a line without its end
     monkeypatch.setattr(comparison_training, "TRAINERS", {})
     assert comparison.main(flags) == 0
-    now = {path.name: path.read_text() for path in sorted((work / "rows").iterdir())}
+    now = {key(row): row for row in comparison.read_rows(path)}
     assert now.keys() == rows.keys()
-    assert {name for name in rows if now[name] != rows[name]} == {lost.name}
+    assert [name for name in rows if now[name] != rows[name]] == [key(lost)]
     with pytest.raises(SystemExit, match="was made with options = .*use another --work"):
         comparison.main([*flags, "--tokens", "9"])
     with pytest.raises(SystemExit, match="was made with minutes = 0.02, not 1"):
