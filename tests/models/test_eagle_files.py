@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from recserve.models.attention import DenseAttention, Rope
 from recserve.models.config import RopeScaling
 from recserve.models.decoder import FINAL_LAYER
-from recserve.models.drafters.eagle_files import load_eagle, save_eagle
+from recserve.models.drafters.eagle import Eagle
+from recserve.models.drafters.eagle_files import load_eagle, read_target_layers, save_eagle
 from recserve.models.drafters.eagle_questions import eagle_questions
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
 from recserve.models.drafters.open_question import write_view
@@ -96,7 +99,7 @@ def deepspec() -> tuple[dict, dict]:
     del weights["d2t"], weights["t2d"]
     weights["lm_head.weight"] = torch.randn(VOCABULARY, 32)
     weights |= {f"layers.0.self_attn.{n}_norm.weight": torch.randn(8) for n in "qk"}
-    fields = SIZES | {"target_layer_ids": [0, 1, 2], "ttt_length": 7, "step_loss_decay": 0.8}
+    fields = SIZES | {"target_layer_ids": [-1, 0, 1], "ttt_length": 7, "step_loss_decay": 0.8}
     return fields | {"architectures": ["Qwen3Eagle3Model"]}, weights
 
 
@@ -435,3 +438,86 @@ def test_a_map_without_t2d_is_an_open_question(ids, tmp_path, target):
     question = eagle_questions(folder, target)[names.index("vocabulary")]
     view = write_view(folder, question.others[0], tmp_path / "view")
     assert load_eagle(view, target).token_map.tolist() == tokens.tolist()
+
+
+def deep_target(num_layers: int) -> LanguageModel:
+    plain = drawn_model(0).config
+    return LanguageModel(replace(plain, decoder=replace(plain.decoder, num_layers=num_layers)))
+
+
+def sglang_layers(fields: dict) -> list[int] | None:
+    """SGLang's rule for the ids in eagle_config: + 1 if they begin with 1."""
+    ids = (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return None if not ids else [n + (ids[0] == 1) for n in ids]
+
+
+def vllm_layers(fields: dict) -> list[int] | None:
+    """vLLM's rule: ids at the top as they are, DeepSpec's + 1."""
+    ids = fields.get("eagle_aux_hidden_state_layer_ids")
+    return ids or [n + 1 for n in fields.get("target_layer_ids") or ()] or None
+
+
+@given(ids=st.lists(st.integers(0, 6), min_size=3, max_size=3, unique=True).map(sorted))
+@settings(max_examples=25, deadline=None)
+def test_layer_ids_are_read_as_others_read_them(ids):
+    """Files of others: nested as SGLang, at the top and DeepSpec's as vLLM."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    other = SIZES | {"architectures": ["LlamaForCausalLMEagle3"]}
+    nested = other | {"eagle_config": {key: ids, "use_aux_hidden_state": True}}
+    assert list(read_target_layers(nested, 8).layers) == sglang_layers(nested)
+    for fields in (other | {key: ids}, other | {"target_layer_ids": ids}):
+        assert list(read_target_layers(fields, 8).layers) == vllm_layers(fields)
+
+
+@given(
+    depth=st.integers(3, 12),
+    numbers=st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True).map(sorted),
+)
+@settings(max_examples=25, deadline=None)
+def test_saved_layers_are_read_alike_by_all(tmp_path_factory, depth, numbers):
+    """What SGLang cannot be told is not told in the place that it reads."""
+    layers = tuple(n for n in numbers if n <= depth) or (1,)
+    target = deep_target(depth)
+    made = eagle(target, True, seed=2).network.config
+    network = Eagle(
+        replace(made, target_layers=layers, draft_vocab_size=VOCABULARY)
+    ).requires_grad_(False)
+    folder = tmp_path_factory.mktemp("head")
+    save_eagle(network, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    assert load_eagle(folder, target).config.target_layers == layers
+    assert vllm_layers(fields) == list(layers)
+    assert sglang_layers(fields) in (list(layers), None)
+    assert (sglang_layers(fields) is None) == (layers[0] == 1)
+
+
+def test_a_head_saved_by_an_older_version_means_what_it_meant(tmp_path):
+    """It has ids in eagle_config alone, which named inputs even where they begin with 1."""
+    target = deep_target(5)
+    made = eagle(target, True, seed=2).network.config
+    save_eagle(
+        Eagle(replace(made, target_layers=(1, 2, 4), draft_vocab_size=VOCABULARY)).requires_grad_(
+            False
+        ),
+        tmp_path,
+    )
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2, 4]
+    del fields["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert load_eagle(tmp_path, target).config.target_layers == (1, 2, 4)
+    fields["architectures"] = ["LlamaForCausalLMEagle3"]  # as others write them
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert load_eagle(tmp_path, target).config.target_layers == (2, 3, 5)
+
+
+def test_two_fields_that_name_different_layers_are_refused():
+    key, other = "eagle_aux_hidden_state_layer_ids", {"architectures": ["A"]}
+    fields = other | {key: [2, 4, 6], "eagle_config": {key: [1, 3, 5]}}
+    assert read_target_layers(fields, 8).layers == (2, 4, 6)  # the same layers, told twice
+    fields = other | {key: [2, 4, 6], "eagle_config": {key: [2, 4, 5]}}
+    with pytest.raises(UnsupportedModel, match=r"\(2, 4, 6\).*\(2, 4, 5\)"):
+        read_target_layers(fields, 8)
+    for wrong in ("1,2", [1, "2"], [1.5], {"a": 1}, [True]):
+        with pytest.raises(UnsupportedModel, match="a list of layers is needed"):
+            read_target_layers(other | {key: wrong}, 8)

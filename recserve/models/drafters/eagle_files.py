@@ -20,7 +20,7 @@ Sources: SafeAILab/EAGLE (ea_model.py, cnets.py, cnets1.py), vLLM (llama_eagle3.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.network_files import (
@@ -52,6 +53,9 @@ from recserve.models.loading import (
     tensor_files,
 )
 
+LAYERS, OUTPUTS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+EXAMPLE = DecoderConfig(2, 1, 1, 1, 2, 1)
 PREFIXES = {"model.": "", "midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_": ""}
 KINDS = ("eagle", "eagle3", "peagle")
 # Names of the same norm of HASS.
@@ -110,7 +114,7 @@ def read_eagle_config(
     inner = fields.get("transformer_layer_config") or {}
     nested = fields.get("eagle_config") or {}
     check_fields((*fields, *inner, *nested), (*OWN, *WITHOUT_EFFECT))
-    for name in nested.keys() & fields.keys():
+    for name in (nested.keys() & fields.keys()) - {LAYERS, OUTPUTS}:
         if nested[name] != fields[name]:
             raise UnsupportedModel(
                 f"config.json says {name} {fields[name]!r}, and eagle_config inside it "
@@ -131,13 +135,9 @@ def read_eagle_config(
             "no tensor 'layers.0.self_attn.q_norm.weight'"
         )
     para = bool(fields.get("add_para_norm", False))
-    named = every.get("eagle_aux_hidden_state_layer_ids") or every.get("target_layer_ids")
-    depth = decoder.num_layers
-    layers = tuple(int(n) for n in named or (2, depth // 2, depth - 3)) if fused else (FINAL_LAYER,)
-    if bad := [n for n in layers if not (0 <= n <= depth or (not fused and n == FINAL_LAYER))]:
-        raise UnsupportedModel(
-            f"the head reads layer {bad[0]} of its target, which has {depth} layers"
-        )
+    layers = (FINAL_LAYER,)
+    if fused:
+        layers = read_target_layers(fields, decoder.num_layers).layers
     return EagleConfig(
         decoder=sized,
         target_size=int(fields.get("target_hidden_size") or decoder.hidden_size),
@@ -156,6 +156,77 @@ def read_eagle_config(
         head_norm=not fused and "lm_head_layernorm.weight" in tensors,
         mask_token=None if mask is None else int(mask),
     )
+
+
+@dataclass(frozen=True)
+class TargetLayers:
+    """The layers of the target that a head reads.
+
+    Attributes:
+        layers: Number n is the stream after n layers, as in `Drafter.hidden_layers`.
+        reason: Which field says so, and how its numbers are read.
+    """
+
+    layers: tuple[int, ...]
+    reason: str
+
+
+def read_target_layers(fields: dict[str, Any], depth: int) -> TargetLayers:
+    """Reads which layers of a target with `depth` layers an EAGLE-3 head reads.
+
+    Several fields name them, and their numbers count differently. Input i of the target's layers is
+    the stream after i layers, and output i is the stream after i + 1 layers.
+
+    Raises:
+        UnsupportedModel: If a field holds no layers of the target, or two fields contradict.
+    """
+    nested = fields.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state", fields.get("use_aux_hidden_state")) is False:
+        return TargetLayers((FINAL_LAYER,), "use_aux_hidden_state is false")
+    found: dict[str, TargetLayers] = {}
+    for place, content in (("", fields), ("eagle_config.", nested)):
+        for field, always in ((LAYERS, False), (OUTPUTS, True)):
+            ids = content.get(field)
+            if ids is None or ids == []:
+                continue
+            name = f"{place}{field}"
+            if not isinstance(ids, list) or not all(type(n) is int for n in ids):
+                raise UnsupportedModel(
+                    f"config.json: {name} is {ids!r}; a list of layers is needed"
+                )
+            first = bool(place) and ids[0] == 1 and not _saved_before_top_level(fields)
+            # A copy of the ids at the top means what those at the top mean.
+            outputs = always or (first and fields.get(field) != ids)
+            reason = f"{name} names outputs of layers" if outputs else f"{name} names inputs"
+            reason += ", because it begins with 1" if first and outputs and not always else ""
+            found[name] = TargetLayers(tuple(n + outputs for n in ids), reason)
+            if bad := [n for n in ids if not 0 <= n + outputs <= depth]:
+                raise UnsupportedModel(
+                    f"config.json: {name} is {ids}: the head reads layer {bad[0]} of its target, "
+                    f"which has {depth} layers ({reason})"
+                )
+    if len({one.layers for one in found.values()}) > 1:
+        told = "; ".join(f"{one.reason}: after layers {one.layers}" for one in found.values())
+        raise UnsupportedModel(f"config.json contradicts itself: {told}. Remove the wrong one")
+    for one in found.values():
+        return one
+    default = (2, depth // 2, depth - 3)
+    if min(default) < 0:
+        raise UnsupportedModel(
+            f"config.json names no layers of the target, which has only {depth}; add "
+            "eagle_aux_hidden_state_layer_ids"
+        )
+    return TargetLayers(default, "no field names them; this is the default of the authors")
+
+
+def _saved_before_top_level(fields: dict[str, Any]) -> bool:
+    """Returns whether an older `save_eagle` wrote a file, whose nested numbers are inputs.
+
+    It wrote no number at the top, and no field that the files of other programs always have.
+    """
+    always = {*size_fields(EXAMPLE, 1), "draft_vocab_size", "eagle_config"}
+    maybe = {"rope_scaling", "qkv_bias", *FLAGS, "speculators_model_type", "mask_token_id"}
+    return always <= set(fields) <= always | maybe
 
 
 def eagle_tensor_names(folder: Path) -> set[str]:
@@ -262,12 +333,8 @@ def save_eagle(network: Eagle, folder: Path) -> None:
     fields = size_fields(decoder, config.vocab_size)
     if config.fused:
         fields["draft_vocab_size"] = config.draft_vocab_size
-        fields["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": list(config.target_layers),
-            "use_aux_hidden_state": True,
-        }
-        flags = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
-        fields |= {name: getattr(config, name) for name in flags if getattr(config, name)}
+        fields |= _layer_fields(config)
+        fields |= {name: getattr(config, name) for name in FLAGS if getattr(config, name)}
         if config.mask_token is not None:
             fields |= {"speculators_model_type": "peagle", "mask_token_id": config.mask_token}
     else:
@@ -275,3 +342,16 @@ def save_eagle(network: Eagle, folder: Path) -> None:
         if config.feature_norm:
             fields["add_para_norm"] = True
     write_folder(fields, weights, folder)
+
+
+def _layer_fields(config: EagleConfig) -> dict[str, Any]:
+    """Returns the fields that name the target's layers, which vLLM reads at the top.
+
+    SGLang reads those in `eagle_config`, and takes numbers that begin with 1 for outputs of layers.
+    It has no way to name the input of layer 1 first, so such numbers are at the top only.
+    """
+    layers = list(config.target_layers)
+    nested: dict[str, Any] = {"use_aux_hidden_state": True}
+    if layers[0] != 1:
+        nested[LAYERS] = layers
+    return {LAYERS: layers, "eagle_config": nested}
