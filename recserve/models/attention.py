@@ -9,7 +9,7 @@ one pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -229,3 +229,24 @@ class PagedAttention:
         return lambda x, numbers, norm: layers(
             x, turns, self.slots, (keys, values), attention, numbers, norm
         )
+
+
+class LayeredAttention(PagedAttention):
+    """A `PagedAttention` whose layers see different keys."""
+
+    def __init__(self, layers: Sequence[PagedAttention]) -> None:
+        """Takes the attention of each layer. All of them compute the same nodes."""
+        self._layers = layers
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Calls the attention of a layer."""
+        return self._layers[layer](layer, query, key, value)
+
+    def of_projections(
+        self, layer: int, qkv: Tensor, rope: Rope, norms: HeadNorms | None = None
+    ) -> Tensor:
+        """Calls the attention of a layer."""
+        return self._layers[layer].of_projections(layer, qkv, rope, norms)
+
+    def in_one_call(self, layers: NativeLayers, x: Tensor, rope: Rope) -> None:
+        """Returns None: the layers run one by one."""

@@ -15,6 +15,7 @@ from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle
 from recserve.models.drafters.eagle_files import load_eagle, read_target_layers, save_eagle
 from recserve.models.drafters.eagle_questions import eagle_questions
+from recserve.models.drafters.feature_network import LayerView
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
 from recserve.models.drafters.open_question import write_view
 from recserve.models.language_model import LanguageModel
@@ -521,3 +522,139 @@ def test_two_fields_that_name_different_layers_are_refused():
     for wrong in ("1,2", [1, "2"], [1.5], {"a": 1}, [True]):
         with pytest.raises(UnsupportedModel, match="a list of layers is needed"):
             read_target_layers(other | {key: wrong}, 8)
+
+
+MODELOPT = {
+    "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}
+NEUTRAL = {
+    "modelopt": {"eagle_config": MODELOPT, "architectures": ["LlamaForCausalLMEagle3"]},
+    "modelopt-null": {"eagle_config": LAYERS["eagle_config"] | dict.fromkeys(MODELOPT)},
+    "angelslim": {"target_model_type": "qwen3", "modal_type": "LLM"},
+    "specforge-gemma3": {"target_model_type": "gemma3_text", "sliding_window": None},
+    "deepspec": {
+        "num_target_layers": 2,
+        "target_model_name_or_path": "x/y",
+        "draft_num_hidden_layers": 1,
+    },
+    "one layer of 40": {"num_hidden_layers": 40},
+    "windows off": {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 28},
+    "full attention": {"layer_types": ["full_attention"], "sliding_window": 4},
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_neutral_fields_change_nothing(name, tmp_path, target):
+    fields, weights = eagle3()
+    expected = load_eagle(written(tmp_path / "plain", fields, weights), target)
+    more = NEUTRAL[name]
+    if "eagle_config" in more:
+        more = more | {"eagle_config": more["eagle_config"] | LAYERS["eagle_config"]}
+    network = load_eagle(written(tmp_path / "head", fields | more, weights), target)
+    assert network.config == expected.config
+    for key, weight in expected.state_dict().items():
+        assert torch.equal(weight, network.state_dict()[key]), key
+
+
+ASKS = {
+    "use_input_layernorm_in_first_layer": False,
+    "use_last_layernorm": False,
+    "use_mtp_layernorm": True,
+    "next_layer_regular": False,
+    "parallel_draft_step": 2,
+    "num_target_layers": 3,
+    "draft_num_hidden_layers": 2,
+    "vocab_size": VOCABULARY - 1,
+    "position_embedding_type": "alibi",
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_a_field_that_changes_the_numbers_is_refused(name, tmp_path, target):
+    fields, weights = eagle3()
+    with pytest.raises(UnsupportedModel, match=f"{name} is {ASKS[name]!r}"):
+        load_eagle(written(tmp_path, fields | {name: ASKS[name]}, weights), target)
+
+
+@pytest.mark.parametrize("table", ["t2d", "d2t"])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_tables_of_another_length_are_refused(table, full, more, tmp_path, target):
+    fields, weights = eagle3()
+    if full:
+        fields = fields | {"draft_vocab_size": VOCABULARY}
+        weights["lm_head.weight"] = torch.randn(VOCABULARY, 32)
+        weights["d2t"] = torch.zeros(VOCABULARY, dtype=torch.int64)
+    own = weights[table]
+    weights[table] = own[:-1] if more < 0 else torch.cat([own, own[-1:]])
+    with pytest.raises(UnsupportedModel, match=rf"{table} is \({len(own) + more},\)"):
+        load_eagle(written(tmp_path, fields, weights), target)
+
+
+def test_a_head_on_the_final_state_has_no_projection(tmp_path, target):
+    """`use_aux_hidden_state: false`: vLLM reads the final state as the feature."""
+    fields, weights = eagle3()
+    fields = fields | {"eagle_config": {"use_aux_hidden_state": False}}
+    with pytest.raises(UnsupportedModel, match=r"'fc.weight'"):
+        load_eagle(written(tmp_path / "three", fields, weights), target)
+    del weights["fc.weight"]
+    network = load_eagle(written(tmp_path / "head", fields, weights), target)
+    assert network.config.target_layers == (FINAL_LAYER,)
+    states = torch.randn(5, 32)
+    assert torch.equal(network.features(states), states)
+    save_eagle(network, tmp_path / "again")
+    assert load_eagle(tmp_path / "again", target).config == network.config
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"]}
+
+
+def test_windows_are_read_by_the_rule_of_their_layout(tmp_path, target):
+    """The default of speculators, and the same fields in other layouts."""
+    fields, weights = speculators()
+    fields["transformer_layer_config"] = SIZES | WINDOWED
+    network = load_eagle(written(tmp_path / "speculators", fields, weights), target)
+    assert network.config.views == (LayerView(window=5),)
+    for more in ({"use_sliding_window": None}, {"layer_types": None}):
+        fields["transformer_layer_config"] = SIZES | WINDOWED | more
+        network = load_eagle(written(tmp_path / "less", fields, weights), target)
+        assert network.config.views == (LayerView(window=5),), more
+    with pytest.raises(ValueError, match="windows"):
+        save_eagle(network, tmp_path / "saved")
+    fields["transformer_layer_config"] = SIZES | WINDOWED | {"sliding_window": 2048}
+    network = load_eagle(written(tmp_path / "long", fields, weights), target)
+    assert network.config.views == ()  # the target has 64 positions
+    fields, weights = peagle()
+    inner = WINDOWED | {"layer_types": ["full_attention", "sliding_attention"]}
+    fields["transformer_layer_config"] |= inner
+    network = load_eagle(written(tmp_path / "p-eagle", fields, weights), target)
+    assert network.config.views == (LayerView(moves=True), LayerView(window=5, moves=True))
+    fields, weights = eagle3()
+    network = load_eagle(written(tmp_path / "eagle-3", fields | WINDOWED, weights), target)
+    assert network.config.views == (LayerView(window=5, moves=True),)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": 2.5}, "sliding_window is 2.5"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
+        ({"layer_types": ["chunked_attention"]}, "chunked_attention"),
+        ({"layer_types": ["sliding_attention"] * 2}, "a list of 1 kinds"),
+        ({"layer_types": "sliding_attention"}, "a list of 1 kinds"),
+    ],
+)
+def test_windows_that_cannot_be_read_are_refused(change, message, tmp_path, target):
+    fields, weights = speculators()
+    fields["transformer_layer_config"] = SIZES | WINDOWED | change
+    with pytest.raises(UnsupportedModel, match=message):
+        load_eagle(written(tmp_path, fields, weights), target)

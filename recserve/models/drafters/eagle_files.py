@@ -31,14 +31,18 @@ from torch import Tensor
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle, EagleConfig
+from recserve.models.drafters.feature_network import LayerView
 from recserve.models.drafters.network_files import (
     NEOX,
     StoredTensors,
     check_embedding,
     check_fields,
+    check_neutral,
     fill,
     layer_tensors,
     read_sizes,
+    read_token_map,
+    read_windows,
     same_embedding,
     size_fields,
     to_halves,
@@ -71,12 +75,16 @@ OWN = (
     *("eagle_aux_hidden_state_layer_ids", "target_layer_ids", "norm_before_fc", "fc_norm"),
     *("norm_output", "norm_before_residual", "transformer_layer_config", "fusion_bias"),
     *("speculators_model_type", "use_aux_hidden_state", "mask_token_id", "add_para_norm"),
+    *("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"),
+    *("next_layer_regular", "parallel_draft_step", "parallel_drafting", "num_target_layers"),
+    "draft_num_hidden_layers",
     NEOX,
 )
 # Other fields without an effect on the network's outputs. `layernorms` follows from the tensors.
 WITHOUT_EFFECT = (
     *("ttt_length", "step_loss_decay", "embed_requires_grad", "layernorms", "para_depths"),
     *("down_sample_ratio", "down_sample_ratio_min", "max_seq_len", "prediction_loss_weight"),
+    *("has_lm_head", "parallel_draft_heads_num_layers"),
 )
 
 
@@ -96,8 +104,9 @@ def load_eagle(folder: Path, target: LanguageModel) -> Eagle:
         config = replace(config, own_embedding=True)  # P-EAGLE trains its embedding
     elif own is not None:
         check_embedding(own, target, "embed_tokens.weight", folder.name)
-    if config.draft_vocab_size < config.vocab_size:
-        weights["token_map"] = _token_map(weights, config, folder.name)
+    mapped = read_token_map(weights, config.draft_vocab_size, config.vocab_size, folder.name)
+    if mapped is not None:
+        weights["token_map"] = mapped
     with torch.device("meta"):
         network = Eagle(config)
     places = StoredTensors(folder.name, set(weights), weights.__getitem__)
@@ -124,11 +133,34 @@ def read_eagle_config(
     if kind not in KINDS:
         raise UnsupportedModel(f"speculators_model_type is {kind!r}; this drafter reads {KINDS}")
     mask = fields.get("mask_token_id", fields.get("ptd_token_id"))
-    if mask is None and (kind == "peagle" or "mask_hidden" in tensors):
+    parallel = kind == "peagle" or "mask_hidden" in tensors or fields.get("parallel_drafting")
+    if mask is None and parallel:
         raise UnsupportedModel("mask_token_id is missing; a P-EAGLE network needs one")
     fused, every = "hidden_norm.weight" in {_leaf(name) for name in tensors}, {**fields, **nested}
     own, decoder = target.config, target.config.decoder
-    sized = read_sizes({**fields, **inner}, tensors, target)
+    sizes = {**fields, **inner}
+    if _stored_layers(tensors) == 1 and kind == "eagle3" and mask is None:
+        # The authors build one layer, whatever the field says. Files hold 40 for the target's.
+        sizes["num_hidden_layers"] = 1
+    sized = read_sizes(sizes, tensors, target)
+    check_neutral(
+        every,
+        {
+            "num_target_layers": decoder.num_layers,
+            "draft_num_hidden_layers": sized.num_layers,
+            "use_input_layernorm_in_first_layer": (
+                fused or "layers.0.input_layernorm.weight" in tensors
+            ),
+            "use_last_layernorm": fused or "lm_head_layernorm.weight" in tensors,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_drafting": mask is not None,
+        },
+    )
+    windows = read_windows(sizes, sized.num_layers, decoder.max_positions)
+    # Only the masks of speculators' EAGLE-3 keep the window of a draft where it begins.
+    moves = kind != "eagle3" or mask is not None or "speculators_model_type" not in fields
     if not sized.qk_norm and "Qwen3Eagle3Model" in (fields.get("architectures") or ()):
         raise UnsupportedModel(
             "the architecture is 'Qwen3Eagle3Model', which has norms of queries and keys; there is "
@@ -155,7 +187,13 @@ def read_eagle_config(
         layer_norm=not fused and "layers.0.input_layernorm.weight" in tensors,
         head_norm=not fused and "lm_head_layernorm.weight" in tensors,
         mask_token=None if mask is None else int(mask),
+        views=tuple(LayerView(window=window, moves=moves) for window in windows or ()),
     )
+
+
+def _stored_layers(tensors: set[str]) -> int:
+    """Returns the number of layers that a file holds."""
+    return len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
 
 
 @dataclass(frozen=True)
@@ -255,25 +293,6 @@ def _leaf(name: str) -> str:
     return name.removeprefix("layers.0.")
 
 
-def _token_map(weights: dict[str, Tensor], config: EagleConfig, folder: str) -> Tensor:
-    """Returns the target's token of each draft token; `d2t` holds offsets."""
-    if "d2t" not in weights:
-        raise UnsupportedModel(
-            f"{folder} has no tensor 'd2t'; it proposes {config.draft_vocab_size} of "
-            f"{config.vocab_size} tokens, so it needs one"
-        )
-    tokens = weights["d2t"].long() + torch.arange(weights["d2t"].shape[0])
-    # Read as token ids, offsets would repeat or exceed the vocabulary.
-    if int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size:
-        raise UnsupportedModel(f"{folder}: d2t names tokens outside 0..{config.vocab_size - 1}")
-    if len(set(tokens.tolist())) != len(tokens):
-        raise UnsupportedModel(f"{folder}: d2t names a token twice; it must hold offsets")
-    chosen = weights.get("t2d")
-    if chosen is not None and not torch.equal(chosen.nonzero()[:, 0], tokens.sort().values):
-        raise UnsupportedModel(f"{folder}: d2t and t2d name different tokens")
-    return tokens
-
-
 OUTSIDE = {
     "feature_norm.weight": "layers.0.hidden_norm.weight",
     "states_norm.weight": "input_norm.weight",
@@ -307,7 +326,12 @@ def save_eagle(network: Eagle, folder: Path) -> None:
     EAGLE-3's layout is used where the network is fused, that of EAGLE-1 and 2 elsewhere.
 
     A network with several layers, such as P-EAGLE's, gets the layout of speculators.
+
+    Raises:
+        ValueError: If the network's layers have windows, which are read and not written.
     """
+    if network.config.views:
+        raise ValueError("the network's layers have windows; heads with windows are not saved")
     config, decoder = network.config, network.config.decoder
     middle = config.fused and decoder.num_layers == 1 and config.mask_token is None
     outside = OUTSIDE if config.fused else OUTSIDE_HASS
@@ -351,7 +375,9 @@ def _layer_fields(config: EagleConfig) -> dict[str, Any]:
     It has no way to name the input of layer 1 first, so such numbers are at the top only.
     """
     layers = list(config.target_layers)
-    nested: dict[str, Any] = {"use_aux_hidden_state": True}
+    nested: dict[str, Any] = {"use_aux_hidden_state": not config.reads_final}
+    if config.reads_final:
+        return {"eagle_config": nested}
     if layers[0] != 1:
         nested[LAYERS] = layers
     return {LAYERS: layers, "eagle_config": nested}

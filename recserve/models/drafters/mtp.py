@@ -29,6 +29,7 @@ from recserve.kernels.host import on_device
 from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER, DecoderLayer, RMSNorm
+from recserve.models.drafters.feature_network import LayerView
 from recserve.models.language_model import LanguageModel
 
 
@@ -77,6 +78,12 @@ class MtpConfig:
     def target_layers(self) -> tuple[int, ...]:
         """The one layer of the target whose states are read."""
         return (self.target_layer,)
+
+    @property
+    def views(self) -> tuple[LayerView, ...]:
+        """Module k has no rows before the k-th, where module k - 1 has returned nothing yet."""
+        count = self.decoder.num_layers
+        return tuple(LayerView(first=number) for number in range(count)) if count > 1 else ()
 
     @property
     def draft_vocab_size(self) -> int:

@@ -40,6 +40,7 @@ from recserve.models.drafters.network_files import (
     fill,
     layer_tensors,
     read_sizes,
+    read_windows,
     size_fields,
     write_folder,
 )
@@ -63,7 +64,9 @@ OWN = (
 WITHOUT_EFFECT = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
     *("linear_num_value_heads", "linear_value_head_dim", "full_attention_interval"),
-    *("mamba_ssm_dtype", "embed_requires_grad", "output_router_logits"),
+    *("mamba_ssm_dtype", "embed_requires_grad", "vision_config"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("audio_token_id", "language_model_only"),
 )
 # Families whose norms are differences from 1, and whose attention has a gate.
 CENTRED = ("qwen3_next", "qwen3_5")
@@ -241,6 +244,13 @@ def _read_config(
     centred = str(fields.get("model_type")).startswith(CENTRED)
     names = {name for name in stored.names if name.startswith(layout.prefixes)}
     decoder = replace(read_sizes(fields, names, target), num_layers=layout.count)
+    if "sliding_attention" in (fields.get("layer_types") or ()):
+        windows = read_windows(fields, len(fields["layer_types"]), decoder.max_positions)
+        if windows is not None:
+            raise UnsupportedModel(
+                f"config.json: layer_types has windows of {max(windows)} positions; MTP modules "
+                "without windows are computed here"
+            )
     gated = bool(fields.get("attn_output_gate", centred))
     if gated and decoder.attention_bias:
         raise UnsupportedModel("attention_bias is True; with an output gate only False is computed")
