@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from recserve.models.attention import DenseAttention, Rope
 from recserve.models.config import RopeScaling
@@ -658,3 +660,49 @@ def test_windows_that_cannot_be_read_are_refused(change, message, tmp_path, targ
     fields["transformer_layer_config"] = SIZES | WINDOWED | change
     with pytest.raises(UnsupportedModel, match=message):
         load_eagle(written(tmp_path, fields, weights), target)
+
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
+LONG = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 5.0, 9.0]}
+LONG |= {"rope_type": "longrope", "original_max_position_embeddings": 32}
+
+
+class Queries:
+    """An `Attend` that keeps the queries."""
+
+    def __call__(self, number, query, key, value):
+        self.queries = query
+        return query
+
+
+@pytest.mark.parametrize("rope", [YARN, LONG], ids=["yarn", "longrope"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scaled_positions_of_a_head_equal_transformers(name, rope, tmp_path, target):
+    """ModelOpt's default, and longrope: the target serves 64 positions, so its long factors."""
+    fields, weights = LAYOUTS[name]()
+    place = fields.get("transformer_layer_config", fields)
+    fields = json.loads(json.dumps(fields))
+    fields.get("transformer_layer_config", fields)["rope_scaling"] = rope
+    network = load_eagle(written(tmp_path / "scaled", fields, weights), target)
+    own = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+    config = LlamaConfig(**{n: place[n] for n in own}, rope_parameters={"rope_theta": 1e4} | rope)
+    theirs = LlamaRotaryEmbedding(config)
+    theirs(torch.zeros(1), torch.arange(64)[None])
+    assert network.config.decoder.rope_scale == pytest.approx(theirs.attention_scaling, rel=1e-5)
+    torch.testing.assert_close(network._frequencies, theirs.inv_freq, rtol=1e-5, atol=0)
+    plain = load_eagle(written(tmp_path / "plain", *LAYOUTS[name]()), target)
+    plain.load_state_dict(network.state_dict())
+    sizes = []
+    for one in (network, plain):
+        attend = Queries()
+        torch.manual_seed(1)
+        features, embedded = torch.randn(1, 5, 32), torch.randn(1, 5, 32)
+        one(features, embedded, torch.arange(5), attend)
+        sizes.append(attend.queries.norm(dim=-1))
+    torch.testing.assert_close(sizes[0], sizes[1] * network.config.decoder.rope_scale)
+    save_eagle(network, tmp_path / "again")
+    again = load_eagle(tmp_path / "again", target).config.decoder
+    assert (again.rope_scaling, again.rope_theta) == (
+        network.config.decoder.rope_scaling,
+        network.config.decoder.rope_theta,
+    )

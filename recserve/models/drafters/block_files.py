@@ -25,6 +25,7 @@ from recserve.models.drafters.block_layouts import read_block_config
 from recserve.models.drafters.network_files import read_token_map, to_halves
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import PARTS, UnsupportedModel, opened_file, read_json, tensor_files
+from recserve.models.saving import rope_fields
 from recserve.models.weight_check import is_finite
 
 PREFIX = re.compile(r"^(model\.|midlayer\.)")
@@ -232,15 +233,6 @@ def _fields(config: BlockConfig) -> dict[str, Any]:
         "final_logit_softcapping": (config.softcap, 0.0),
     }
     nested |= {key: value for key, (value, neutral) in factors.items() if value != neutral}
-    scaling = decoder.rope_scaling
-    if scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency,
-            "high_freq_factor": scaling.high_frequency,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
     return {
         "architectures": [name],
         "model_type": "qwen3",
@@ -252,7 +244,7 @@ def _fields(config: BlockConfig) -> dict[str, Any]:
         "intermediate_size": decoder.intermediate_size,
         "rms_norm_eps": decoder.norm_eps,
         "rope_theta": decoder.rope_theta,
-        "rope_scaling": None if scaling is None else rope,
+        "rope_scaling": None if decoder.rope_scaling is None else rope_fields(decoder),
         "max_position_embeddings": decoder.max_positions,
         "attention_bias": decoder.attention_bias,
         "vocab_size": config.vocab_size,

@@ -35,6 +35,7 @@ SIZES = (
     *("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"),
     *("rms_norm_eps", "rope_scaling", "rope_parameters", "attention_bias", "hidden_act"),
     *("mlp_bias", "pretraining_tp", "quantization_config", "vocab_size"),
+    "original_max_position_embeddings",
 )
 # Fields that this file reads, at the top, in `dflash_config` or in `transformer_layer_config`.
 OWN = (
@@ -119,11 +120,13 @@ def read_block_config(
     sizes = dict(found.top) | {
         "model_type": "qwen3",
         "vocab_size": own.vocab_size,
-        "max_position_embeddings": decoder.max_positions,
+        "max_position_embeddings": found.top.get("max_position_embeddings")
+        or decoder.max_positions,
         "use_sliding_window": False,
     }
-    if found.get("rope_theta") is None and not (found.top.get("rope_parameters") or {}).get(
-        "rope_theta"
+    if found.get("rope_theta") is None and not any(
+        (found.top.get(name) or {}).get("rope_theta")
+        for name in ("rope_parameters", "rope_scaling")
     ):
         # transformers would read 10,000 and vLLM 1,000,000.
         raise UnsupportedModel("config.json names no rope_theta; add the one of the training")
@@ -136,8 +139,7 @@ def read_block_config(
             raise UnsupportedModel(f"{name} is {stated}; the target has {expected}")
     check_neutral(found.top, {"draft_num_hidden_layers": found.top.get("num_hidden_layers")})
     network = replace(
-        read_config(sizes).decoder,
-        max_positions=decoder.max_positions,
+        read_config(sizes, decoder.max_positions).decoder,
         qk_norm=any(name.endswith("q_norm.weight") for name in tensors),
     )
     if not network.qk_norm and fields.get("model_type") == "qwen3":

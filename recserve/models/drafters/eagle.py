@@ -221,7 +221,7 @@ class Eagle(nn.Module):
         config = self.config
         if self._frequencies.device != features.device:
             self._frequencies = self._frequencies.to(features.device)
-        rope = Rope(positions, self._frequencies, features.dtype)
+        rope = Rope(positions, self._frequencies, features.dtype, config.decoder.rope_scale)
         if config.fused:
             normed = self.feature_norm(features)
             inputs = torch.cat([self.input_norms[0](embedded), normed], dim=-1)

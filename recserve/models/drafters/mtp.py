@@ -215,7 +215,8 @@ class Mtp(nn.Module):
             self._frequencies = self._frequencies.to(embedded.device)
         if not self.config.first_token:
             embedded = embedded.masked_fill((positions == 0)[..., None], 0.0)
-        return Rope(positions, self._frequencies, embedded.dtype), embedded
+        scale = self.config.decoder.rope_scale
+        return Rope(positions, self._frequencies, embedded.dtype, scale), embedded
 
     def logits(self, outputs: Tensor, target: LanguageModel, level: int = 0) -> Tensor:
         """Returns float32 logits [..., V] of a draft's level from outputs [..., n E]."""

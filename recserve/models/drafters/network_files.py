@@ -28,6 +28,7 @@ SIZES = (
     *("rms_norm_eps", "rope_scaling", "rope_parameters", "attention_bias", "hidden_act"),
     *("mlp_bias", "use_sliding_window", "pretraining_tp", "quantization_config", "vocab_size"),
     *("bos_token_id", "eos_token_id", "tie_word_embeddings", "qkv_bias"),
+    "original_max_position_embeddings",
 )
 # Fields without an effect on the outputs of any network.
 WITHOUT_EFFECT = (
@@ -194,10 +195,11 @@ def read_sizes(
     sizes = {
         "model_type": family if family in FAMILIES else "llama",
         "vocab_size": own.vocab_size,
-        "max_position_embeddings": own.decoder.max_positions,
         "use_sliding_window": False,
     }
-    read = read_config({**fields, **sizes}).decoder
+    served = own.decoder.max_positions
+    sizes["max_position_embeddings"] = fields.get("max_position_embeddings") or served
+    read = read_config({**fields, **sizes}, served).decoder
     return replace(
         read,
         qk_norm=any(name.endswith("q_norm.weight") for name in tensors),
