@@ -9,7 +9,7 @@ one pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -29,7 +29,7 @@ from recserve.kernels.decoder.decoder import NativeLayers
 from recserve.kernels.layers import operators
 from recserve.kernels.layers.reference import HeadNorms
 from recserve.kernels.tree_batch import TreeBatch
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RopeFactors
 
 
 class Attend(Protocol):
@@ -122,9 +122,21 @@ class Rope:
         sin: [..., T, D/2] float32.
     """
 
-    def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scale: float = 1.0
+    ) -> None:
+        """Computes the table.
+
+        Args:
+            positions: [..., T].
+            frequencies: [D/2] float32, from `rope_frequencies`.
+            dtype: Type of what is rotated.
+            scale: Factor on cosines and sines, from `DecoderConfig.rope_scale`.
+        """
         angles = positions[..., None].float() * frequencies
         self.cos, self.sin = angles.cos(), angles.sin()
+        if scale != 1.0:
+            self.cos, self.sin = self.cos * scale, self.sin * scale
         self._dtype = dtype
 
     @cached_property
@@ -150,6 +162,8 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, RopeFactors):
+        return frequencies / torch.tensor(scaling.divisors, device="cpu")
     turns = scaling.original_positions * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
     kept = kept.clamp(0, 1)
@@ -229,3 +243,24 @@ class PagedAttention:
         return lambda x, numbers, norm: layers(
             x, turns, self.slots, (keys, values), attention, numbers, norm
         )
+
+
+class LayeredAttention(PagedAttention):
+    """A `PagedAttention` whose layers see different keys."""
+
+    def __init__(self, layers: Sequence[PagedAttention]) -> None:
+        """Takes the attention of each layer. All of them compute the same nodes."""
+        self._layers = layers
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Calls the attention of a layer."""
+        return self._layers[layer](layer, query, key, value)
+
+    def of_projections(
+        self, layer: int, qkv: Tensor, rope: Rope, norms: HeadNorms | None = None
+    ) -> Tensor:
+        """Calls the attention of a layer."""
+        return self._layers[layer].of_projections(layer, qkv, rope, norms)
+
+    def in_one_call(self, layers: NativeLayers, x: Tensor, rope: Rope) -> None:
+        """Returns None: the layers run one by one."""

@@ -24,6 +24,19 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class RopeFactors:
+    """Scaling of rotary positions by one number for each pair: linear, yarn and longrope.
+
+    Attributes:
+        divisors: [D/2] the frequency of each pair is divided by it.
+        scale: Factor on all cosines and sines.
+    """
+
+    divisors: tuple[float, ...]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Decoder of the Llama and Qwen family: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
@@ -49,17 +62,25 @@ class DecoderConfig:
     attention_bias: bool = False
     dropout: float = 0.0
     output_bias: bool = False
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | RopeFactors | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, dict):
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+            fields, scaling = self.rope_scaling, None
+            if "divisors" in fields:
+                scaling = RopeFactors(tuple(fields["divisors"]), fields["scale"])
+            object.__setattr__(self, "rope_scaling", scaling or RopeScaling(**fields))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, not a multiple of num_kv_heads {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; RoPE turns pairs, so it must be even")
+
+    @property
+    def rope_scale(self) -> float:
+        """Factor on the cosines and sines of rotary positions."""
+        return self.rope_scaling.scale if isinstance(self.rope_scaling, RopeFactors) else 1.0
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ class Decoder(nn.Module):
         """
         if self._frequencies.device != x.device:
             self._frequencies = self._frequencies.to(x.device)
-        rope = Rope(positions, self._frequencies, x.dtype)
+        rope = Rope(positions, self._frequencies, x.dtype, self.config.rope_scale)
         last = self.config.num_layers - 1
         taps = AuxHiddenStates(()) if taps is None else taps
         done, wanted = 0, list(taps.layers)

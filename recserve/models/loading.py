@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from recserve.models.config import DecoderConfig, RopeScaling
+from recserve.models.config import DecoderConfig, RopeFactors, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.weight_check import largest
 
@@ -122,8 +122,13 @@ def read_folder(folder: Path) -> tuple[LanguageModelConfig, torch.dtype]:
     return config, DTYPES[name]
 
 
-def read_config(fields: dict[str, Any]) -> LanguageModelConfig:
-    """Builds a configuration from the fields of a config.json."""
+def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageModelConfig:
+    """Builds a configuration from the fields of a config.json.
+
+    Args:
+        fields: The fields.
+        served: Positions of the longest text. None means `max_position_embeddings`.
+    """
     family = fields.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModel(f"model_type is {family!r}; choose one of {list(FAMILIES)}")
@@ -137,7 +142,9 @@ def read_config(fields: dict[str, Any]) -> LanguageModelConfig:
         if fields.get(name, neutral) != neutral:
             raise UnsupportedModel(f"{name} is {fields[name]!r}; only {neutral!r} is computed here")
     heads, size = _whole(fields, "num_attention_heads"), _whole(fields, "hidden_size")
-    theta, scaling = _rope(fields)
+    positions = _whole(fields, "max_position_embeddings")
+    head_dim = _whole(fields, "head_dim", size // heads)
+    theta, scaling = _rope(fields, head_dim, served or positions)
     biased = bool(fields.get("attention_bias", False))
     num_layers = _whole(fields, "num_hidden_layers")
     if num_layers > MAX_LAYERS:
@@ -149,9 +156,9 @@ def read_config(fields: dict[str, Any]) -> LanguageModelConfig:
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=_whole(fields, "num_key_value_heads", heads),
-        head_dim=_whole(fields, "head_dim", size // heads),
+        head_dim=head_dim,
         intermediate_size=_whole(fields, "intermediate_size"),
-        max_positions=_whole(fields, "max_position_embeddings"),
+        max_positions=served or positions,
         rope_theta=theta,
         norm_eps=_positive(fields, "rms_norm_eps", 1e-6),
         qk_norm=family == "qwen3",
@@ -183,20 +190,121 @@ def _tokens(file: str, name: str, value: object, vocab_size: int) -> tuple[int, 
     return tuple(tokens)
 
 
-def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Returns base and scaling, from the older fields or from `rope_parameters`."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_FIELDS = (
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "attention_factor", "truncate", "short_factor", "long_factor"),
+    # Without images, the parts of a position are all the same.
+    *("partial_rotary_factor", "mrope_section", "mrope_interleaved"),
+)
+
+
+def _rope(
+    fields: dict[str, Any], head_dim: int, served: int
+) -> tuple[float, RopeScaling | RopeFactors | None]:
+    """Returns base and scaling, from the older fields or from `rope_parameters`.
+
+    Source: transformers (modeling_rope_utils.py). longrope has other factors for texts that are
+    longer than the original positions. Here the longest served text decides for all of them,
+    because cached prefixes have to fit every text that continues them.
+    """
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UnsupportedModel(f"config.json: rope_parameters is {rope!r}; an object is needed")
+    if unknown := sorted(set(rope) - set(ROPE_FIELDS)):
+        raise UnsupportedModel(f"config.json: rope_parameters has an unknown field {unknown[0]!r}")
+    for share in (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor")):
+        if share not in (None, 1):
+            raise UnsupportedModel(
+                f"config.json: partial_rotary_factor is {share!r}; only 1.0 is computed here"
+            )
     theta = _positive(rope, "rope_theta", _positive(fields, "rope_theta", 10_000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise UnsupportedModel(f"rope type is {kind!r}; only 'default' and 'llama3' are computed")
-    return theta, RopeScaling(
-        _positive(rope, "factor"),
-        _positive(rope, "low_freq_factor"),
-        _positive(rope, "high_freq_factor"),
-        _whole(rope, "original_max_position_embeddings"),
+    if kind == "dynamic":
+        raise UnsupportedModel(
+            "rope type is 'dynamic', which turns all positions again when a text gets longer; "
+            f"cached prefixes rule that out. Choose one of {list(ROPE_TYPES)}"
+        )
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModel(f"rope type is {kind!r}; choose one of {list(ROPE_TYPES)}")
+    if kind == "linear":
+        return theta, RopeFactors((_positive(rope, "factor"),) * (head_dim // 2))
+    positions = _whole(fields, "max_position_embeddings")
+    original = _whole(rope, "original_max_position_embeddings", positions)
+    original = _whole(fields, "original_max_position_embeddings", original)
+    if kind == "llama3":
+        return theta, RopeScaling(
+            _positive(rope, "factor"),
+            _positive(rope, "low_freq_factor"),
+            _positive(rope, "high_freq_factor"),
+            original,
+        )
+    # Files that state the original positions may leave the factor to the ratio of the two.
+    ratio = positions / original if kind == "longrope" or original < positions else None
+    factor = _positive(rope, "factor", ratio)
+    if kind == "yarn":
+        return theta, _yarn(rope, factor, head_dim, theta, original)
+    scale = 1.0
+    if factor > 1:
+        if original < 2:
+            raise UnsupportedModel(
+                f"config.json: original_max_position_embeddings is {original}; 2 or more are needed"
+            )
+        scale = math.sqrt(1 + math.log(factor) / math.log(original))
+    lists = {name: rope.get(name) for name in ("short_factor", "long_factor")}
+    for name, values in lists.items():
+        if not isinstance(values, list) or len(values) != head_dim // 2:
+            raise UnsupportedModel(
+                f"config.json: {name} is {values!r:.80}; a list of {head_dim // 2} numbers is "
+                "needed"
+            )
+        for value in values:
+            _positive({name: value}, name)
+    factors = lists["long_factor" if served > original else "short_factor"]
+    assert factors is not None
+    return theta, RopeFactors(
+        tuple(map(float, factors)), _positive(rope, "attention_factor", scale)
+    )
+
+
+def _yarn(
+    rope: dict[str, Any], factor: float, head_dim: int, theta: float, original: int
+) -> RopeFactors:
+    """Returns yarn's scaling (arXiv 2309.00071).
+
+    Pairs that turn often within the original positions stay, those that turn rarely are divided by
+    the factor, and the share is linear between the two.
+    """
+    if theta <= 1:
+        raise UnsupportedModel(f"config.json: rope_theta is {theta}; yarn needs one above 1")
+    shares = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
+
+    def magnitude(share: float) -> float:
+        return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    scale = magnitude(1.0)
+    if all(shares):
+        above, below = (_positive(rope, name) for name in ("mscale", "mscale_all_dim"))
+        scale = magnitude(above) / magnitude(below)
+    turns = [_positive(rope, "beta_fast", 32.0), _positive(rope, "beta_slow", 1.0)]
+    low, high = (
+        head_dim * math.log(original / (count * 2 * math.pi)) / (2 * math.log(theta))
+        for count in turns
+    )
+    truncate = rope.get("truncate", True)
+    if truncate not in (True, False, None):
+        raise UnsupportedModel(f"config.json: truncate is {truncate!r}; true or false is needed")
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    divided = [min(max((pair - low) / width, 0.0), 1.0) for pair in range(head_dim // 2)]
+    return RopeFactors(
+        tuple(1.0 / (share / factor + 1.0 - share) for share in divided),
+        _positive(rope, "attention_factor", scale),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import OUTSIDE, PARTS
 
@@ -74,14 +73,23 @@ def config_fields(config: LanguageModelConfig) -> dict[str, Any]:
 def rope_fields(config: DecoderConfig) -> dict[str, Any]:
     """Returns the rotary positions as fields of a config.json."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        scaling = asdict(config.rope_scaling)
+    scaling = config.rope_scaling
+    if isinstance(scaling, RopeScaling):
         rope |= {
             "rope_type": "llama3",
-            "factor": scaling["factor"],
-            "low_freq_factor": scaling["low_frequency"],
-            "high_freq_factor": scaling["high_frequency"],
-            "original_max_position_embeddings": scaling["original_positions"],
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency,
+            "high_freq_factor": scaling.high_frequency,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    elif scaling is not None:
+        # longrope with the same factors for short and long texts is any scaling by factors.
+        rope |= {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.divisors),
+            "long_factor": list(scaling.divisors),
+            "attention_factor": scaling.scale,
+            "original_max_position_embeddings": config.max_positions,
         }
     return rope
 

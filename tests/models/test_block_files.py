@@ -483,3 +483,46 @@ def test_a_draft_vocabulary_is_saved(tmp_path, target):
 def test_a_mixture_of_variants_is_not_saved(tmp_path, target):
     with pytest.raises(ValueError, match="mixture"):
         save_block(block_network(target, "mixed"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_dspark_as_modelopt_names_it(kind, tmp_path, target):
+    """Parts without the heads' names; `shift_label` says that the anchor predicts."""
+    torch.manual_seed(0)
+    fields, weights = deepspec(kind)
+    expected = load_block(written(tmp_path / "deepspec", fields, weights), target)
+    renamed = {
+        name.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj"): one
+        for name, one in weights.items()
+    }
+    assert "markov_w1.weight" in renamed and "confidence_proj.weight" in renamed
+    inner = ("target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type")
+    nested = {name: fields[name] for name in inner}
+    nested |= {"projector_type": "dspark", "shift_label": True, "use_confidence_head": True}
+    top = {n: v for n, v in fields.items() if n not in inner and n != "enable_confidence_head"}
+    top |= {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
+    network = load_block(written(tmp_path / "modelopt", top, renamed), target)
+    assert network.config == expected.config and network.config.from_anchor
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(weight, network.state_dict()[name]), name
+    top["sample_from_anchor"] = False
+    with pytest.raises(UnsupportedModel, match="shift_label"):
+        load_block(written(tmp_path / "both", top, renamed), target)
+
+
+def test_the_window_of_speculators_lies_before_the_anchor(tmp_path, target):
+    """Its mask is `kv >= anchor - window`; z-lab's window counts the anchor's own position."""
+    torch.manual_seed(0)
+    fields, weights = speculators()
+    inner = fields["transformer_layer_config"]
+    layers = inner["num_hidden_layers"]
+    window = {"sliding_window": 20, "use_sliding_window": True}
+    fields["transformer_layer_config"] = (
+        inner | window | {"layer_types": ["sliding_attention"] * layers}
+    )
+    network = load_block(written(tmp_path / "speculators", fields, weights), target)
+    assert network.config.windows == (21,) * layers
+    fields, weights = dflash()
+    fields |= window | {"layer_types": ["sliding_attention"] * layers}
+    network = load_block(written(tmp_path / "z-lab", fields, weights), target)
+    assert network.config.windows == (20,) * layers

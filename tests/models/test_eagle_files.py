@@ -5,13 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from recserve.models.attention import DenseAttention, Rope
 from recserve.models.config import RopeScaling
 from recserve.models.decoder import FINAL_LAYER
-from recserve.models.drafters.eagle_files import load_eagle, save_eagle
+from recserve.models.drafters.eagle import Eagle
+from recserve.models.drafters.eagle_files import load_eagle, read_target_layers, save_eagle
 from recserve.models.drafters.eagle_questions import eagle_questions
+from recserve.models.drafters.feature_network import LayerView
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
 from recserve.models.drafters.open_question import write_view
 from recserve.models.language_model import LanguageModel
@@ -96,7 +102,7 @@ def deepspec() -> tuple[dict, dict]:
     del weights["d2t"], weights["t2d"]
     weights["lm_head.weight"] = torch.randn(VOCABULARY, 32)
     weights |= {f"layers.0.self_attn.{n}_norm.weight": torch.randn(8) for n in "qk"}
-    fields = SIZES | {"target_layer_ids": [0, 1, 2], "ttt_length": 7, "step_loss_decay": 0.8}
+    fields = SIZES | {"target_layer_ids": [-1, 0, 1], "ttt_length": 7, "step_loss_decay": 0.8}
     return fields | {"architectures": ["Qwen3Eagle3Model"]}, weights
 
 
@@ -435,3 +441,268 @@ def test_a_map_without_t2d_is_an_open_question(ids, tmp_path, target):
     question = eagle_questions(folder, target)[names.index("vocabulary")]
     view = write_view(folder, question.others[0], tmp_path / "view")
     assert load_eagle(view, target).token_map.tolist() == tokens.tolist()
+
+
+def deep_target(num_layers: int) -> LanguageModel:
+    plain = drawn_model(0).config
+    return LanguageModel(replace(plain, decoder=replace(plain.decoder, num_layers=num_layers)))
+
+
+def sglang_layers(fields: dict) -> list[int] | None:
+    """SGLang's rule for the ids in eagle_config: + 1 if they begin with 1."""
+    ids = (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return None if not ids else [n + (ids[0] == 1) for n in ids]
+
+
+def vllm_layers(fields: dict) -> list[int] | None:
+    """vLLM's rule: ids at the top as they are, DeepSpec's + 1."""
+    ids = fields.get("eagle_aux_hidden_state_layer_ids")
+    return ids or [n + 1 for n in fields.get("target_layer_ids") or ()] or None
+
+
+@given(ids=st.lists(st.integers(0, 6), min_size=3, max_size=3, unique=True).map(sorted))
+@settings(max_examples=25, deadline=None)
+def test_layer_ids_are_read_as_others_read_them(ids):
+    """Files of others: nested as SGLang, at the top and DeepSpec's as vLLM."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    other = SIZES | {"architectures": ["LlamaForCausalLMEagle3"]}
+    nested = other | {"eagle_config": {key: ids, "use_aux_hidden_state": True}}
+    assert list(read_target_layers(nested, 8).layers) == sglang_layers(nested)
+    for fields in (other | {key: ids}, other | {"target_layer_ids": ids}):
+        assert list(read_target_layers(fields, 8).layers) == vllm_layers(fields)
+
+
+@given(
+    depth=st.integers(3, 12),
+    numbers=st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True).map(sorted),
+)
+@settings(max_examples=25, deadline=None)
+def test_saved_layers_are_read_alike_by_all(tmp_path_factory, depth, numbers):
+    """What SGLang cannot be told is not told in the place that it reads."""
+    layers = tuple(n for n in numbers if n <= depth) or (1,)
+    target = deep_target(depth)
+    made = eagle(target, True, seed=2).network.config
+    network = Eagle(
+        replace(made, target_layers=layers, draft_vocab_size=VOCABULARY)
+    ).requires_grad_(False)
+    folder = tmp_path_factory.mktemp("head")
+    save_eagle(network, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    assert load_eagle(folder, target).config.target_layers == layers
+    assert vllm_layers(fields) == list(layers)
+    assert sglang_layers(fields) in (list(layers), None)
+    assert (sglang_layers(fields) is None) == (layers[0] == 1)
+
+
+def test_a_head_saved_by_an_older_version_means_what_it_meant(tmp_path):
+    """It has ids in eagle_config alone, which named inputs even where they begin with 1."""
+    target = deep_target(5)
+    made = eagle(target, True, seed=2).network.config
+    save_eagle(
+        Eagle(replace(made, target_layers=(1, 2, 4), draft_vocab_size=VOCABULARY)).requires_grad_(
+            False
+        ),
+        tmp_path,
+    )
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2, 4]
+    del fields["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert load_eagle(tmp_path, target).config.target_layers == (1, 2, 4)
+    fields["architectures"] = ["LlamaForCausalLMEagle3"]  # as others write them
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert load_eagle(tmp_path, target).config.target_layers == (2, 3, 5)
+
+
+def test_two_fields_that_name_different_layers_are_refused():
+    key, other = "eagle_aux_hidden_state_layer_ids", {"architectures": ["A"]}
+    fields = other | {key: [2, 4, 6], "eagle_config": {key: [1, 3, 5]}}
+    assert read_target_layers(fields, 8).layers == (2, 4, 6)  # the same layers, told twice
+    fields = other | {key: [2, 4, 6], "eagle_config": {key: [2, 4, 5]}}
+    with pytest.raises(UnsupportedModel, match=r"\(2, 4, 6\).*\(2, 4, 5\)"):
+        read_target_layers(fields, 8)
+    for wrong in ("1,2", [1, "2"], [1.5], {"a": 1}, [True]):
+        with pytest.raises(UnsupportedModel, match="a list of layers is needed"):
+            read_target_layers(other | {key: wrong}, 8)
+
+
+MODELOPT = {
+    "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}
+NEUTRAL = {
+    "modelopt": {"eagle_config": MODELOPT, "architectures": ["LlamaForCausalLMEagle3"]},
+    "modelopt-null": {"eagle_config": LAYERS["eagle_config"] | dict.fromkeys(MODELOPT)},
+    "angelslim": {"target_model_type": "qwen3", "modal_type": "LLM"},
+    "specforge-gemma3": {"target_model_type": "gemma3_text", "sliding_window": None},
+    "deepspec": {
+        "num_target_layers": 2,
+        "target_model_name_or_path": "x/y",
+        "draft_num_hidden_layers": 1,
+    },
+    "one layer of 40": {"num_hidden_layers": 40},
+    "windows off": {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 28},
+    "full attention": {"layer_types": ["full_attention"], "sliding_window": 4},
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_neutral_fields_change_nothing(name, tmp_path, target):
+    fields, weights = eagle3()
+    expected = load_eagle(written(tmp_path / "plain", fields, weights), target)
+    more = NEUTRAL[name]
+    if "eagle_config" in more:
+        more = more | {"eagle_config": more["eagle_config"] | LAYERS["eagle_config"]}
+    network = load_eagle(written(tmp_path / "head", fields | more, weights), target)
+    assert network.config == expected.config
+    for key, weight in expected.state_dict().items():
+        assert torch.equal(weight, network.state_dict()[key]), key
+
+
+ASKS = {
+    "use_input_layernorm_in_first_layer": False,
+    "use_last_layernorm": False,
+    "use_mtp_layernorm": True,
+    "next_layer_regular": False,
+    "parallel_draft_step": 2,
+    "num_target_layers": 3,
+    "draft_num_hidden_layers": 2,
+    "vocab_size": VOCABULARY - 1,
+    "position_embedding_type": "alibi",
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_a_field_that_changes_the_numbers_is_refused(name, tmp_path, target):
+    fields, weights = eagle3()
+    with pytest.raises(UnsupportedModel, match=f"{name} is {ASKS[name]!r}"):
+        load_eagle(written(tmp_path, fields | {name: ASKS[name]}, weights), target)
+
+
+@pytest.mark.parametrize("table", ["t2d", "d2t"])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_tables_of_another_length_are_refused(table, full, more, tmp_path, target):
+    fields, weights = eagle3()
+    if full:
+        fields = fields | {"draft_vocab_size": VOCABULARY}
+        weights["lm_head.weight"] = torch.randn(VOCABULARY, 32)
+        weights["d2t"] = torch.zeros(VOCABULARY, dtype=torch.int64)
+    own = weights[table]
+    weights[table] = own[:-1] if more < 0 else torch.cat([own, own[-1:]])
+    with pytest.raises(UnsupportedModel, match=rf"{table} is \({len(own) + more},\)"):
+        load_eagle(written(tmp_path, fields, weights), target)
+
+
+def test_a_head_on_the_final_state_has_no_projection(tmp_path, target):
+    """`use_aux_hidden_state: false`: vLLM reads the final state as the feature."""
+    fields, weights = eagle3()
+    fields = fields | {"eagle_config": {"use_aux_hidden_state": False}}
+    with pytest.raises(UnsupportedModel, match=r"'fc.weight'"):
+        load_eagle(written(tmp_path / "three", fields, weights), target)
+    del weights["fc.weight"]
+    network = load_eagle(written(tmp_path / "head", fields, weights), target)
+    assert network.config.target_layers == (FINAL_LAYER,)
+    states = torch.randn(5, 32)
+    assert torch.equal(network.features(states), states)
+    save_eagle(network, tmp_path / "again")
+    assert load_eagle(tmp_path / "again", target).config == network.config
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"]}
+
+
+def test_windows_are_read_by_the_rule_of_their_layout(tmp_path, target):
+    """The default of speculators, and the same fields in other layouts."""
+    fields, weights = speculators()
+    fields["transformer_layer_config"] = SIZES | WINDOWED
+    network = load_eagle(written(tmp_path / "speculators", fields, weights), target)
+    assert network.config.views == (LayerView(window=5),)
+    for more in ({"use_sliding_window": None}, {"layer_types": None}):
+        fields["transformer_layer_config"] = SIZES | WINDOWED | more
+        network = load_eagle(written(tmp_path / "less", fields, weights), target)
+        assert network.config.views == (LayerView(window=5),), more
+    with pytest.raises(ValueError, match="windows"):
+        save_eagle(network, tmp_path / "saved")
+    fields["transformer_layer_config"] = SIZES | WINDOWED | {"sliding_window": 2048}
+    network = load_eagle(written(tmp_path / "long", fields, weights), target)
+    assert network.config.views == ()  # the target has 64 positions
+    fields, weights = peagle()
+    inner = WINDOWED | {"layer_types": ["full_attention", "sliding_attention"]}
+    fields["transformer_layer_config"] |= inner
+    network = load_eagle(written(tmp_path / "p-eagle", fields, weights), target)
+    assert network.config.views == (LayerView(moves=True), LayerView(window=5, moves=True))
+    fields, weights = eagle3()
+    network = load_eagle(written(tmp_path / "eagle-3", fields | WINDOWED, weights), target)
+    assert network.config.views == (LayerView(window=5, moves=True),)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": 2.5}, "sliding_window is 2.5"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
+        ({"layer_types": ["chunked_attention"]}, "chunked_attention"),
+        ({"layer_types": ["sliding_attention"] * 2}, "a list of 1 kinds"),
+        ({"layer_types": "sliding_attention"}, "a list of 1 kinds"),
+    ],
+)
+def test_windows_that_cannot_be_read_are_refused(change, message, tmp_path, target):
+    fields, weights = speculators()
+    fields["transformer_layer_config"] = SIZES | WINDOWED | change
+    with pytest.raises(UnsupportedModel, match=message):
+        load_eagle(written(tmp_path, fields, weights), target)
+
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
+LONG = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 5.0, 9.0]}
+LONG |= {"rope_type": "longrope", "original_max_position_embeddings": 32}
+
+
+class Queries:
+    """An `Attend` that keeps the queries."""
+
+    def __call__(self, number, query, key, value):
+        self.queries = query
+        return query
+
+
+@pytest.mark.parametrize("rope", [YARN, LONG], ids=["yarn", "longrope"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scaled_positions_of_a_head_equal_transformers(name, rope, tmp_path, target):
+    """ModelOpt's default, and longrope: the target serves 64 positions, so its long factors."""
+    fields, weights = LAYOUTS[name]()
+    place = fields.get("transformer_layer_config", fields)
+    fields = json.loads(json.dumps(fields))
+    fields.get("transformer_layer_config", fields)["rope_scaling"] = rope
+    network = load_eagle(written(tmp_path / "scaled", fields, weights), target)
+    own = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+    config = LlamaConfig(**{n: place[n] for n in own}, rope_parameters={"rope_theta": 1e4} | rope)
+    theirs = LlamaRotaryEmbedding(config)
+    theirs(torch.zeros(1), torch.arange(64)[None])
+    assert network.config.decoder.rope_scale == pytest.approx(theirs.attention_scaling, rel=1e-5)
+    torch.testing.assert_close(network._frequencies, theirs.inv_freq, rtol=1e-5, atol=0)
+    plain = load_eagle(written(tmp_path / "plain", *LAYOUTS[name]()), target)
+    plain.load_state_dict(network.state_dict())
+    sizes = []
+    for one in (network, plain):
+        attend = Queries()
+        torch.manual_seed(1)
+        features, embedded = torch.randn(1, 5, 32), torch.randn(1, 5, 32)
+        one(features, embedded, torch.arange(5), attend)
+        sizes.append(attend.queries.norm(dim=-1))
+    torch.testing.assert_close(sizes[0], sizes[1] * network.config.decoder.rope_scale)
+    save_eagle(network, tmp_path / "again")
+    again = load_eagle(tmp_path / "again", target).config.decoder
+    assert (again.rope_scaling, again.rope_theta) == (
+        network.config.decoder.rope_scaling,
+        network.config.decoder.rope_theta,
+    )

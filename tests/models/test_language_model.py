@@ -1,18 +1,25 @@
 """Language models from folders: logits equal to transformers, and refusals that say why."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import TreeBatch
-from recserve.models.attention import DenseAttention, PagedAttention
+from recserve.models.attention import DenseAttention, PagedAttention, Rope, rope_frequencies
+from recserve.models.config import DecoderConfig
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.loading import UnsupportedModel, load_language_model, read_config
 from recserve.models.packing import PackedLinear, pack_weights, packable
+from recserve.models.saving import rope_fields, save_language_model
 from tests.support.model_folders import FAMILIES, LLAMA3, drawn
 
 
@@ -67,6 +74,73 @@ def test_older_rope_fields_mean_the_same(tmp_path):
     assert read_config(older).decoder.rope_scaling is not None
 
 
+KINDS = st.sampled_from(["linear", "llama3", "yarn", "longrope"])
+
+
+@st.composite
+def ropes(draw, head_dim: int = 8) -> dict:
+    """Draws rope parameters as transformers takes them."""
+    kind = draw(KINDS)
+    rope = {"rope_type": kind, "rope_theta": draw(st.sampled_from([500.0, 1e4, 5e5]))}
+    rope["factor"] = draw(st.sampled_from([1.0, 2.0, 3.7, 32.0]))
+    if kind == "linear":
+        return rope
+    rope["original_max_position_embeddings"] = draw(st.sampled_from([16, 64, 512, 4096]))
+    if kind == "llama3":
+        return rope | {"low_freq_factor": 1.0, "high_freq_factor": draw(st.floats(1.5, 8.0))}
+    if draw(st.booleans()):
+        rope["attention_factor"] = draw(st.floats(0.5, 2.0))
+    if kind == "longrope":
+        numbers = st.lists(st.floats(1.0, 50.0), min_size=head_dim // 2, max_size=head_dim // 2)
+        return rope | {"short_factor": draw(numbers), "long_factor": draw(numbers)}
+    rope |= draw(st.sampled_from([{}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"truncate": False}]))
+    return rope | draw(st.sampled_from([{}, {"mscale": 1.0, "mscale_all_dim": 0.7}]))
+
+
+@given(rope=ropes(), older=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_rotary_positions_equal_transformers(rope, older):
+    """Cosines and sines of all kinds to 1e-5, from new and from older fields."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 1}
+    sizes |= {"intermediate_size": 8, "vocab_size": 9, "max_position_embeddings": 2048}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
+    fields = sizes | {"model_type": "llama", "rope_parameters": rope}
+    if older:
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        fields = sizes | {"model_type": "llama", "rope_scaling": scaling}
+        fields["rope_theta"] = rope["rope_theta"]
+    config = read_config(fields).decoder
+    # The longest served text decides for longrope, so it is among the positions.
+    positions = torch.tensor([0, 1, 17, 300, 2047])
+    cos, sin = theirs(torch.zeros(1), positions[None])
+    ours = Rope(positions, rope_frequencies(config), torch.float32, config.rope_scale)
+    torch.testing.assert_close(ours.cos, cos[0, :, :4], rtol=1e-5, atol=1e-5 * 2047**0.5)
+    torch.testing.assert_close(ours.sin, sin[0, :, :4], rtol=1e-5, atol=1e-5 * 2047**0.5)
+    near = positions < 20
+    torch.testing.assert_close(rope_frequencies(config), theirs.inv_freq, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.cos[near], cos[0, near, :4], rtol=1e-5, atol=1e-5)
+    kept = DecoderConfig(**asdict(config))
+    assert kept == config
+    again = fields | {"rope_scaling": None, "rope_parameters": rope_fields(config)}
+    assert read_config(again).decoder == config
+
+
+@pytest.mark.parametrize("positions", [512, 4096])
+@torch.inference_mode()
+def test_longrope_is_fixed_by_the_longest_text(positions, tmp_path):
+    """A model of 512 positions has the short factors, one of 4,096 the long ones."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512}
+    rope |= {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.0, 3.0, 9.0, 30.0]}
+    theirs = drawn(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=positions)
+    ours, tokens = load_language_model(tmp_path), torch.randint(0, 61, (1, 40))
+    places = torch.arange(positions - 40, positions)[None]
+    expected = theirs(tokens, position_ids=places).logits
+    logits = ours.logits(ours(tokens, places, DenseAttention()))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    save_language_model(ours, tmp_path / "again")
+    assert load_language_model(tmp_path / "again").config == ours.config
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -76,7 +150,17 @@ def test_older_rope_fields_mean_the_same(tmp_path):
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type is 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "ntk"}}, "rope type is 'ntk'; choose one of"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor is None"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]"),
+        ({"rope_parameters": {"betas": 2}}, "rope_parameters has an unknown field 'betas'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}},
+            "short_factor is .* a list of 4 numbers",
+        ),
         ({"intermediate_size": 96}, "gate_up.weight is .* config.json requires"),
         ({"num_hidden_layers": 4}, "no tensor 'model.layers.3"),
         ({"num_hidden_layers": 2}, "a tensor 'model.layers.2.* no place for"),

@@ -50,8 +50,8 @@ def turned(x, network: Eagle):
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def plain_layer(network, layer, inputs, residual) -> torch.Tensor:
-    """A decoder layer with plain causal attention at the positions 0..n-1."""
+def plain_layer(network, layer, inputs, residual, mask=None) -> torch.Tensor:
+    """A decoder layer at the positions 0..n-1, with plain causal attention or a mask [n, n]."""
     c = network.config.decoder
     query, key, value = layer.qkv(inputs).split(
         [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim], -1
@@ -63,7 +63,7 @@ def plain_layer(network, layer, inputs, residual) -> torch.Tensor:
     key, value = turned(key, network).repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("nhd,mhd->hnm", turned(query, network), key) * c.head_dim**-0.5
     causal = torch.ones(len(inputs), len(inputs)).tril().bool()
-    weights = scores.masked_fill(~causal, float("-inf")).softmax(-1)
+    weights = scores.masked_fill(~(causal if mask is None else mask), float("-inf")).softmax(-1)
     mixed = torch.einsum("hnm,mhd->nhd", weights, value).flatten(1)
     x = residual + layer.output(mixed)
     gate, up = layer.gate_up(rms(x, layer.mlp_norm)).chunk(2, dim=-1)
@@ -97,14 +97,18 @@ class PlainEagle:
         """Returns the features of the target's states."""
         return self.network.features(states)
 
+    def run(self, features, embedded):
+        """Returns the outputs of all rows."""
+        return transcribed(self.network, features, embedded)
+
     def children(self, path):
         """Returns (token, log-probability) of the best children of a path of draft tokens."""
         features, embedded = self.features, self.embedded
-        output = transcribed(self.network, features, embedded)[-1:]
+        output = self.run(features, embedded)[-1:]
         for token in path:
             features = torch.cat([features, output])
             embedded = torch.cat([embedded, self.model.tokens(torch.tensor([token]))])
-            output = transcribed(self.network, features, embedded)[-1:]
+            output = self.run(features, embedded)[-1:]
         config = self.network.config
         if config.fused:
             read = output if config.norm_output else rms(output, self.network.norm)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recserve.models.drafters.feature_network import LayerView
 from recserve.models.drafters.mtp import Mtp
 from recserve.models.drafters.mtp_files import load_mtp
 from recserve.speculation.completion import TextQuery
@@ -32,6 +33,7 @@ from tests.support.text_engines import (
     PARAMETERS,
     assert_forgotten,
     assert_no_leak,
+    eagle,
     engine_for,
     prompts,
 )
@@ -77,10 +79,10 @@ class Published:
         low, high = x[..., : dim // 2], x[..., dim // 2 : dim]
         return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., dim:]], dim=-1)
 
-    def outputs(self, features, embedded):
-        """Returns what the rows 0..n-1 feed back."""
+    def outputs(self, features, embedded, first=True):
+        """Returns what n rows feed back; `first` says that row 0 is a text's."""
         token, state, fc, last = (self.module + name for name in self.names)
-        if not self.feeds_norm:
+        if first and not self.feeds_norm:
             embedded = embedded.clone()
             embedded[0] = 0.0
         both = [self.norm(embedded, token), self.norm(features, state)]
@@ -216,7 +218,9 @@ def test_feeding_back_the_other_state_shows_below_the_first_level(name, model, t
 
 
 def several_class(modules: list[Published]):
-    """Several modules: each one reads what the one before it returned at the token before."""
+    """Several modules, as in DeepSeek-V3, section 2.2: module k has the rows k, k + 1, ..., and
+    reads what the module before it returned at the token before.
+    """
 
     class PlainModules(PlainStates):
         def children(self, path):
@@ -224,15 +228,16 @@ def several_class(modules: list[Published]):
             features, outputs = [self.features], []
             for number, module in enumerate(modules):
                 if number:
-                    nothing = torch.zeros_like(outputs[-1][:1])
-                    features.append(torch.cat([nothing, outputs[-1][:-1]]))
-                outputs.append(module.outputs(features[-1], embedded))
+                    features.append(outputs[-1][:-1])
+                outputs.append(module.outputs(features[-1], embedded[number:], number == 0))
             for token in path:
                 embedded = torch.cat([embedded, self.model.tokens(torch.tensor([token]))])
                 news = [outputs[number - 1][-1:] for number in range(count)]
                 features = [torch.cat(both) for both in zip(features, news, strict=True)]
-                pairs = zip(modules, features, strict=True)
-                outputs = [module.outputs(own, embedded) for module, own in pairs]
+                outputs = [
+                    module.outputs(features[n], embedded[n:], n == 0)
+                    for n, module in enumerate(modules)
+                ]
             number = len(path) % count
             logits = modules[number].logits(outputs[number][-1:], self.model)
             best = (logits[0] / LEAST_SCALE).log_softmax(-1).topk(self.drafter.width)
@@ -273,17 +278,22 @@ class PlainPeagle(PlainEagle):
         network, more = self.network, drafter.depth
         mask = model.tokens(torch.tensor([network.config.mask_token]))
         ahead = network.fc(network.mask_states).expand(more, -1)
-        x = features = torch.cat([self.features, ahead])
-        embedded = torch.cat([self.embedded, mask.expand(more, -1)])
+        features = torch.cat([self.features, ahead])
+        x = self.run(features, torch.cat([self.embedded, mask.expand(more, -1)]))
+        assert len(network.layers) == 2
+        logits = network.head(rms(x[len(self.features) - 1 :], network.norm))
+        self.slots = (logits / LEAST_SCALE).log_softmax(-1)
+
+    def run(self, features, embedded):
+        """Returns the outputs of all rows."""
+        network, x = self.network, features
         normed = rms(features, network.feature_norm)
         inputs = torch.cat([rms(embedded, network.input_norms[0]), normed], dim=-1)
         for number, layer in enumerate(network.layers):
             if number:
                 inputs = rms(x, network.input_norms[number])
             x = plain_layer(network, layer, inputs, x)
-        assert len(network.layers) == 2
-        logits = network.head(rms(x[len(self.features) - 1 :], network.norm))
-        self.slots = (logits / LEAST_SCALE).log_softmax(-1)
+        return x
 
     def children(self, path):
         best = self.slots[len(path)].topk(self.drafter.width)
@@ -297,6 +307,57 @@ def test_parallel_drafts_equal_the_transcription(model):
     engine = engine_for(model, 300, {"eagle": drafter})
     engine.run_many(greedy(prompts(8), "eagle"))
     assert_as_transcribed(notes, drafter, model, least=20, plain=PlainPeagle)
+
+
+@pytest.mark.parametrize("kind", ["eagle-3", "p-eagle"])
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 12])
+@torch.inference_mode()
+def test_windows_equal_the_masks_of_speculators(kind, window, model):
+    """Texts longer than the window, in layers with and without one."""
+    moves = kind == "p-eagle"
+    view = LayerView(window=window, moves=moves)
+    if moves:
+        drafter = peagle(model, seed=3, fields={"views": (view, LayerView())})
+    else:
+        drafter = eagle(model, fused=True, seed=3, fields={"views": (view,)})
+    notes = recording(drafter)
+    engine = engine_for(model, 300, {"eagle": drafter})
+    asked = greedy(prompts(4, low=9), "eagle")
+    undrafted = engine.run_many(greedy(prompts(4, low=9), "none"))
+    answers = engine.run_many(asked)
+    assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in undrafted]
+    assert_as_transcribed(notes, drafter, model, least=10, plain=windowed_class(window, moves))
+
+
+def windowed_class(window: int, moves: bool):
+    """EAGLE-3 and P-EAGLE with the masks of speculators (models/eagle3 and peagle, attention.py).
+
+    EAGLE-3: a row q sees committed rows > q - window, and drafted rows are added to what the last
+    committed row sees. P-EAGLE: a row of depth d sees committed rows > q + d - window and its own
+    rollout.
+    """
+
+    class PlainWindow(PlainPeagle if moves else PlainEagle):
+        def mask(self, count, layer):
+            committed = len(self.features)
+            query, key = torch.arange(count)[:, None], torch.arange(count)
+            causal = key <= query
+            if self.network.config.views[layer].window == 0:
+                return causal
+            anchor = query if moves else query.clamp(max=committed - 1)
+            return causal & ((key > anchor - window) | (key >= committed))
+
+        def run(self, features, embedded):
+            network = self.network
+            normed = rms(features, network.feature_norm)
+            x, inputs = features, torch.cat([rms(embedded, network.input_norms[0]), normed], -1)
+            for number, layer in enumerate(network.layers):
+                inputs = inputs if number == 0 else rms(x, network.input_norms[number])
+                mask = self.mask(len(features), number)
+                x = plain_layer(network, layer, inputs, x, mask)
+            return x
+
+    return PlainWindow
 
 
 @torch.inference_mode()

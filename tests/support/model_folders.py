@@ -43,11 +43,14 @@ FAMILIES = {
 }
 
 
-def drawn(folder, family: str, seed: int = 0, shard: str = "5GB"):
-    """Saves a random model with transformers; biases and norms are far from neutral."""
+def drawn(folder, family: str, seed: int = 0, shard: str = "5GB", **more):
+    """Saves a random model with transformers; biases and norms are far from neutral.
+
+    `more` are fields of its configuration.
+    """
     model_class, config_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
-    theirs = model_class(config_class(**COMMON | extra)).eval()
+    theirs = model_class(config_class(**COMMON | extra | more)).eval()
     for weight in theirs.parameters():
         spread = weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.3
         weight.data.add_(torch.randn(weight.shape) * spread)

@@ -303,4 +303,4 @@ class Block(nn.Module):
     def _rope(self, positions: Tensor, x: Tensor) -> Rope:
         if self._frequencies.device != x.device:
             self._frequencies = self._frequencies.to(x.device)
-        return Rope(positions, self._frequencies, x.dtype)
+        return Rope(positions, self._frequencies, x.dtype, self.config.decoder.rope_scale)

@@ -22,12 +22,15 @@ from torch import Tensor
 
 from recserve.models.drafters.block import Block, BlockConfig
 from recserve.models.drafters.block_layouts import read_block_config
-from recserve.models.drafters.network_files import to_halves
+from recserve.models.drafters.network_files import read_token_map, to_halves
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import PARTS, UnsupportedModel, opened_file, read_json, tensor_files
+from recserve.models.saving import rope_fields
 from recserve.models.weight_check import is_finite
 
 PREFIX = re.compile(r"^(model\.|midlayer\.)")
+# ModelOpt stores the parts of DSpark's heads without the heads' names.
+HEAD_PARTS = re.compile(r"^(markov_w1|markov_w2|gate_proj|joint_proj)\.")
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 # Names of our tensors in a file, outside the layers.
 OUTSIDE = {
@@ -67,7 +70,9 @@ def load_block(folder: Path, target: LanguageModel) -> Block:
     _split_fused(weights, config)
     if pairs:
         to_halves(weights, config.decoder.head_dim)
-    _read_vocabulary(weights, config, folder.name)
+    mapped = read_token_map(weights, config.draft_vocab_size, config.vocab_size, folder.name)
+    if mapped is not None:
+        weights["token_map"] = mapped
     with torch.device("meta"):
         network = Block(config)
     dtype, device = target.tokens.weight.dtype, target.tokens.weight.device
@@ -126,6 +131,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                 while PREFIX.match(short):
                     into = "layers.0." if short.startswith("midlayer.") else ""
                     short = into + PREFIX.sub("", short)
+                short = HEAD_PARTS.sub(r"markov_head.\1.", short)
+                short = re.sub(r"^confidence_proj\.", "confidence_head.proj.", short)
                 found[ALIASES.get(short, short)] = file.get_tensor(name)
     if "mask_embedding" in found:
         found["mask_embedding"] = found["mask_embedding"].flatten()
@@ -157,29 +164,6 @@ def _split_fused(weights: dict[str, Tensor], config: BlockConfig) -> None:
                     raise UnsupportedModel(f"{name} has {tensor.shape[0]} rows, not {sum(sizes)}")
                 for part, piece in zip(parts, torch.split(tensor, sizes), strict=True):
                     weights[name.replace(whole, part)] = piece
-
-
-def _read_vocabulary(weights: dict[str, Tensor], config: BlockConfig, folder: str) -> None:
-    """Turns the offsets of `d2t` into tokens."""
-    if config.draft_vocab_size == config.vocab_size:
-        return
-    if "d2t" not in weights:
-        raise UnsupportedModel(
-            f"{folder} has no tensor 'd2t'; it proposes {config.draft_vocab_size} of "
-            f"{config.vocab_size} tokens, so it needs one"
-        )
-    tokens = weights["d2t"].long() + torch.arange(weights["d2t"].shape[0])
-    outside = int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size
-    # The table holds offsets. Read as token ids, they would repeat or exceed the vocabulary.
-    if outside or len(set(tokens.tolist())) != len(tokens):
-        raise UnsupportedModel(
-            f"{folder}: d2t names a token twice or outside 0..{config.vocab_size - 1}; it must "
-            "hold offsets"
-        )
-    chosen = weights.get("t2d")
-    if chosen is not None and not torch.equal(chosen.nonzero()[:, 0], tokens.sort().values):
-        raise UnsupportedModel(f"{folder}: d2t and t2d name different tokens")
-    weights["token_map"] = tokens
 
 
 def save_block(network: Block, folder: Path) -> None:
@@ -249,15 +233,6 @@ def _fields(config: BlockConfig) -> dict[str, Any]:
         "final_logit_softcapping": (config.softcap, 0.0),
     }
     nested |= {key: value for key, (value, neutral) in factors.items() if value != neutral}
-    scaling = decoder.rope_scaling
-    if scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency,
-            "high_freq_factor": scaling.high_frequency,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
     return {
         "architectures": [name],
         "model_type": "qwen3",
@@ -269,7 +244,7 @@ def _fields(config: BlockConfig) -> dict[str, Any]:
         "intermediate_size": decoder.intermediate_size,
         "rms_norm_eps": decoder.norm_eps,
         "rope_theta": decoder.rope_theta,
-        "rope_scaling": None if scaling is None else rope,
+        "rope_scaling": None if decoder.rope_scaling is None else rope_fields(decoder),
         "max_position_embeddings": decoder.max_positions,
         "attention_bias": decoder.attention_bias,
         "vocab_size": config.vocab_size,

@@ -25,6 +25,7 @@ from recserve.models.drafters.block_heads import (
     MarkovKind,
     SelectorConfig,
 )
+from recserve.models.drafters.network_files import check_neutral
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import UnsupportedModel, read_config
 
@@ -34,6 +35,7 @@ SIZES = (
     *("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"),
     *("rms_norm_eps", "rope_scaling", "rope_parameters", "attention_bias", "hidden_act"),
     *("mlp_bias", "pretraining_tp", "quantization_config", "vocab_size"),
+    "original_max_position_embeddings",
 )
 # Fields that this file reads, at the top, in `dflash_config` or in `transformer_layer_config`.
 OWN = (
@@ -47,7 +49,7 @@ OWN = (
     *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "shift_label"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "logit_scale"),
     *("markov_rank", "markov_head_type", "max_window_layers", "num_target_layers"),
-    *("use_aux_hidden_state",),
+    *("use_aux_hidden_state", "draft_num_hidden_layers"),
 )
 # Fields without an effect on drafts. A draft's size follows the budget, not the confidence head.
 WITHOUT_EFFECT = (
@@ -58,7 +60,8 @@ WITHOUT_EFFECT = (
     *("ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma", "auf"),
     *("embed_requires_grad", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"),
     *("lambda_base_start", "lambda_base_decay_ratio", "_attn_implementation"),
-    "attn_implementation",
+    *("attn_implementation", "use_confidence_head", "target_model_name_or_path"),
+    *("target_model_type", "modal_type"),
 )
 KINDS = ("dflash", "dflash2", "dspark")
 Kind = Literal["dflash", "dflash2", "dspark"]
@@ -117,11 +120,13 @@ def read_block_config(
     sizes = dict(found.top) | {
         "model_type": "qwen3",
         "vocab_size": own.vocab_size,
-        "max_position_embeddings": decoder.max_positions,
+        "max_position_embeddings": found.top.get("max_position_embeddings")
+        or decoder.max_positions,
         "use_sliding_window": False,
     }
-    if found.get("rope_theta") is None and not (found.top.get("rope_parameters") or {}).get(
-        "rope_theta"
+    if found.get("rope_theta") is None and not any(
+        (found.top.get(name) or {}).get("rope_theta")
+        for name in ("rope_parameters", "rope_scaling")
     ):
         # transformers would read 10,000 and vLLM 1,000,000.
         raise UnsupportedModel("config.json names no rope_theta; add the one of the training")
@@ -132,9 +137,9 @@ def read_block_config(
     ):
         if (stated := found.get(name, default=expected)) != expected:
             raise UnsupportedModel(f"{name} is {stated}; the target has {expected}")
+    check_neutral(found.top, {"draft_num_hidden_layers": found.top.get("num_hidden_layers")})
     network = replace(
-        read_config(sizes).decoder,
-        max_positions=decoder.max_positions,
+        read_config(sizes, decoder.max_positions).decoder,
         qk_norm=any(name.endswith("q_norm.weight") for name in tensors),
     )
     if not network.qk_norm and fields.get("model_type") == "qwen3":
@@ -157,7 +162,7 @@ def read_block_config(
         block_size=int(size),
         **_attention(found, network.num_layers, decoder.max_positions),
         mask_token=-1 if mask is None else int(mask),
-        from_anchor=bool(found.get("sample_from_anchor", default=found.kind == "dspark")),
+        from_anchor=_from_anchor(found),
         own_mask="mask_embedding" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
@@ -208,12 +213,19 @@ def _refuse(found: _Fields) -> None:
         )
     if found.get("attention_sink_bias", "add_swa_attention_sink_bias"):
         raise UnsupportedModel("attention_sink_bias is true; attention sinks are not computed")
-    if found.get("shift_label"):
-        raise UnsupportedModel("shift_label is true; shifted labels (Domino) are not read")
     if (mode := found.get("attention_mode", default="gqa")) != "gqa":
         raise UnsupportedModel(f"attention_mode is {mode!r}; only 'gqa' is computed")
     if found.get("use_aux_hidden_state", default=True) is not True:
         raise UnsupportedModel("use_aux_hidden_state is false; a drafter without fc is not read")
+
+
+def _from_anchor(found: _Fields) -> bool:
+    """Returns whether the anchor's row predicts, which ModelOpt calls `shift_label`."""
+    stated = {name: found.get(name) for name in ("sample_from_anchor", "shift_label")}
+    values = {name: bool(value) for name, value in stated.items() if value is not None}
+    if len(set(values.values())) > 1:
+        raise UnsupportedModel(f"config.json contradicts itself: {values}; remove the wrong one")
+    return next(iter(values.values()), found.kind == "dspark")
 
 
 def _layers(found: _Fields, depth: int) -> tuple[int, ...]:
@@ -259,6 +271,8 @@ def _attention(found: _Fields, num_layers: int, positions: int) -> dict[str, Any
     window = found.get("swa_window_size", "sliding_window")
     if any(sliding) and window is None:
         raise UnsupportedModel(f"layer {sliding.index(True)} has a window; config.json names none")
+    if any(sliding) and "speculators_model_type" in found.top:
+        window = int(window) + 1  # the anchor's row sees `window` positions before its own
     short = any(sliding) and int(window) < positions
     windows = tuple(int(window) if own else 0 for own in sliding) if short else ()
     flags = {n: found.nested[n] for n in ("causal", "causal_head") if n in found.nested}

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
-from recserve.models.decoder import DecoderLayer, RMSNorm
-from recserve.models.drafters.feature_network import MaskRow
+from recserve.models.decoder import FINAL_LAYER, DecoderLayer, RMSNorm
+from recserve.models.drafters.feature_network import LayerView, MaskRow
 from recserve.models.language_model import LanguageModel
 
 
@@ -52,6 +52,7 @@ class EagleConfig:
         head_norm: A norm on what the target's head reads (HASS).
         own_embedding: An embedding of its own, trained from the target's (P-EAGLE).
         mask_token: The token of the rows that read no token (P-EAGLE). None for other networks.
+        views: What each layer sees. Empty if all layers see everything.
 
     Raises:
         ValueError: If the fields contradict each other.
@@ -74,6 +75,7 @@ class EagleConfig:
     head_norm: bool = False
     own_embedding: bool = False
     mask_token: int | None = None
+    views: tuple[LayerView, ...] = ()
 
     def __post_init__(self) -> None:
         if self.fc_norm and self.norm_before_fc:
@@ -84,10 +86,22 @@ class EagleConfig:
             )
         if not self.fused and self.draft_vocab_size != self.vocab_size:
             raise ValueError("EAGLE-1 and 2 read the target's head, so they have its vocabulary")
+        if self.views and len(self.views) != self.decoder.num_layers:
+            raise ValueError(f"views has {len(self.views)} values, one per layer is needed")
+        if self.reads_final and self.target_size != self.decoder.hidden_size:
+            raise ValueError(
+                f"the head reads the target's final state of size {self.target_size} without a "
+                f"projection, so its hidden_size cannot be {self.decoder.hidden_size}"
+            )
         if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
             raise ValueError(
                 f"mask_token_id is {self.mask_token}; expected 0..{self.vocab_size - 1}"
             )
+
+    @property
+    def reads_final(self) -> bool:
+        """Whether a fused network reads the final state alone, which needs no projection."""
+        return self.fused and self.target_layers == (FINAL_LAYER,)
 
     @property
     def num_features(self) -> int:
@@ -111,9 +125,9 @@ class Eagle(nn.Module):
         self.config = config
         decoder = config.decoder
         size, eps = decoder.hidden_size, decoder.norm_eps
-        self.fc = nn.Linear(
-            config.num_features + (0 if config.fused else size), size, bias=config.fc_bias
-        )
+        if not config.reads_final:
+            inner = config.num_features + (0 if config.fused else size)
+            self.fc = nn.Linear(inner, size, bias=config.fc_bias)
         inputs = [2 * size if config.fused else size] + [size] * (decoder.num_layers - 1)
         self.layers = nn.ModuleList(DecoderLayer(decoder, count) for count in inputs)
 
@@ -149,7 +163,8 @@ class Eagle(nn.Module):
     def features(self, states: Tensor) -> Tensor:
         """Returns features of the target's states [..., T, F].
 
-        These are [..., T, E] for EAGLE-3. EAGLE-1 and 2 read the state itself.
+        These are [..., T, E] for EAGLE-3. EAGLE-1 and 2, and EAGLE-3 on the final state alone, read
+        the state itself.
         """
         config = self.config
         if not config.fused:
@@ -160,7 +175,7 @@ class Eagle(nn.Module):
             states = torch.cat(normed, dim=-1)
         if config.norm_before_fc:
             states = self.states_norm(states)
-        projected: Tensor = self.fc(states)
+        projected: Tensor = states if config.reads_final else self.fc(states)
         return projected
 
     def embed(self, tokens: Tensor, target: LanguageModel) -> Tensor:
@@ -206,7 +221,7 @@ class Eagle(nn.Module):
         config = self.config
         if self._frequencies.device != features.device:
             self._frequencies = self._frequencies.to(features.device)
-        rope = Rope(positions, self._frequencies, features.dtype)
+        rope = Rope(positions, self._frequencies, features.dtype, config.decoder.rope_scale)
         if config.fused:
             normed = self.feature_norm(features)
             inputs = torch.cat([self.input_norms[0](embedded), normed], dim=-1)

@@ -20,7 +20,7 @@ Sources: SafeAILab/EAGLE (ea_model.py, cnets.py, cnets1.py), vLLM (llama_eagle3.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle, EagleConfig
+from recserve.models.drafters.feature_network import LayerView
 from recserve.models.drafters.network_files import (
     NEOX,
     StoredTensors,
     check_embedding,
     check_fields,
+    check_neutral,
     fill,
     layer_tensors,
     read_sizes,
+    read_token_map,
+    read_windows,
     same_embedding,
     size_fields,
     to_halves,
@@ -52,6 +57,9 @@ from recserve.models.loading import (
     tensor_files,
 )
 
+LAYERS, OUTPUTS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+EXAMPLE = DecoderConfig(2, 1, 1, 1, 2, 1)
 PREFIXES = {"model.": "", "midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_": ""}
 KINDS = ("eagle", "eagle3", "peagle")
 # Names of the same norm of HASS.
@@ -67,12 +75,16 @@ OWN = (
     *("eagle_aux_hidden_state_layer_ids", "target_layer_ids", "norm_before_fc", "fc_norm"),
     *("norm_output", "norm_before_residual", "transformer_layer_config", "fusion_bias"),
     *("speculators_model_type", "use_aux_hidden_state", "mask_token_id", "add_para_norm"),
+    *("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"),
+    *("next_layer_regular", "parallel_draft_step", "parallel_drafting", "num_target_layers"),
+    "draft_num_hidden_layers",
     NEOX,
 )
 # Other fields without an effect on the network's outputs. `layernorms` follows from the tensors.
 WITHOUT_EFFECT = (
     *("ttt_length", "step_loss_decay", "embed_requires_grad", "layernorms", "para_depths"),
     *("down_sample_ratio", "down_sample_ratio_min", "max_seq_len", "prediction_loss_weight"),
+    *("has_lm_head", "parallel_draft_heads_num_layers"),
 )
 
 
@@ -92,8 +104,9 @@ def load_eagle(folder: Path, target: LanguageModel) -> Eagle:
         config = replace(config, own_embedding=True)  # P-EAGLE trains its embedding
     elif own is not None:
         check_embedding(own, target, "embed_tokens.weight", folder.name)
-    if config.draft_vocab_size < config.vocab_size:
-        weights["token_map"] = _token_map(weights, config, folder.name)
+    mapped = read_token_map(weights, config.draft_vocab_size, config.vocab_size, folder.name)
+    if mapped is not None:
+        weights["token_map"] = mapped
     with torch.device("meta"):
         network = Eagle(config)
     places = StoredTensors(folder.name, set(weights), weights.__getitem__)
@@ -110,7 +123,7 @@ def read_eagle_config(
     inner = fields.get("transformer_layer_config") or {}
     nested = fields.get("eagle_config") or {}
     check_fields((*fields, *inner, *nested), (*OWN, *WITHOUT_EFFECT))
-    for name in nested.keys() & fields.keys():
+    for name in (nested.keys() & fields.keys()) - {LAYERS, OUTPUTS}:
         if nested[name] != fields[name]:
             raise UnsupportedModel(
                 f"config.json says {name} {fields[name]!r}, and eagle_config inside it "
@@ -120,24 +133,43 @@ def read_eagle_config(
     if kind not in KINDS:
         raise UnsupportedModel(f"speculators_model_type is {kind!r}; this drafter reads {KINDS}")
     mask = fields.get("mask_token_id", fields.get("ptd_token_id"))
-    if mask is None and (kind == "peagle" or "mask_hidden" in tensors):
+    parallel = kind == "peagle" or "mask_hidden" in tensors or fields.get("parallel_drafting")
+    if mask is None and parallel:
         raise UnsupportedModel("mask_token_id is missing; a P-EAGLE network needs one")
     fused, every = "hidden_norm.weight" in {_leaf(name) for name in tensors}, {**fields, **nested}
     own, decoder = target.config, target.config.decoder
-    sized = read_sizes({**fields, **inner}, tensors, target)
+    sizes = {**fields, **inner}
+    if _stored_layers(tensors) == 1 and kind == "eagle3" and mask is None:
+        # The authors build one layer, whatever the field says. Files hold 40 for the target's.
+        sizes["num_hidden_layers"] = 1
+    sized = read_sizes(sizes, tensors, target)
+    check_neutral(
+        every,
+        {
+            "num_target_layers": decoder.num_layers,
+            "draft_num_hidden_layers": sized.num_layers,
+            "use_input_layernorm_in_first_layer": (
+                fused or "layers.0.input_layernorm.weight" in tensors
+            ),
+            "use_last_layernorm": fused or "lm_head_layernorm.weight" in tensors,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_drafting": mask is not None,
+        },
+    )
+    windows = read_windows(sizes, sized.num_layers, decoder.max_positions)
+    # Only the masks of speculators' EAGLE-3 keep the window of a draft where it begins.
+    moves = kind != "eagle3" or mask is not None or "speculators_model_type" not in fields
     if not sized.qk_norm and "Qwen3Eagle3Model" in (fields.get("architectures") or ()):
         raise UnsupportedModel(
             "the architecture is 'Qwen3Eagle3Model', which has norms of queries and keys; there is "
             "no tensor 'layers.0.self_attn.q_norm.weight'"
         )
     para = bool(fields.get("add_para_norm", False))
-    named = every.get("eagle_aux_hidden_state_layer_ids") or every.get("target_layer_ids")
-    depth = decoder.num_layers
-    layers = tuple(int(n) for n in named or (2, depth // 2, depth - 3)) if fused else (FINAL_LAYER,)
-    if bad := [n for n in layers if not (0 <= n <= depth or (not fused and n == FINAL_LAYER))]:
-        raise UnsupportedModel(
-            f"the head reads layer {bad[0]} of its target, which has {depth} layers"
-        )
+    layers = (FINAL_LAYER,)
+    if fused:
+        layers = read_target_layers(fields, decoder.num_layers).layers
     return EagleConfig(
         decoder=sized,
         target_size=int(fields.get("target_hidden_size") or decoder.hidden_size),
@@ -155,7 +187,84 @@ def read_eagle_config(
         layer_norm=not fused and "layers.0.input_layernorm.weight" in tensors,
         head_norm=not fused and "lm_head_layernorm.weight" in tensors,
         mask_token=None if mask is None else int(mask),
+        views=tuple(LayerView(window=window, moves=moves) for window in windows or ()),
     )
+
+
+def _stored_layers(tensors: set[str]) -> int:
+    """Returns the number of layers that a file holds."""
+    return len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+
+
+@dataclass(frozen=True)
+class TargetLayers:
+    """The layers of the target that a head reads.
+
+    Attributes:
+        layers: Number n is the stream after n layers, as in `Drafter.hidden_layers`.
+        reason: Which field says so, and how its numbers are read.
+    """
+
+    layers: tuple[int, ...]
+    reason: str
+
+
+def read_target_layers(fields: dict[str, Any], depth: int) -> TargetLayers:
+    """Reads which layers of a target with `depth` layers an EAGLE-3 head reads.
+
+    Several fields name them, and their numbers count differently. Input i of the target's layers is
+    the stream after i layers, and output i is the stream after i + 1 layers.
+
+    Raises:
+        UnsupportedModel: If a field holds no layers of the target, or two fields contradict.
+    """
+    nested = fields.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state", fields.get("use_aux_hidden_state")) is False:
+        return TargetLayers((FINAL_LAYER,), "use_aux_hidden_state is false")
+    found: dict[str, TargetLayers] = {}
+    for place, content in (("", fields), ("eagle_config.", nested)):
+        for field, always in ((LAYERS, False), (OUTPUTS, True)):
+            ids = content.get(field)
+            if ids is None or ids == []:
+                continue
+            name = f"{place}{field}"
+            if not isinstance(ids, list) or not all(type(n) is int for n in ids):
+                raise UnsupportedModel(
+                    f"config.json: {name} is {ids!r}; a list of layers is needed"
+                )
+            first = bool(place) and ids[0] == 1 and not _saved_before_top_level(fields)
+            # A copy of the ids at the top means what those at the top mean.
+            outputs = always or (first and fields.get(field) != ids)
+            reason = f"{name} names outputs of layers" if outputs else f"{name} names inputs"
+            reason += ", because it begins with 1" if first and outputs and not always else ""
+            found[name] = TargetLayers(tuple(n + outputs for n in ids), reason)
+            if bad := [n for n in ids if not 0 <= n + outputs <= depth]:
+                raise UnsupportedModel(
+                    f"config.json: {name} is {ids}: the head reads layer {bad[0]} of its target, "
+                    f"which has {depth} layers ({reason})"
+                )
+    if len({one.layers for one in found.values()}) > 1:
+        told = "; ".join(f"{one.reason}: after layers {one.layers}" for one in found.values())
+        raise UnsupportedModel(f"config.json contradicts itself: {told}. Remove the wrong one")
+    for one in found.values():
+        return one
+    default = (2, depth // 2, depth - 3)
+    if min(default) < 0:
+        raise UnsupportedModel(
+            f"config.json names no layers of the target, which has only {depth}; add "
+            "eagle_aux_hidden_state_layer_ids"
+        )
+    return TargetLayers(default, "no field names them; this is the default of the authors")
+
+
+def _saved_before_top_level(fields: dict[str, Any]) -> bool:
+    """Returns whether an older `save_eagle` wrote a file, whose nested numbers are inputs.
+
+    It wrote no number at the top, and no field that the files of other programs always have.
+    """
+    always = {*size_fields(EXAMPLE, 1), "draft_vocab_size", "eagle_config"}
+    maybe = {"rope_scaling", "qkv_bias", *FLAGS, "speculators_model_type", "mask_token_id"}
+    return always <= set(fields) <= always | maybe
 
 
 def eagle_tensor_names(folder: Path) -> set[str]:
@@ -182,25 +291,6 @@ def _short(name: str) -> str:
 
 def _leaf(name: str) -> str:
     return name.removeprefix("layers.0.")
-
-
-def _token_map(weights: dict[str, Tensor], config: EagleConfig, folder: str) -> Tensor:
-    """Returns the target's token of each draft token; `d2t` holds offsets."""
-    if "d2t" not in weights:
-        raise UnsupportedModel(
-            f"{folder} has no tensor 'd2t'; it proposes {config.draft_vocab_size} of "
-            f"{config.vocab_size} tokens, so it needs one"
-        )
-    tokens = weights["d2t"].long() + torch.arange(weights["d2t"].shape[0])
-    # Read as token ids, offsets would repeat or exceed the vocabulary.
-    if int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size:
-        raise UnsupportedModel(f"{folder}: d2t names tokens outside 0..{config.vocab_size - 1}")
-    if len(set(tokens.tolist())) != len(tokens):
-        raise UnsupportedModel(f"{folder}: d2t names a token twice; it must hold offsets")
-    chosen = weights.get("t2d")
-    if chosen is not None and not torch.equal(chosen.nonzero()[:, 0], tokens.sort().values):
-        raise UnsupportedModel(f"{folder}: d2t and t2d name different tokens")
-    return tokens
 
 
 OUTSIDE = {
@@ -236,7 +326,12 @@ def save_eagle(network: Eagle, folder: Path) -> None:
     EAGLE-3's layout is used where the network is fused, that of EAGLE-1 and 2 elsewhere.
 
     A network with several layers, such as P-EAGLE's, gets the layout of speculators.
+
+    Raises:
+        ValueError: If the network's layers have windows, which are read and not written.
     """
+    if network.config.views:
+        raise ValueError("the network's layers have windows; heads with windows are not saved")
     config, decoder = network.config, network.config.decoder
     middle = config.fused and decoder.num_layers == 1 and config.mask_token is None
     outside = OUTSIDE if config.fused else OUTSIDE_HASS
@@ -262,12 +357,8 @@ def save_eagle(network: Eagle, folder: Path) -> None:
     fields = size_fields(decoder, config.vocab_size)
     if config.fused:
         fields["draft_vocab_size"] = config.draft_vocab_size
-        fields["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": list(config.target_layers),
-            "use_aux_hidden_state": True,
-        }
-        flags = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
-        fields |= {name: getattr(config, name) for name in flags if getattr(config, name)}
+        fields |= _layer_fields(config)
+        fields |= {name: getattr(config, name) for name in FLAGS if getattr(config, name)}
         if config.mask_token is not None:
             fields |= {"speculators_model_type": "peagle", "mask_token_id": config.mask_token}
     else:
@@ -275,3 +366,18 @@ def save_eagle(network: Eagle, folder: Path) -> None:
         if config.feature_norm:
             fields["add_para_norm"] = True
     write_folder(fields, weights, folder)
+
+
+def _layer_fields(config: EagleConfig) -> dict[str, Any]:
+    """Returns the fields that name the target's layers, which vLLM reads at the top.
+
+    SGLang reads those in `eagle_config`, and takes numbers that begin with 1 for outputs of layers.
+    It has no way to name the input of layer 1 first, so such numbers are at the top only.
+    """
+    layers = list(config.target_layers)
+    nested: dict[str, Any] = {"use_aux_hidden_state": not config.reads_final}
+    if config.reads_final:
+        return {"eagle_config": nested}
+    if layers[0] != 1:
+        nested[LAYERS] = layers
+    return {LAYERS: layers, "eagle_config": nested}

@@ -15,8 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import EagleConfig
-from recserve.models.drafters.eagle_files import eagle_tensor_names, read_eagle_config
+from recserve.models.drafters.eagle_files import (
+    LAYERS,
+    OUTPUTS,
+    eagle_tensor_names,
+    read_eagle_config,
+    read_target_layers,
+)
 from recserve.models.drafters.open_question import CheckpointAmbiguity, CheckpointReading
 from recserve.models.drafters.shared_questions import (
     listed,
@@ -27,7 +34,6 @@ from recserve.models.drafters.shared_questions import (
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import read_json
 
-LAYERS = ("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
 NESTED = ("eagle_config",)
 FED_BACK = {False: "the output before its norm", True: "the normalised output"}
 RESIDUAL = {False: "the feature", True: "the normalised feature"}
@@ -52,21 +58,23 @@ def eagle_questions(folder: Path, target: LanguageModel) -> tuple[CheckpointAmbi
 def _fused(
     fields: Mapping[str, Any], config: EagleConfig, depth: int
 ) -> Iterator[CheckpointAmbiguity]:
-    nested = fields.get("eagle_config") or {}
-    key = next((name for name in LAYERS if nested.get(name) or fields.get(name)), LAYERS[0])
+    taken = read_target_layers(dict(fields), depth)
     readings = []
     for shift in (1, -1):
-        moved = [number + shift for number in config.target_layers]
-        if min(moved) >= 0 and max(moved) <= depth:
-            change = placed(fields, key, moved, NESTED)
-            readings.append(CheckpointReading(listed(moved), change))
-    yield CheckpointAmbiguity("layers", listed(config.target_layers), tuple(readings))
+        moved = [number + shift for number in taken.layers]
+        if taken.layers != (FINAL_LAYER,) and min(moved) >= 0 and max(moved) <= depth:
+            change: dict[str, Any] = {OUTPUTS: None, LAYERS: moved}
+            if fields.get("eagle_config"):
+                change["eagle_config"] = {LAYERS: None, OUTPUTS: None}
+            readings.append(CheckpointReading(f"after layer {listed(moved)}", change))
+    default = "the final state"
+    if taken.layers != (FINAL_LAYER,):
+        default = f"after layer {listed(taken.layers)}"
+    yield CheckpointAmbiguity("layers", default, tuple(readings), taken.reason)
     for name, key, answers in (
         ("fed back", "norm_output", FED_BACK),
         ("residual", "norm_before_residual", RESIDUAL),
     ):
-        taken = bool(getattr(config, key))
-        change = placed(fields, key, not taken, NESTED)
-        yield CheckpointAmbiguity(
-            name, answers[taken], (CheckpointReading(answers[not taken], change),)
-        )
+        flag = bool(getattr(config, key))
+        other = CheckpointReading(answers[not flag], placed(fields, key, not flag, NESTED))
+        yield CheckpointAmbiguity(name, answers[flag], (other,))

@@ -30,6 +30,22 @@ class MaskRow:
     embedded: Tensor
 
 
+@dataclass(frozen=True)
+class LayerView:
+    """Which rows of a text the rows of a layer see, besides their own draft.
+
+    Attributes:
+        first: Number of first rows that no later row sees.
+        window: W. A committed row sees W rows, its own included; 0 means all before it.
+        moves: Whether a drafted row moves the window with it. Otherwise all rows of a draft see
+            what the last committed row sees.
+    """
+
+    first: int = 0
+    window: int = 0
+    moves: bool = False
+
+
 class FeatureConfig(Protocol):
     """What the drafter needs to know of a network's configuration."""
 
@@ -46,6 +62,11 @@ class FeatureConfig(Protocol):
     @property
     def target_layers(self) -> tuple[int, ...]:
         """Layers of the target that are read, as in `Drafter.hidden_layers`."""
+        ...
+
+    @property
+    def views(self) -> tuple[LayerView, ...]:
+        """What each layer sees. Empty if all layers see everything."""
         ...
 
     @property

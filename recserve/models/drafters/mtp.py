@@ -29,6 +29,7 @@ from recserve.kernels.host import on_device
 from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER, DecoderLayer, RMSNorm
+from recserve.models.drafters.feature_network import LayerView
 from recserve.models.language_model import LanguageModel
 
 
@@ -77,6 +78,12 @@ class MtpConfig:
     def target_layers(self) -> tuple[int, ...]:
         """The one layer of the target whose states are read."""
         return (self.target_layer,)
+
+    @property
+    def views(self) -> tuple[LayerView, ...]:
+        """Module k has no rows before the k-th, where module k - 1 has returned nothing yet."""
+        count = self.decoder.num_layers
+        return tuple(LayerView(first=number) for number in range(count)) if count > 1 else ()
 
     @property
     def draft_vocab_size(self) -> int:
@@ -208,7 +215,8 @@ class Mtp(nn.Module):
             self._frequencies = self._frequencies.to(embedded.device)
         if not self.config.first_token:
             embedded = embedded.masked_fill((positions == 0)[..., None], 0.0)
-        return Rope(positions, self._frequencies, embedded.dtype), embedded
+        scale = self.config.decoder.rope_scale
+        return Rope(positions, self._frequencies, embedded.dtype, scale), embedded
 
     def logits(self, outputs: Tensor, target: LanguageModel, level: int = 0) -> Tensor:
         """Returns float32 logits [..., V] of a draft's level from outputs [..., n E]."""

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recserve.models.config import RopeFactors
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.mtp import Mtp, MtpConfig
 from recserve.models.drafters.network_files import (
@@ -40,6 +41,7 @@ from recserve.models.drafters.network_files import (
     fill,
     layer_tensors,
     read_sizes,
+    read_windows,
     size_fields,
     write_folder,
 )
@@ -63,7 +65,9 @@ OWN = (
 WITHOUT_EFFECT = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
     *("linear_num_value_heads", "linear_value_head_dim", "full_attention_interval"),
-    *("mamba_ssm_dtype", "embed_requires_grad", "output_router_logits"),
+    *("mamba_ssm_dtype", "embed_requires_grad", "vision_config"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("audio_token_id", "language_model_only"),
 )
 # Families whose norms are differences from 1, and whose attention has a gate.
 CENTRED = ("qwen3_next", "qwen3_5")
@@ -240,13 +244,22 @@ def _read_config(
         )
     centred = str(fields.get("model_type")).startswith(CENTRED)
     names = {name for name in stored.names if name.startswith(layout.prefixes)}
-    decoder = replace(read_sizes(fields, names, target), num_layers=layout.count)
+    share, whole = _rotary_share(fields, centred)
+    decoder = replace(read_sizes(whole, names, target), num_layers=layout.count)
+    if share != 1.0 and isinstance(decoder.rope_scaling, RopeFactors):
+        raise UnsupportedModel(
+            f"partial_rotary_factor is {share}; with scaled positions only 1.0 is computed"
+        )
+    if "sliding_attention" in (fields.get("layer_types") or ()):
+        windows = read_windows(fields, len(fields["layer_types"]), decoder.max_positions)
+        if windows is not None:
+            raise UnsupportedModel(
+                f"config.json: layer_types has windows of {max(windows)} positions; MTP modules "
+                "without windows are computed here"
+            )
     gated = bool(fields.get("attn_output_gate", centred))
     if gated and decoder.attention_bias:
         raise UnsupportedModel("attention_bias is True; with an output gate only False is computed")
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
-    share = (0.25 if centred else 1.0) if share is None else float(share)
     heads = [name for name in names if name.endswith(".shared_head.head.weight")]
     layers, depth = fields.get("target_layer_ids", [FINAL_LAYER]), target.config.decoder.num_layers
     if layers not in ([FINAL_LAYER], [depth]):
@@ -263,6 +276,25 @@ def _read_config(
         own_head=bool(heads),
         target_layer=layers[0],
     )
+
+
+def _rotary_share(fields: dict[str, Any], centred: bool) -> tuple[float, dict[str, Any]]:
+    """Returns which part of a head RoPE turns, and the fields without it."""
+    whole = {name: value for name, value in fields.items() if name != "partial_rotary_factor"}
+    share = fields.get("partial_rotary_factor")
+    for place in ("rope_scaling", "rope_parameters"):
+        rope = fields.get(place)
+        if isinstance(rope, dict):
+            share = rope.get("partial_rotary_factor", share)
+            whole[place] = {n: v for n, v in rope.items() if n != "partial_rotary_factor"}
+    if share is None:
+        return (0.25 if centred else 1.0), whole
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise UnsupportedModel(
+            f"config.json: partial_rotary_factor is {share!r}; a number above 0 and up to 1 is "
+            "needed"
+        )
+    return float(share), whole
 
 
 def _assemble(

@@ -28,13 +28,17 @@ SIZES = (
     *("rms_norm_eps", "rope_scaling", "rope_parameters", "attention_bias", "hidden_act"),
     *("mlp_bias", "use_sliding_window", "pretraining_tp", "quantization_config", "vocab_size"),
     *("bos_token_id", "eos_token_id", "tie_word_embeddings", "qkv_bias"),
+    "original_max_position_embeddings",
 )
 # Fields without an effect on the outputs of any network.
 WITHOUT_EFFECT = (
     *("architectures", "torch_dtype", "dtype", "transformers_version", "initializer_range"),
     *("use_cache", "attention_dropout", "_name_or_path", "pad_token_id", "sliding_window"),
     *("max_window_layers", "layer_types", "speculators_version", "speculators_config"),
-    "auto_map",
+    *("auto_map", "target_model_type", "modal_type", "decoder_sparse_step", "mlp_only_layers"),
+    *("position_embedding_type", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"),
+    *("output_router_logits", "target_model_name_or_path"),
 )
 # True, the default: a head's first half turns with its second. False: even numbers with odd ones.
 NEOX = "is_neox_style"
@@ -75,18 +79,127 @@ def check_fields(names: Iterable[str], known: Iterable[str]) -> None:
             raise UnsupportedModel(f"config.json has an unknown field {name!r}")
 
 
+def check_neutral(fields: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModel for a field whose value asks for what is not computed.
+
+    Args:
+        fields: Fields of a configuration. A missing one and null are fine.
+        expected: The value of each field that is computed.
+    """
+    for name, value in expected.items():
+        if fields.get(name) not in (None, value):
+            raise UnsupportedModel(
+                f"config.json: {name} is {fields[name]!r}; only {value!r} is computed here"
+            )
+
+
+def read_windows(
+    fields: Mapping[str, Any], num_layers: int, num_positions: int
+) -> tuple[int, ...] | None:
+    """Reads the attention window of each layer, 0 for a layer without one.
+
+    `layer_types` says which layers have one; without it, those from `max_window_layers` on.
+    `use_sliding_window: false` turns all of them off, as in transformers.
+
+    Args:
+        fields: Fields of the layers.
+        num_layers: Number of layers.
+        num_positions: Length of the longest text. A window that holds it has no effect.
+
+    Returns:
+        The windows, or None if no text is longer than one.
+
+    Raises:
+        UnsupportedModel: If the fields are incomplete or name a kind of layer that is not computed.
+    """
+    enabled, window = fields.get("use_sliding_window"), fields.get("sliding_window")
+    if enabled not in (None, True, False):
+        raise UnsupportedModel(
+            f"config.json: use_sliding_window is {enabled!r}; true or false is needed"
+        )
+    types = fields.get("layer_types")
+    if types is None:
+        first = int(fields.get("max_window_layers") or 0)
+        sliding = [bool(enabled) and number >= first for number in range(num_layers)]
+    else:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise UnsupportedModel(
+                f"config.json: layer_types is {types!r}; a list of {num_layers} kinds is needed"
+            )
+        kinds = ("full_attention", "sliding_attention")
+        if unknown := [kind for kind in types if kind not in kinds]:
+            raise UnsupportedModel(
+                f"config.json: layer_types names {unknown[0]!r}; {kinds} are computed here"
+            )
+        sliding = [enabled is not False and kind == kinds[1] for kind in types]
+    if not any(sliding):
+        return None
+    if type(window) is not int or window < 1:
+        raise UnsupportedModel(
+            f"config.json: sliding_window is {window!r}, and layer {sliding.index(True)} has a "
+            "window; a positive integer is needed"
+        )
+    return tuple(window * own for own in sliding) if window < num_positions else None
+
+
+def read_token_map(
+    weights: Mapping[str, Tensor], draft_vocab_size: int, vocab_size: int, folder: str
+) -> Tensor | None:
+    """Returns the target's token of each draft token; None if both vocabularies are the same.
+
+    `d2t` holds offsets, and `t2d` tells which of the target's tokens are drafted.
+
+    Raises:
+        UnsupportedModel: If a table is missing, has another length, or contradicts the other.
+    """
+    offsets, chosen = weights.get("d2t"), weights.get("t2d")
+    for name, table, length in (
+        ("d2t", offsets, draft_vocab_size),
+        ("t2d", chosen, vocab_size),
+    ):
+        if table is not None and tuple(table.shape) != (length,):
+            raise UnsupportedModel(
+                f"{folder}: {name} is {tuple(table.shape)}; its config.json and the target require "
+                f"({length},)"
+            )
+    if draft_vocab_size == vocab_size:
+        return None
+    if offsets is None:
+        raise UnsupportedModel(
+            f"{folder} has no tensor 'd2t'; it proposes {draft_vocab_size} of {vocab_size} tokens, "
+            "so it needs one"
+        )
+    tokens = offsets.long() + torch.arange(len(offsets))
+    outside = int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size
+    # Read as token ids, offsets would repeat or exceed the vocabulary.
+    if outside or len(set(tokens.tolist())) != len(tokens):
+        raise UnsupportedModel(
+            f"{folder}: d2t names a token twice or outside 0..{vocab_size - 1}; it must hold "
+            "offsets"
+        )
+    if chosen is not None and not torch.equal(chosen.nonzero()[:, 0], tokens.sort().values):
+        raise UnsupportedModel(f"{folder}: d2t and t2d name different tokens")
+    return tokens
+
+
 def read_sizes(
     fields: Mapping[str, Any], tensors: Iterable[str], target: LanguageModel
 ) -> DecoderConfig:
-    """Reads the sizes of a network's layers; the tensors tell whether queries have a norm."""
+    """Reads the sizes of a network's layers; the tensors tell whether queries have a norm.
+
+    Windows are read by `read_windows`.
+    """
     own = target.config
+    check_neutral(fields, {"vocab_size": own.vocab_size, "position_embedding_type": "rope"})
     family = fields.get("model_type")
     sizes = {
         "model_type": family if family in FAMILIES else "llama",
         "vocab_size": own.vocab_size,
-        "max_position_embeddings": own.decoder.max_positions,
+        "use_sliding_window": False,
     }
-    read = read_config({**fields, **sizes}).decoder
+    served = own.decoder.max_positions
+    sizes["max_position_embeddings"] = fields.get("max_position_embeddings") or served
+    read = read_config({**fields, **sizes}, served).decoder
     return replace(
         read,
         qk_norm=any(name.endswith("q_norm.weight") for name in tensors),

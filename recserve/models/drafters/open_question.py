@@ -43,11 +43,13 @@ class CheckpointAmbiguity:
         name: The question, as a noun.
         default: Answer of the reading that the loader takes.
         others: The other readings.
+        reason: Why the loader takes this reading; empty if it is the usual one.
     """
 
     name: str
     default: str
     others: tuple[CheckpointReading, ...]
+    reason: str = ""
 
 
 def changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from recserve.models.config import DecoderConfig
+from recserve.models.config import DecoderConfig, RopeFactors
 from recserve.models.drafters.network_files import NEOX
 from recserve.models.drafters.open_question import CheckpointAmbiguity, CheckpointReading
 from recserve.models.loading import opened_file, tensor_files
+from recserve.models.saving import rope_fields
 
 INNER = "transformer_layer_config"  # where speculators keeps the sizes of the layers
 TURNED = {True: "halves", False: "pairs"}
@@ -79,19 +80,16 @@ def vocabulary_questions(folder: Path, vocab_size: int) -> Iterator[CheckpointAm
 
 def _rope(target: DecoderConfig) -> dict[str, Any]:
     """Returns the fields of the target's rotary positions."""
-    scaling, rope = target.rope_scaling, None
-    if scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency,
-            "high_freq_factor": scaling.high_frequency,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
+    rope = None if target.rope_scaling is None else rope_fields(target)
     return {"rope_theta": target.rope_theta, "rope_parameters": None, "rope_scaling": rope}
 
 
 def _named(decoder: DecoderConfig) -> str:
     scaling = decoder.rope_scaling
-    said = "no scaling" if scaling is None else f"scaling {asdict(scaling)}"
-    return f"base {decoder.rope_theta:g}, {said}"
+    named = "no scaling"
+    if isinstance(scaling, RopeFactors):
+        least, most = min(scaling.divisors), max(scaling.divisors)
+        named = f"frequencies divided by {least:g} to {most:g}, scale {scaling.scale:g}"
+    elif scaling is not None:
+        named = f"scaling {asdict(scaling)}"
+    return f"base {decoder.rope_theta:g}, {named}"

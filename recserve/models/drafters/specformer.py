@@ -123,7 +123,9 @@ class Specformer(nn.Module):
         parts = torch.split(states, self.config.decoder.hidden_size, dim=-1)
         normed = [norm(part) for norm, part in zip(self.state_norms, parts, strict=True)]
         mixed = self.mix(torch.cat(normed, dim=-1))
-        rope = Rope(positions, self._turns(mixed.device), mixed.dtype)
+        rope = Rope(
+            positions, self._turns(mixed.device), mixed.dtype, self.config.decoder.rope_scale
+        )
         out: Tensor = self.context_attention(mixed, rope, attend, rows)
         return out
 
@@ -141,7 +143,9 @@ class Specformer(nn.Module):
         x = self.positional(self.positional_norm(context)).unflatten(-1, (config.num_slots, -1))
         if config.causal:
             places = torch.arange(config.num_slots, device=x.device)
-            rope: Rope | None = Rope(places, self._turns(x.device), x.dtype)
+            rope: Rope | None = Rope(
+                places, self._turns(x.device), x.dtype, self.config.decoder.rope_scale
+            )
             attend = DenseAttention()
         else:
             seen = torch.ones(config.num_slots, config.num_slots, dtype=torch.bool, device=x.device)

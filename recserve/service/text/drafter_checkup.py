@@ -111,6 +111,11 @@ def examine_drafter(
             "vocabulary", lambda: check_vocabulary(files, target, np.concatenate(measure.outputs))
         )
     )
+    findings += [
+        Finding(f"reading: {question.name}", "ok", _served(question))
+        for question in questions
+        if question.reason and not question.others
+    ]
     if others:
         chains = measure_acceptance(target, drafter, openings, chains=True)
         findings += [_judge(one, chains, target, openings) for one in others]
@@ -165,11 +170,16 @@ def _alternatives(
                 yield _Alternative(question, reading, built)
 
 
+def _served(question: CheckpointAmbiguity) -> str:
+    """Returns the reading that is served, and why."""
+    return question.default + (f" ({question.reason})" if question.reason else "")
+
+
 def _judge(
     one: _Alternative, taken: DraftMeasure, target: LanguageModel, openings: Openings
 ) -> Finding:
     """Tries another reading, and says whether it is better than the one that is served."""
-    name, served = f"reading: {one.question.name}", one.question.default
+    name, served = f"reading: {one.question.name}", _served(one.question)
     if one.drafter is None:
         return Finding(name, "ok", f"{served}; {one.reading.answer} is refused: {one.refusal}")
     measure = measure_acceptance(target, one.drafter, openings, chains=True)

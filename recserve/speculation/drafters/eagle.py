@@ -28,7 +28,6 @@ from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import chain, merge
 from recserve.kernels.tree_batch import TreeBatch
-from recserve.models.attention import PagedAttention
 from recserve.models.drafters.eagle_files import load_eagle
 from recserve.models.drafters.eagle_questions import eagle_questions
 from recserve.models.drafters.feature_network import FeatureNetwork, MaskRow
@@ -37,6 +36,7 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
+from recserve.speculation.drafters.layer_views import attend_committed, attend_drafted
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.drafters.noisy import DraftedTexts, likeliest
 from recserve.speculation.drafters.rank_tree import RankTree, rank_tree
@@ -160,7 +160,7 @@ class EagleDrafter(Drafter):
             before,
             self.network.embed(torch.cat(tokens), self.target),
             batch.positions(),
-            PagedAttention(batch, self.pool),
+            attend_committed(batch, parts, self.network.config.views, self.pool),
         )[on_device(ends, device)]
         for part, output in zip(parts, outputs, strict=True):
             length = part.first + part.states.shape[0] + 1
@@ -259,7 +259,7 @@ class EagleDrafter(Drafter):
 
     def _run(self, features: Tensor, embedded: Tensor, batch: TreeBatch) -> Tensor:
         """Returns the outputs [n, O] of the computed nodes."""
-        attend = PagedAttention(batch, self.pool)
+        attend = attend_drafted(batch, self.network.config.views, self.pool)
         return self.network(features, embedded, batch.positions(), attend)
 
     def _frontier(self, tree: ScoreTree, texts: _Texts) -> TreeBatch:
