@@ -33,6 +33,7 @@ from recserve.server.transport.trace import Trace
 from recserve.service.errors import (
     ContextExceeded,
     ServiceClosed,
+    UnfitRule,
     UnknownItem,
     UnknownModel,
     UnknownVersion,
@@ -149,6 +150,7 @@ TABLE: dict[type[Exception], Row] = {
         "the request needs more memory than the server has for one request; reduce its size",
     ),
     UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
+    UnfitRule: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
     QuotaExceeded: Row(429, "rate_limit_error", "quota_exceeded", "quota"),
     HeadersTooLarge: Row(431, "invalid_request_error", "headers_too_large", "invalid"),

@@ -23,3 +23,7 @@ class ServiceClosed(RuntimeError):
 
 class ContextExceeded(InvalidRequest):
     """Prompt and completion together exceed the context length of the model."""
+
+
+class UnfitRule(InvalidRequest):
+    """The acceptance rule of a request does not suit its drafter."""

@@ -195,6 +195,8 @@ class Drafter(Pluggable, ABC):
         idle: True if it never proposes anything, so that the engine need not call it.
         takes_tree: True if it follows `Speculation.tree`; then it overrides `check_tree`.
         draws: True if its drafts may carry probs.
+        always_draws: True if all of its drafts carry probs under a rule that reads them. Other
+            drafters are refused under a rule that needs them.
         ranked_heads: Heads that a captured step can end with, or None. Their output arrives in
             `TextContext.ranked`.
     """
@@ -209,6 +211,11 @@ class Drafter(Pluggable, ABC):
     idle: ClassVar[bool] = False
     takes_tree: bool = False
     draws: bool = False
+
+    @property
+    def always_draws(self) -> bool:
+        """True if all of its drafts carry probs under a rule that reads them."""
+        return self.draws
 
     @property
     def ranked_heads(self) -> RankedHeads | None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# The smallest temperature besides 0. A logit divided by it is a finite float32 number, whatever
+# biases and penalties were added to it.
+MIN_TEMPERATURE = 1e-20
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -14,7 +18,8 @@ class SamplingParams:
     top_p, min_p. Tokens that tie with the last one inside a truncation also remain.
 
     Attributes:
-        temperature: Divides the logits. 0 takes the largest logit, ties to the lowest token.
+        temperature: Divides the logits. 0 takes the largest logit, ties to the lowest token. Other
+            values are at least MIN_TEMPERATURE.
         top_k: Number of likeliest tokens to draw from; 0 means all.
         top_p: Draw from the smallest set of likeliest tokens that holds this probability.
         min_p: Smallest probability, as a share of the likeliest token's probability.
@@ -53,6 +58,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 100.0)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be 0 or at least {MIN_TEMPERATURE}"
+            )
         _within("top_k", self.top_k, 0, None)
         _within("top_p", self.top_p, 0.0, 1.0)
         _within("min_p", self.min_p, 0.0, 1.0)
@@ -72,6 +81,13 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if no noise is involved."""
         return self.temperature == 0.0
+
+    def may_ban_all(self, vocab_size: int) -> bool:
+        """Whether bad words and min_tokens can ban every token at once, so that none is left."""
+        banned = {word[-1] for word in self.bad_words}
+        if self.min_tokens:
+            banned.update(self.stop_token_ids)
+        return len(banned) >= vocab_size
 
     @property
     def truncates(self) -> bool:

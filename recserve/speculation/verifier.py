@@ -88,11 +88,14 @@ class Verifier(Pluggable, ABC):
         only_chains: True if it refuses forks and auxiliary nodes.
         reads_probs: True if it compares the target with the distribution that a draft was drawn
             from. Such a rule accepts drawn drafts more often, or requires them.
+        needs_probs: True if it refuses chosen drafts. Requests that combine it with a drafter that
+            may choose are refused, unless the temperature is 0.
     """
 
     exact: ClassVar[bool] = True
     only_chains: ClassVar[bool] = False
     reads_probs: ClassVar[bool] = False
+    needs_probs: ClassVar[bool] = False
 
     def check(self, draft: TextDraft) -> None:  # noqa: B027
         """Raises UnfitDraft if the draft would bias the rule."""

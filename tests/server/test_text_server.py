@@ -94,7 +94,11 @@ def test_a_rule_that_would_be_biased_is_refused_and_harms_nobody(client):
                     **{**ASK, "prompt": prompt}, seed=1, stream=stream, **pairing
                 )
             assert caught.value.code == "unfit_draft"
+            assert caught.value.param == "speculation.verifier"
         assert neighbour.result().choices[0].text.startswith(KNOWN)
+    cold = {**ASK, "prompt": prompt, "temperature": 0}
+    plain = client.completions.create(**cold, **drafted_by("none")).choices[0].text
+    assert client.completions.create(**cold, **pairing).choices[0].text == plain
     lossy = client.completions.create(**ASK, seed=1, **drafted_by("suffix", verifier="typical"))
     assert lossy.model_extra["metrics"]["speculative_decoding"]["exact"] is False
 

@@ -312,10 +312,10 @@ def test_a_request_s_static_tree(fused, model):
 
 def test_a_static_tree_must_fit(model):
     drafter = eagle(model, True)
-    check_speculation(Speculation("eagle", tree=StaticEagle.TREE), drafter)
+    check_speculation(Speculation("eagle", tree=StaticEagle.TREE), drafter, True)
     for tree in (tuple((rank,) for rank in range(21)), tuple((0,) * n for n in range(1, 70))):
         with pytest.raises(ValueError, match="has no memory for it"):
-            check_speculation(Speculation("eagle", tree=tree), drafter)
+            check_speculation(Speculation("eagle", tree=tree), drafter, True)
 
 
 def test_a_rule_that_refuses_forks_gets_chains(model):

@@ -68,14 +68,14 @@ def test_rules_for_chains_get_the_best_chain():
 
 def test_a_request_s_tree_must_fit_the_heads():
     drafter = MedusaDrafter(drawn_heads(), E, V)
-    check_speculation(Speculation("medusa", tree=((0,), (0, 0))), drafter)
+    check_speculation(Speculation("medusa", tree=((0,), (0, 0))), drafter, True)
     for tree, message in (
         (((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)), "4 levels .* has 3 Medusa heads"),
         (((29,),), "ranks up to 29"),
         (((0, 1),), "not its parent"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_speculation(Speculation("medusa", tree=tree), drafter)
+            check_speculation(Speculation("medusa", tree=tree), drafter, True)
         with pytest.raises(ValueError, match=message):
             drafter.propose([context(torch.ones(E), tree=tree)], [Budget(9, 9)])
 

@@ -115,7 +115,10 @@ def test_every_rule_gets_drafts_that_it_takes(name, rule):
     if rule == "multi_step" and chosen:
         with pytest.raises(ValueError, match="was chosen"):
             generate(model, PROMPTS, params, MAKERS[name](model), rule)
+        with pytest.raises(ValueError, match="needs drawn drafts"):
+            check_speculation(Speculation(name, rule), MAKERS[name](model), greedy=False)
         return
+    check_speculation(Speculation(name, rule), MAKERS[name](model), greedy=False)
     written = generate(model, PROMPTS, params, MAKERS[name](model), rule)
     assert [len(w.tokens) for w in written] == [20] * 3
     greedy = SamplingParams(0.0, max_tokens=20)
@@ -196,6 +199,6 @@ def test_weights_of_another_vocabulary_are_refused_at_load(tmp_path):
 
 def test_words_that_a_drafter_cannot_follow():
     for drafter in (SuffixDrafter(), MergedDrafter([SuffixDrafter(), NgramDrafter()])):
-        check_speculation(Speculation("suffix", num_tokens=4), drafter)
+        check_speculation(Speculation("suffix", num_tokens=4), drafter, True)
         with pytest.raises(ValueError, match="is for the drafter 'medusa' or"):
-            check_speculation(Speculation("suffix", tree=((0,),)), drafter)
+            check_speculation(Speculation("suffix", tree=((0,),)), drafter, True)

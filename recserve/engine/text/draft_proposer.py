@@ -184,7 +184,9 @@ class DraftProposer:
                         f"{budget.depth} levels"
                     )
                 within.append((budget.depth, draft.num_nodes, draft.levels))
-                verifiers()[sequence.request.speculation.verifier].check(draft)
+                request = sequence.request
+                if not request.params.greedy:  # at temperature 0 every rule accepts by the argmax
+                    verifiers()[request.speculation.verifier].check(draft)
             except Exception as error:
                 refused.append((sequence, error))
                 continue

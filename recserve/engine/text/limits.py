@@ -31,8 +31,8 @@ def check_query(query: TextQuery, config: LanguageModelConfig) -> None:
 
     Raises:
         PromptTooLong: If the prompt leaves no position for a token of output.
-        ValueError: If the prompt is empty, a token id is not in the vocabulary, or the acceptance
-            rule does not allow the sampling parameters.
+        ValueError: If the prompt is empty, a token id is not in the vocabulary, every token may be
+            banned, or the acceptance rule does not allow the sampling parameters.
     """
     prompt, params = query.prompt, query.params
     positions = config.decoder.max_positions
@@ -53,4 +53,9 @@ def check_query(query: TextQuery, config: LanguageModelConfig) -> None:
             raise ValueError(
                 f"{name} names tokens {low}..{high}; the vocabulary has {config.vocab_size} tokens"
             )
+    if params.may_ban_all(config.vocab_size):
+        raise ValueError(
+            "bad_words, and stop_token_ids before min_tokens, ban every token; leave at least one "
+            f"of the {config.vocab_size}"
+        )
     check_rule(query.speculation.verifier, params)

@@ -42,6 +42,7 @@ from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.draft import empty_draft
 from recserve.speculation.drafter import Drafter, TextOutcome
+from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.logits_processor import TokenCounts
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         """Raises ValueError if the request cannot run, even alone."""
         config, request = self.model.config, sequence.request
         check_query(request, config)
+        check_speculation(request.speculation, sequence.drafter, request.params.greedy)
         length = request.prompt.shape[0] + request.params.max_tokens
         pages = self.kv.pages_of(min(length, config.decoder.max_positions))
         self._check_pages(pages, f"a prompt and max_tokens of {length} tokens")

@@ -20,10 +20,11 @@ from recserve.schemas.text import (
     TemplateSetting,
     TextRequest,
 )
-from recserve.service.errors import ContextExceeded
+from recserve.service.errors import ContextExceeded, UnfitRule
 from recserve.service.text.model import TextModel
 from recserve.speculation.drafters.registry import check_speculation
-from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.speculation.sampling_params import MIN_TEMPERATURE, SamplingParams, Speculation
+from recserve.speculation.verifier import UnfitDraft
 from recserve.speculation.verifiers.registry import GREEDY, verifiers
 from recserve.tokenizer.template_sandbox import TemplateError
 
@@ -139,9 +140,14 @@ def sampling(
     bias, stops = body.logit_bias or {}, body.stop_token_ids or []
     check_tokens("logit_bias", list(bias), model)
     check_tokens("stop_token_ids", stops, model)
+    temperature = _or(body.temperature, 1.0)
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise InvalidRequest(
+            "temperature", f"expected 0 or at least {MIN_TEMPERATURE}, got {temperature}"
+        )
     ends = () if body.ignore_eos else model.end_tokens
-    return SamplingParams(
-        temperature=_or(body.temperature, 1.0),
+    params = SamplingParams(
+        temperature=temperature,
         top_k=max(body.top_k or 0, 0),
         top_p=_or(body.top_p, 1.0),
         min_p=_or(body.min_p, 0.0),
@@ -156,6 +162,13 @@ def sampling(
         stop_token_ids=tuple(dict.fromkeys([*ends, *stops])),
         logprobs=logprobs,
     )
+    if params.may_ban_all(model.vocab_size):
+        raise InvalidRequest(
+            "bad_words",
+            "with the end tokens before min_tokens, they ban every token; leave at least one of "
+            f"the {model.vocab_size}",
+        )
+    return params
 
 
 def speculation(
@@ -183,7 +196,9 @@ def speculation(
     tree = None if options.tree is None else tuple(tuple(path) for path in options.tree)
     drafting = Speculation(drafter, verifier, options.num_tokens, tree)
     try:
-        check_speculation(drafting, model.drafters[drafter])
+        check_speculation(drafting, model.drafters[drafter], temperature == 0)
+    except UnfitDraft as error:
+        raise UnfitRule("speculation.verifier", str(error)) from None
     except ValueError as error:
         raise InvalidRequest("speculation", str(error)) from None
     return drafting

@@ -79,6 +79,11 @@ class MergedDrafter(Drafter):
             self.scratch_slots = self._reader.scratch_slots
 
     @property
+    def always_draws(self) -> bool:
+        """True if all sources draw. A drawn and a chosen draft are merged as chosen."""
+        return all(source.always_draws for source in self.sources)
+
+    @property
     def ranked_heads(self) -> RankedHeads | None:
         """Heads of the only source that has any; None if several sources have heads."""
         found = [heads for source in self.sources if (heads := source.ranked_heads)]

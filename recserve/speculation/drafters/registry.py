@@ -25,6 +25,8 @@ from recserve.speculation.drafters.specformer import SpecformerDrafter
 from recserve.speculation.drafters.specinfer import SpecinferDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import Speculation
+from recserve.speculation.verifier import UnfitDraft
+from recserve.speculation.verifiers.registry import verifiers
 
 # Servers list drafters in this order.
 BUILT_IN: tuple[type[Drafter], ...] = (
@@ -85,8 +87,25 @@ def build_drafter(name: str, target: LanguageModel, folders: Seq[Path] = ()) -> 
     return built[0] if len(built) == 1 else MergedDrafter(built)
 
 
-def check_speculation(speculation: Speculation, drafter: Drafter) -> None:
-    """Raises ValueError if the drafter cannot fill the request's tree."""
+def check_speculation(speculation: Speculation, drafter: Drafter, greedy: bool) -> None:
+    """Checks that the drafter of a request suits its tree and its acceptance rule.
+
+    Args:
+        speculation: Drafting options with a known rule.
+        drafter: The drafter that they name.
+        greedy: Whether the temperature is 0. Then every draft suits every rule.
+
+    Raises:
+        UnfitDraft: If the rule needs drawn drafts, and the drafter may choose its drafts.
+        ValueError: If the drafter cannot fill the tree.
+    """
+    rule = verifiers()[speculation.verifier]
+    if rule.needs_probs and not (greedy or drafter.idle or drafter.always_draws):
+        raise UnfitDraft(
+            f"the rule {rule.name!r} needs drawn drafts with their distributions; the drafter "
+            f"{speculation.drafter!r} chooses drafts (top-k, lookup), so the rule would be "
+            "biased; use 'sample', or temperature 0"
+        )
     if speculation.tree is None:
         return
     if not drafter.takes_tree:

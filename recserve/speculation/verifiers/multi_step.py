@@ -21,6 +21,7 @@ class MultiStepRule(Verifier):
 
     name = "multi_step"
     reads_probs = True
+    needs_probs = True
 
     def check(self, draft: TextDraft) -> None:
         """Raises UnfitDraft if the draft was chosen."""

@@ -181,7 +181,9 @@ def test_other_rules_run_to_the_end(rule, model):
 def test_a_rule_that_would_be_biased_fails_its_request_alone(model, expected):
     prompt = prompts(8)[0]
     params, tokens, *_ = expected["hot", 0]
-    engine = engine_for(model, drafters={"t": TableDrafter("right", {tuple(prompt.tolist()): []})})
+    drafter = TableDrafter("right", {tuple(prompt.tolist()): []})
+    drafter.draws = True  # but it never does
+    engine = engine_for(model, drafters={"t": drafter})
     bad = engine.submit(TextQuery(prompt, params, Speculation("t", "multi_step")))
     good = engine.submit(TextQuery(prompt, params))
     while engine.step():
