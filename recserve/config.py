@@ -26,6 +26,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from recserve.features.history.type_names import check_type_names
 from recserve.kernels.linear import formats
 
 ENV_PREFIX = "RECSERVE_"
@@ -61,6 +62,8 @@ class ServerConfig(BaseSettings):
         history_ttl_s: Age in seconds at which stored events are deleted. By default never.
         history_timeout_ms: Time that a request waits for its stored history in Redis or another
             store on a network. Then it continues without it, and `degraded` says so.
+        event_types: Names of event types that clients may send, beside the built-in ones and those
+            of the bundle's events. At most 255 in all, of at most 64 bytes each.
         journal: Folder for changes of items. By default a folder next to the bundle.
         device: Where the models run.
         bundles_dir: Folder of the bundles that an operator may load while the server runs. With
@@ -134,6 +137,7 @@ class ServerConfig(BaseSettings):
     store: str | None = None
     history_ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     history_timeout_ms: int = Field(100, ge=1, le=60_000)
+    event_types: Annotated[tuple[str, ...], NoDecode] = ()
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bundles_dir: Path | None = None
@@ -173,7 +177,8 @@ class ServerConfig(BaseSettings):
     metrics_compat: Literal["vllm"] | None = None
 
     @field_validator(
-        "api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases", mode="before"
+        *("api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases", "event_types"),
+        mode="before",
     )
     @classmethod
     def _split(cls, value: Any) -> Any:
@@ -201,6 +206,12 @@ class ServerConfig(BaseSettings):
             length = len(key.get_secret_value())
             if length < MIN_KEY_LENGTH:
                 raise ValueError(f"a key needs {MIN_KEY_LENGTH} characters or more, got {length}")
+        return value
+
+    @field_validator("event_types")
+    @classmethod
+    def _check_event_types(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        check_type_names(value)
         return value
 
     @model_validator(mode="after")

@@ -15,10 +15,11 @@ from recserve.bundle import bundle as names
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.bundle.new_folder import new_folder
 from recserve.features.catalog.catalog import Catalog
+from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
-from recserve.features.tables.parquet import BadRows, OnBadRows
+from recserve.features.tables.parquet import BadRows, OnBadRows, SchemaError
 from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
 from recserve.features.vectors.semantic_ids import CodeReport, build_index
 from recserve.features.vectors.text_encoder import TextEncoder, unit
@@ -142,6 +143,10 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         raise BundleError(f"{out}: not empty; choose another folder or delete this one")
     items, bad_items = read_items(options.items, options.on_bad_rows)
     events, bad_events = read_events(options.events, items, options.on_bad_rows)
+    try:
+        check_type_names(events.type_names)
+    except ValueError as error:
+        raise SchemaError(f"{options.events}: column type: {error}") from None
     for line in (*bad_items.lines(), *bad_events.lines()):
         log(line)
     log(f"{len(items)} items, {events.num_users} users, {events.num_events} events")

@@ -84,6 +84,14 @@ class Manifest:
         return self.sections.get("build", {})
 
     @property
+    def type_names(self) -> tuple[str, ...]:
+        """Names of the event types. Raises BundleError if the section has something else."""
+        names = self.build.get("type_names", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise BundleError(f"{MANIFEST}: build.type_names must be a list of strings")
+        return tuple(names)
+
+    @property
     def recommender(self) -> dict[str, Any]:
         """Training record of the recommender; empty if untrained."""
         return self.sections.get("recommender", {})

@@ -22,7 +22,12 @@ from recserve.schemas.encoding import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
+from recserve.schemas.events import (
+    EventsRequest,
+    EventsResponse,
+    EventTypesResponse,
+    HistoryResponse,
+)
 from recserve.schemas.experiments import ExperimentsResponse, ExperimentStatus
 from recserve.schemas.inference import (
     InferRequest,
@@ -160,6 +165,10 @@ class AsyncClient:
     ) -> EventsResponse:
         """Stores events and corrections."""
         return await self.send(operations.add_events(body), deadline_s)
+
+    async def event_types(self, deadline_s: float | None = None) -> EventTypesResponse:
+        """Returns the names of the event types that events may have."""
+        return await self.send(operations.event_types(), deadline_s)
 
     async def history(self, user_id: str, deadline_s: float | None = None) -> HistoryResponse:
         """Returns a user's events, oldest first."""

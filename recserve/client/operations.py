@@ -96,6 +96,11 @@ def add_events(body: e.EventsRequest) -> Operation[e.EventsResponse]:
     return _post("/v1/events", e.EventsResponse, body, repeatable=named)
 
 
+def event_types() -> Operation[e.EventTypesResponse]:
+    """GET /v1/event-types."""
+    return _get("/v1/event-types", e.EventTypesResponse)
+
+
 def history(user_id: str) -> Operation[e.HistoryResponse]:
     """GET /v1/users/{user_id}/history."""
     return _get(f"/v1/users/{_part(user_id)}/history", e.HistoryResponse)

@@ -22,7 +22,12 @@ from recserve.schemas.encoding import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
+from recserve.schemas.events import (
+    EventsRequest,
+    EventsResponse,
+    EventTypesResponse,
+    HistoryResponse,
+)
 from recserve.schemas.experiments import ExperimentsResponse, ExperimentStatus
 from recserve.schemas.inference import (
     InferRequest,
@@ -156,6 +161,10 @@ class Client:
     def add_events(self, body: EventsRequest, deadline_s: float | None = None) -> EventsResponse:
         """Stores events and corrections."""
         return self.send(operations.add_events(body), deadline_s)
+
+    def event_types(self, deadline_s: float | None = None) -> EventTypesResponse:
+        """Returns the names of the event types that events may have."""
+        return self.send(operations.event_types(), deadline_s)
 
     def history(self, user_id: str, deadline_s: float | None = None) -> HistoryResponse:
         """Returns a user's events, oldest first."""

@@ -20,7 +20,7 @@ class EventInput(StrictStruct, frozen=True, kw_only=True, gc=False):
     Attributes:
         user_id: The user.
         item_id: The item; required unless `correction` is `remove`.
-        type: Event type.
+        type: Event type, one of GET /v1/event-types. None means `event`.
         timestamp: RFC 3339 time with a zone. None means now; with `replace`, the stored time.
         event_id: Id of the event. An event with a stored id is a duplicate.
         value: A number that the event carries.
@@ -107,3 +107,14 @@ class HistoryResponse(Struct, frozen=True, kw_only=True):
     user_id: str
     events: list[HistoryEvent]
     unknown_items: int = 0
+
+
+class EventTypesResponse(Struct, frozen=True, kw_only=True):
+    """Names of the event types.
+
+    Attributes:
+        event_types: Names that POST /v1/events accepts: the 14 built-in ones, then those of the
+            bundle's events and of the settings in order.
+    """
+
+    event_types: list[str]

@@ -87,4 +87,5 @@ class ServiceLoader:
             history_ttl_s=config.history_ttl_s,
             weights=config.weights,
             history_timeout_ms=config.history_timeout_ms,
+            event_types=config.event_types,
         )

@@ -58,6 +58,7 @@ ANSWERS = {
     "tokenize": c.TokenizeResponse,
     "detokenize": c.DetokenizeResponse,
     "tokenizer_info": c.TokenizerInfo,
+    "event_types": e.EventTypesResponse,
     "history": e.HistoryResponse,
     "item": m.ItemResponse,
     "put_items": m.ItemsResponse,

@@ -28,6 +28,7 @@ class ServiceOptions:
         history_timeout_ms: Time that a request waits for its stored history, where the store is on
             a network. Then it continues without it. None waits as long as the store takes to
             fail.
+        event_types: Names of event types beside the built-in ones and those of the bundle.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -38,3 +39,4 @@ class ServiceOptions:
     history_ttl_s: float | None = None
     weights: str | None = None
     history_timeout_ms: int | None = None
+    event_types: tuple[str, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,11 +164,14 @@ def open_parts(
         )
         journal = default_journal(bundle.root) if options.journal is None else options.journal
         path = journal / f"{bundle.manifest.catalog_version}.jsonl"
-        parts = _assemble(bundle, models, runtime, ItemJournal(path), predecessor)
+        names = options.event_types
+        parts = _assemble(bundle, models, runtime, ItemJournal(path), names, predecessor)
         parts.items.open_tools()
         bundle.check_unchanged()  # before the journal and the store are written
         parts.items.replay()
-        import_events(histories.store, bundle, only_new_users=predecessor is not None)
+        import_events(
+            histories.store, bundle, histories.types, only_new_users=predecessor is not None
+        )
     except BaseException:
         engine.close()
         histories.close()
@@ -204,17 +208,24 @@ def _assemble(
     models: Models,
     runtime: Runtime,
     journal: ItemJournal,
+    event_types: Sequence[str],
     predecessor: ItemParts | None,
 ) -> ItemParts:
     manifest, scorers = bundle.manifest, dict[str, ItemScorer]()
     ranking, ranker_roots, recommender_roots, recommendations = None, None, None, None
+    tables, trained, types = None, tuple[str, ...](), runtime.histories.types
     if models.ranker is not None:
         catalog = runtime.snapshot.catalog
         tables = RankingTables.load(bundle.directory("ranker"), catalog.items, catalog.vectors)
+        trained = tables.settings.type_names
+    bundle.check_unchanged()  # before names are written to the store
+    types.add(event_types)
+    types.add_of_bundle((*manifest.type_names, *trained))
+    if tables is not None:
         ranking = LiveRanking(tables)
         runtime.snapshot = replace(runtime.snapshot, ranking=tables)
         salt = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
-        ranker_roots = RankerPrefixes(tables, salt, runtime.device)
+        ranker_roots = RankerPrefixes(tables, types, salt, runtime.device)
         if tables.settings.has_values:
             runtime.histories.default_value = tables.settings.mean_value
         scorers["ranker"] = RankerScorer(ranker_roots, models.ranker.config.tasks)

@@ -15,7 +15,12 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.metrics import Gauges
-from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
+from recserve.schemas.events import (
+    EventsRequest,
+    EventsResponse,
+    EventTypesResponse,
+    HistoryResponse,
+)
 from recserve.schemas.items import (
     HideItemResponse,
     ItemResponse,
@@ -248,6 +253,10 @@ class Service:
     def add_events(self, body: EventsRequest | Fields) -> EventsResponse:
         """Stores events and corrections. Raises StoreUnavailable or InvalidRequest."""
         return self.users.add(checked(body, EventsRequest))
+
+    def event_types(self) -> EventTypesResponse:
+        """Returns the names of the event types that events may have. Raises UnknownModel."""
+        return EventTypesResponse(event_types=list(self.runtime.histories.types.known))
 
     def history(self, user_id: str) -> HistoryResponse:
         """Returns a user's stored events.

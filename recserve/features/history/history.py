@@ -20,6 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
+from recserve.features.history.type_names import MAX_EVENT_TYPES
+
 EVENT_DTYPE = np.dtype(
     [
         ("item_key", "<u8"),
@@ -28,11 +30,6 @@ EVENT_DTYPE = np.dtype(
         ("value", "<f4"),
         ("type", "u1"),
     ]
-)
-EVENT_TYPES = (
-    *("event", "view", "click", "cart", "purchase"),
-    *("like", "dislike", "rating", "share", "save"),
-    *("play", "complete", "skip", "hide"),
 )
 DEFAULT_CAP = 1024
 MAX_CAP = 65_536
@@ -67,7 +64,7 @@ class StoredEvent:
         time_us: Microseconds UTC.
         event_key: Key of the client's event id, from `event_key`. An event whose key is already in
             the stored history is a duplicate.
-        type: Index into EVENT_TYPES.
+        type: Number of the event type. The first ones are those of `type_names.EVENT_TYPES`.
         value: Any finite 32-bit float.
 
     Raises:
@@ -85,7 +82,7 @@ class StoredEvent:
             ("item_key", self.item_key, 2**64),
             ("event_key", self.event_key, 2**64),
             ("time_us", self.time_us, MAX_TIME_US),
-            ("type", self.type, len(EVENT_TYPES)),
+            ("type", self.type, MAX_EVENT_TYPES),
         ):
             if not 0 <= given < high:
                 raise ValueError(f"{name} is {given}; expected 0..{high - 1}")
@@ -278,13 +275,6 @@ class HistoryStore(Protocol):
 def event_key(event_id: str) -> int:
     """Returns the unsigned 64-bit key of a client's event id."""
     return int.from_bytes(blake2b(event_id.encode(), digest_size=8).digest(), "little")
-
-
-def event_type(name: str) -> int:
-    """Returns the index of an event type. Raises ValueError with the list of known types."""
-    if name not in EVENT_TYPES:
-        raise ValueError(f"type is {name[:40]!r}; expected one of {', '.join(EVENT_TYPES)}")
-    return EVENT_TYPES.index(name)
 
 
 def user_key(user_id: str) -> bytes:

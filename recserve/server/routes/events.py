@@ -1,4 +1,4 @@
-"""Routes POST /v1/events, and GET and DELETE of a user's history."""
+"""Routes POST /v1/events, GET /v1/event-types, and GET and DELETE of a user's history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from recserve.schemas.browse import UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse
 from recserve.server.app_state import AppState, json_response, query_of
-from recserve.server.routes.paths import HistoryRoute, UserRoute
+from recserve.server.routes.paths import HistoryRoute, UserRoute, add_get
 from recserve.service.slate_log.records import attributed
 
 BODY = msgspec.json.Decoder(EventsRequest)
@@ -25,6 +25,12 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         """Store events; the next answer takes them into account."""
         body = await app_state.body(request, BODY)
         return json_response(await app_state.from_store(_add, app_state, body))
+
+    async def event_types() -> Response:
+        """Return the names of the event types that events may have."""
+        return json_response(app_state.service.event_types())
+
+    add_get(app, "/v1/event-types", event_types, "event_types")
 
     @app.get("/v1/users", operation_id="users")
     async def users(request: Request) -> Response:

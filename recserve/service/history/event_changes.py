@@ -14,7 +14,6 @@ import numpy as np
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.features.catalog.catalog import item_key
 from recserve.features.history.history import (
-    EVENT_TYPES,
     POSITIONS_BELOW_US,
     Change,
     CorruptHistory,
@@ -23,12 +22,12 @@ from recserve.features.history.history import (
     Replacement,
     StoredEvent,
     event_key,
-    event_type,
     user_key,
 )
 from recserve.schemas.events import REMOVE, REPLACE, EventInput
 from recserve.schemas.items import MAX_ID_LENGTH, Rejection
 from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.event_types import EventTypes
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +43,7 @@ class EventChanges:
 
     Attributes:
         rows: Maps item ids to rows.
+        types: Known event types.
         default_value: Value of an event that does not have one.
         ttl_s: Age at which the store deletes events; None for never.
         now_us: Time of the request in microseconds since 1970.
@@ -52,9 +52,13 @@ class EventChanges:
     """
 
     def __init__(
-        self, snapshot: Snapshot, default_value: float, ttl_s: float | None = None
+        self,
+        snapshot: Snapshot,
+        types: EventTypes,
+        default_value: float,
+        ttl_s: float | None = None,
     ) -> None:
-        self.rows = snapshot.rows
+        self.rows, self.types = snapshot.rows, types
         self.default_value, self.ttl_s = default_value, ttl_s
         self.now_us = time.time_ns() // 1000
         self.users: dict[str, list[tuple[int, Change]]] = {}
@@ -99,7 +103,7 @@ class EventChanges:
             raise ValueError(f"item_id: is required with correction {REPLACE}")
         if self.rows.get(event.item_id) < 0:
             raise ValueError(f"unknown item {event.item_id[:80]!r}")
-        kind = event_type(event.type) if event.type is not None else 0
+        kind = self.types.number(event.type) if event.type is not None else 0
         time_us = self.now_us if event.timestamp is None else self._time_us(event.timestamp)
         value = self.default_value if event.value is None else event.value
         return StoredEvent(item_key(event.item_id), time_us, _key(event), kind, value)
@@ -137,7 +141,9 @@ def _key(event: EventInput) -> int:
     return event_key(f"{event.item_id}\0{event.timestamp}\0{event.type}")
 
 
-def import_events(store: HistoryStore, bundle: Bundle, only_new_users: bool = False) -> None:
+def import_events(
+    store: HistoryStore, bundle: Bundle, types: EventTypes, only_new_users: bool = False
+) -> None:
     """Copies the events of a bundle into a store, once per store and events file.
 
     The store records the import, so that a deleted user stays deleted. Events that the store would
@@ -146,6 +152,7 @@ def import_events(store: HistoryStore, bundle: Bundle, only_new_users: bool = Fa
     Args:
         store: The store.
         bundle: The bundle.
+        types: Event types of the store, which get those of the events.
         only_new_users: Copies nothing for users who have stored events. A bundle that was built
             from a log of this server's events would otherwise add each of them a second time.
     """
@@ -157,11 +164,9 @@ def import_events(store: HistoryStore, bundle: Bundle, only_new_users: bool = Fa
         return
     events, catalog = bundle.events(), bundle.catalog()
     bundle.check_unchanged()
-    kinds = [EVENT_TYPES.index(n) if n in EVENT_TYPES else 0 for n in events.type_names]
-    if unnamed := sorted(set(events.type_names) - set(EVENT_TYPES)):
-        log.warning("event types %s are stored as %s", ", ".join(unnamed), EVENT_TYPES[0])
+    types.add_of_bundle(events.type_names)
     keys = catalog.keys[events.item_rows].tolist()
-    types = np.array(kinds)[events.types].tolist()
+    kinds = types.numbers(events.type_names)[events.types].tolist()
     times, values = events.times.tolist(), events.values.tolist()
     oldest_us = 0 if store.ttl_s is None else time.time_ns() // 1000 - int(store.ttl_s * 1e6)
     started, num_imported = time.monotonic(), 0
@@ -175,7 +180,7 @@ def import_events(store: HistoryStore, bundle: Bundle, only_new_users: bool = Fa
             start, stop = int(events.offsets[user]), int(events.offsets[user + 1])
             base = _user_base(events.user_ids[user])
             gathered[events.user_ids[user]] = [
-                StoredEvent(keys[i], times[i], (base + i - start) % 2**64, types[i], values[i])
+                StoredEvent(keys[i], times[i], (base + i - start) % 2**64, kinds[i], values[i])
                 for i in range(start, stop)
                 if times[i] >= oldest_us or times[i] < POSITIONS_BELOW_US
             ]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recserve.features.history.history import (
-    EVENT_TYPES,
     POSITIONS_BELOW_US,
     Applied,
     Change,
@@ -26,6 +25,7 @@ from recserve.schemas.events import EventsRequest, EventsResponse, HistoryEvent,
 from recserve.schemas.items import InvalidRequest, MissingField, Rejection, UserRef
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.event_changes import EventChanges
+from recserve.service.history.event_types import EventTypes
 
 log = logging.getLogger(__name__)
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -38,7 +38,7 @@ class History:
     Attributes:
         rows: [n] int64 item rows.
         times: [n] int64 microseconds since 1970, or positions for events without a timestamp.
-        types: [n] int64 indices into EVENT_TYPES.
+        types: [n] int64 numbers of the event types, see `EventTypes`.
         values: [n] float32 event values.
         num_events: Number of events, including those of unknown items.
         degraded: Reasons why the history is incomplete.
@@ -102,6 +102,7 @@ class Histories:
 
     Attributes:
         store: The store.
+        types: Event types of the store.
         blocks: True if a call may wait for a network.
         default_value: Value of an event that does not have one.
         timed: Reads histories for requests within a time limit; None waits for the store.
@@ -115,7 +116,7 @@ class Histories:
         default_value: float = 1.0,
         timed: TimedReads | None = None,
     ) -> None:
-        self.store = store
+        self.store, self.types = store, EventTypes(store)
         self.blocks = blocks
         self.default_value = default_value
         self.timed = timed
@@ -157,7 +158,7 @@ class Histories:
         Raises:
             StoreUnavailable: If the store does not answer.
         """
-        incoming = EventChanges(snapshot, self.default_value, self.store.ttl_s)
+        incoming = EventChanges(snapshot, self.types, self.default_value, self.store.ttl_s)
         for index, event in enumerate(body.events):
             incoming.take(index, event)
         taken = _Taken(rejected=list(incoming.rejected))
@@ -181,10 +182,11 @@ class Histories:
         _check_user("user_id", user_id)
         history = _known(self.store.get(user_id), snapshot)
         item_id = snapshot.items.item_id
-        columns = (history.rows.tolist(), history.times.tolist(), history.types.tolist())
+        names = self.types.names(history.types)
+        columns = (history.rows.tolist(), history.times.tolist(), names)
         events = [
-            HistoryEvent(item_id=item_id(row), type=EVENT_TYPES[kind], timestamp=_moment(time_us))
-            for row, time_us, kind in zip(*columns, strict=True)
+            HistoryEvent(item_id=item_id(row), type=name, timestamp=_moment(time_us))
+            for row, time_us, name in zip(*columns, strict=True)
         ]
         unknown = history.num_events - len(events)
         return HistoryResponse(user_id=user_id, events=events, unknown_items=unknown)

@@ -67,9 +67,11 @@ class UserHistories:
         try:
             found = store.users(query.prefix, query.limit, query.after)
             ids = _askable(found.ids)
-            if len(ids) < len(found.ids) and found.next is not None:
-                found = store.users(query.prefix, query.limit - len(ids), found.next)
-                ids += _askable(found.ids)
+            marks = len(found.ids) - len(ids)
+            while marks and found.next is not None:  # others take the places of the marks
+                found = store.users(query.prefix, marks, found.next)
+                askable = _askable(found.ids)
+                ids, marks = ids + askable, len(found.ids) - len(askable)
         except ValueError as error:
             raise InvalidRequest("after", str(error)) from None
         return UserPage(users=ids, next=found.next)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from recserve.core.request import Prefix, PrefixKeys
-from recserve.features.history.history import EVENT_TYPES
 from recserve.features.ranking.cross_features import UserSide
 from recserve.features.ranking.event_features import EventColumns
 from recserve.features.ranking.ranking import (
@@ -27,6 +26,7 @@ from recserve.models.config import RecommenderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
 from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.event_types import EventTypes
 from recserve.service.history.histories import History
 
 CACHE_SIZE = 256
@@ -95,12 +95,16 @@ class RankerPrefixes:
 
     Attributes:
         settings: Ranking features of the bundle.
+        types: [256] the ranker's number of each stored event type; -1 for one it does not know.
         salt: Part of every prefix key, derived from the model version.
         device: Device of the inputs.
     """
 
-    def __init__(self, tables: RankingTables, salt: int, device: torch.device) -> None:
+    def __init__(
+        self, tables: RankingTables, types: EventTypes, salt: int, device: torch.device
+    ) -> None:
         self.settings = tables.settings
+        self.types = types.indices(tables.settings.type_names)
         self.salt = salt
         self.device = device
         self._cache: OrderedDict[tuple[Parts, int], tuple[RankingRoot, UserSide]] = OrderedDict()
@@ -184,10 +188,8 @@ class RankerPrefixes:
                     del self._cache[parts, number]
 
     def _events(self, history: History) -> EventColumns:
-        """Maps event types to the ranker's numbers; a type that it does not know becomes -1."""
-        numbers = {name: index for index, name in enumerate(self.settings.type_names)}
-        types = np.array([numbers.get(name, -1) for name in EVENT_TYPES], np.int64)
-        return EventColumns(history.rows, history.times, types[history.types], history.values)
+        types = self.types[history.types]
+        return EventColumns(history.rows, history.times, types, history.values)
 
     def _inputs(self, arrays: Mapping[str, np.ndarray]) -> NodeInputs:
         inputs = node_inputs(arrays)

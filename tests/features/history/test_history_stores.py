@@ -14,7 +14,6 @@ import redis
 
 from recserve.features.history import redis_store
 from recserve.features.history.history import (
-    EVENT_TYPES,
     MAX_TIME_US,
     Applied,
     Change,
@@ -33,6 +32,7 @@ from recserve.features.history.history import (
 from recserve.features.history.history_merge import merge
 from recserve.features.history.redis_store import PREFIX
 from recserve.features.history.stores import open_store
+from recserve.features.history.type_names import MAX_EVENT_TYPES
 from tests.support.redis_server import free_port, start_redis
 
 
@@ -98,10 +98,10 @@ def test_unknown_user_has_no_events(store: HistoryStore) -> None:
 
 
 def test_keeps_every_field(store: HistoryStore) -> None:
-    given = StoredEvent(2**64 - 1, MAX_TIME_US - 1, 2**63, len(EVENT_TYPES) - 1, -1.25)
+    given = StoredEvent(2**64 - 1, MAX_TIME_US - 1, 2**63, MAX_EVENT_TYPES - 1, -1.25)
     assert store.append("ü/1", [given]) == [True]
     (row,) = store.get("ü/1").tolist()
-    assert row == (2**64 - 1, 2**63, MAX_TIME_US - 1, -1.25, len(EVENT_TYPES) - 1)
+    assert row == (2**64 - 1, 2**63, MAX_TIME_US - 1, -1.25, MAX_EVENT_TYPES - 1)
 
 
 def test_duplicates_are_told_apart_within_and_across_calls(store: HistoryStore) -> None:
@@ -361,7 +361,7 @@ def test_refuses_user_ids(store: HistoryStore, user: str) -> None:
         {"event_key": 2**64},
         {"time_us": -1},
         {"time_us": MAX_TIME_US},
-        {"type": len(EVENT_TYPES)},
+        {"type": MAX_EVENT_TYPES},
         {"value": float("nan")},
         {"value": 1e39},
     ],
@@ -390,6 +390,7 @@ WRITER = """
 import sys
 from recserve.features.history.history import StoredEvent, StoreOptions
 from recserve.features.history.stores import open_store
+from recserve.features.history.type_names import MAX_EVENT_TYPES
 store = open_store("lmdb:" + sys.argv[1], StoreOptions(cap=100000 // 2))
 for number in range(1, 1_000_000):
     store.append(f"u{number % 3}", [StoredEvent(number, number, number)])

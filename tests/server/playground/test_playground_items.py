@@ -5,7 +5,7 @@ from urllib.parse import quote
 
 import pytest
 
-from recserve.features.history.history import EVENT_TYPES
+from recserve.features.history.type_names import EVENT_TYPES
 from recserve.service import Service, ServiceOptions
 from tests.support.experiment_answers import experiments
 from tests.support.grids import covering

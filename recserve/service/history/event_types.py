@@ -1,0 +1,171 @@
+"""Event types of a service: the names that it accepts, and their numbers in its store.
+
+A stored event holds the number of its type. The numbers 0 to 13 belong to the built-in names in
+every store. The store itself holds the names of further numbers, in a table that only grows, so
+that all servers of a store read the same name:
+
+    14 "add_to_wishlist"    15 "newsletter"    16 ...
+
+The table is the history of a pseudo-user. A name is eight of its events with 8 bytes of text each:
+
+    event_key = 8 * number + i      item_key = bytes 8 i to 8 i + 7      value = length in bytes
+
+A store changes one history atomically and skips events whose key it has. So of two servers that
+give the same number away at the same time one succeeds with all eight events. The other one reads
+the table again, and takes the next number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from recserve.features.history.history import (
+    CorruptHistory,
+    HistoryStore,
+    StoredEvent,
+    StoreUnavailable,
+)
+from recserve.features.history.type_names import (
+    EVENT_TYPES,
+    MAX_EVENT_TYPES,
+    MAX_TYPE_BYTES,
+    check_type_names,
+    type_name_fault,
+)
+from recserve.schemas.items import MAX_ID_LENGTH
+
+log = logging.getLogger(__name__)
+
+# A pseudo-user. Its id is longer than any id that a route accepts, so no client can use it.
+TYPE_TABLE = "recserve:event-types:".ljust(MAX_ID_LENGTH + 44, ".")
+PARTS = MAX_TYPE_BYTES // 8
+MAX_LISTED, NEAR = 20, 3  # names in the message about an unknown one, nearest of them
+
+
+class EventTypes:
+    """Names and numbers of the event types.
+
+    Attributes:
+        store: The history store, which holds the table of further names.
+        known: Names that the service accepts: the built-in ones, then its own in order.
+    """
+
+    def __init__(self, store: HistoryStore) -> None:
+        self.store = store
+        self.known: tuple[str, ...] = EVENT_TYPES
+        self._names: tuple[str, ...] = EVENT_TYPES  # by number; other servers may have added some
+        self._numbers: dict[str, int] = {}
+        self._set_known(EVENT_TYPES)
+
+    def add(self, names: Iterable[str]) -> None:
+        """Accepts further names, and gives those a number that have none in this store.
+
+        Raises:
+            ValueError: If a name is blank or too long, or if there are too many.
+            StoreUnavailable: If the store does not answer.
+            CorruptHistory: If the table is damaged.
+        """
+        known = {*self.known, *names}
+        check_type_names(known)
+        for _ in range(MAX_EVENT_TYPES):  # a round fails only if another server adds a name
+            missing = sorted(known - set(self._names))
+            if not missing:
+                break
+            self._names = self._read()
+            missing = [name for name in missing if name not in self._names]
+            if len(self._names) + len(missing) > MAX_EVENT_TYPES:
+                shown = ", ".join(repr(name) for name in missing[:MAX_LISTED])
+                raise ValueError(
+                    f"the history store has {len(self._names)} event types of at most "
+                    f"{MAX_EVENT_TYPES}, and no room for {shown}; use an empty store"
+                )
+            entries = [
+                part
+                for number, name in enumerate(missing, len(self._names))
+                for part in _entry(number, name)
+            ]
+            if entries:
+                self.store.append(TYPE_TABLE, entries)
+        else:
+            raise StoreUnavailable("the history store has not kept the names of event types")
+        self._set_known((*EVENT_TYPES, *sorted(known - set(EVENT_TYPES))))
+
+    def add_of_bundle(self, names: Iterable[str]) -> None:
+        """Accepts the names of a bundle, except those that an older release allowed."""
+        faults = {name: type_name_fault(name) for name in names}
+        if odd := [fault for fault in faults.values() if fault is not None]:
+            log.warning("stored as %s: %s", EVENT_TYPES[0], "; ".join(odd))
+        self.add(name for name, fault in faults.items() if fault is None)
+
+    def number(self, name: str) -> int:
+        """Returns the number of a name. Raises ValueError with the known names, nearest first."""
+        number = self._numbers.get(name)
+        if number is None:
+            near = self._near(name[:MAX_TYPE_BYTES])
+            listed = [*near, *(known for known in self.known if known not in near)]
+            more = len(listed) - MAX_LISTED
+            end = f" and {more} more, see GET /v1/event-types" if more > 0 else ""
+            names = ", ".join(listed[:MAX_LISTED])
+            raise ValueError(f"type is {name[:40]!r}; expected one of {names}{end}")
+        return number
+
+    def numbers(self, names: Sequence[str]) -> np.ndarray:
+        """Returns [n] int64 numbers; a name that is not known counts as `event`."""
+        return np.array([self._numbers.get(name, 0) for name in names], np.int64)
+
+    def names(self, numbers: np.ndarray) -> list[str]:
+        """Returns the names of stored numbers [n], also of names that other servers added.
+
+        Raises:
+            StoreUnavailable: If the store does not answer.
+            CorruptHistory: If the store has no name for a number.
+        """
+        highest = int(numbers.max(initial=0))
+        if highest >= len(self._names):
+            self._names = self._read()
+        if highest >= len(self._names):
+            raise CorruptHistory(
+                f"a stored event has the type number {highest}, and the store has names for 0 to "
+                f"{len(self._names) - 1}"
+            )
+        return [self._names[number] for number in numbers.tolist()]
+
+    def indices(self, names: Sequence[str]) -> np.ndarray:
+        """Returns [256] int64 index into `names` for each number; -1 for all other types."""
+        found = np.full(256, -1, np.int64)
+        for index, name in enumerate(names):
+            if name in self._numbers:
+                found[self._numbers[name]] = index
+        return found
+
+    def _set_known(self, known: tuple[str, ...]) -> None:
+        numbers = {name: number for number, name in enumerate(self._names)}
+        self._numbers = {name: numbers[name] for name in known}
+        self.known = known
+        self._near = lru_cache(256)(lambda name: difflib.get_close_matches(name, known, NEAR))
+
+    def _read(self) -> tuple[str, ...]:
+        """Returns the names of all numbers."""
+        rows = np.sort(self.store.get(TYPE_TABLE), order="event_key")
+        first = PARTS * len(EVENT_TYPES)
+        if rows.size % PARTS or (rows["event_key"] != np.arange(first, first + rows.size)).any():
+            raise CorruptHistory("the table of event types in the history store is damaged")
+        texts = rows["item_key"].astype("<u8").tobytes()
+        sizes = rows["value"][::PARTS].astype(int).tolist()
+        begins = range(0, len(texts), MAX_TYPE_BYTES)
+        further = (texts[b : b + size].decode() for b, size in zip(begins, sizes, strict=True))
+        return (*EVENT_TYPES, *further)
+
+
+def _entry(number: int, name: str) -> list[StoredEvent]:
+    """Returns the events of one name in the table."""
+    text = name.encode()
+    parts = np.frombuffer(text.ljust(MAX_TYPE_BYTES, b"\0"), "<u8").tolist()
+    return [
+        StoredEvent(part, 0, PARTS * number + i, value=len(text)) for i, part in enumerate(parts)
+    ]
