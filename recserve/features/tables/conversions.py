@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recserve.bounds import MAX_TIME_US, MIN_TIME_US
+from recserve.bounds import MAX_POSITION, MAX_TIME_US, MIN_TIME_US
 from recserve.features.tables.parquet import SchemaError, is_text, mistyped
 
 # Numbers from 100 million of a unit up to MAX_TIME_US, which is 1973 to 2255. These ranges of the
@@ -234,10 +234,11 @@ def _of_numbers(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
     _check_alike(found, raw)
     if not found and not null.all():
         row = int(np.flatnonzero(~null)[0])
+        order = raw.dtype.kind == "i" and raw[~null].min() >= 0 and raw[~null].max() <= MAX_POSITION
+        hint = "; numbers that only order the events belong into a column position" if order else ""
         raise SchemaError(
             f"is {kind}; expected timestamp, or numbers since 1970 in "
-            f"{', '.join(UNITS_PER_S)} of the years 1973 to 2255; row {row} has {raw[row]}. "
-            "Numbers that only order the events belong into a column position"
+            f"{', '.join(UNITS_PER_S)} of the years 1973 to 2255; row {row} has {raw[row]}{hint}"
         )
     times[null] = NULL_TIME
     return times, "".join(f"{kind} read as {unit} since 1970" for unit in found)

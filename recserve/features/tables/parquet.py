@@ -242,16 +242,18 @@ def column(
 
 def mistyped(values: pa.ChunkedArray, expected: str) -> SchemaError:
     """Returns the error of a mistyped column, with a conversion that works on its values."""
-    # A float as text is another id: 1.0 instead of 1.
-    if expected in CONVERSIONS and not pa.types.is_floating(values.type):
+    # A float as text is another id, 1.0 instead of 1, and bytes need not be text.
+    kind = values.type
+    safe = not (pa.types.is_floating(kind) or kind in (pa.binary(), pa.large_binary()))
+    if expected in CONVERSIONS and safe:
         code, convert = CONVERSIONS[expected]
         try:
             convert(values)
         except (pa.ArrowException, TypeError):
             pass
         else:
-            return SchemaError(f"is {values.type}; expected {expected}; convert it with {code}")
-    return SchemaError(f"is {values.type}; expected {expected}")
+            return SchemaError(f"is {kind}; expected {expected}; convert it with {code}")
+    return SchemaError(f"is {kind}; expected {expected}")
 
 
 def null_or_blank(values: pa.Array) -> np.ndarray:

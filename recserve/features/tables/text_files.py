@@ -58,7 +58,7 @@ def read_csv(path: Path) -> pa.Table:
 def _infer(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     """Returns a column of text as numbers or booleans if all of its fields have that form."""
     if texts.null_count == len(texts):
-        return texts.cast(pa.null())
+        return pa.chunked_array([pa.nulls(len(texts))])
 
     def every(pattern: str) -> bool:
         return bool(pc.all(pc.match_substring_regex(texts, pattern)).as_py())
