@@ -217,9 +217,10 @@ def test_times_at_the_bounds_are_read_again(client: httpx.Client) -> None:
     assert [event["timestamp"] for event in events] == list(map(bounds.format_time, inside))
     for time_us in TIMES:
         if time_us <= bounds.MIN_TIME_US + 1 and time_us > -(10**12):
-            event = {"user_id": "new", "item_id": "i1", "timestamp": bounds.format_time(time_us)}
-            said = answer(client, "POST", "/v1/events", {"events": [event]}).json()
-            assert said["accepted"] == (time_us >= bounds.MIN_TIME_US)
+            for text in (bounds.format_time(time_us), bounds.format_time(time_us).lower()):
+                event = {"user_id": text, "item_id": "i1", "timestamp": text}
+                said = answer(client, "POST", "/v1/events", {"events": [event]}).json()
+                assert said["accepted"] == (time_us >= bounds.MIN_TIME_US)
     stored = [t for t in TIMES if 0 <= t < bounds.MAX_TIME_US]
     assert [StoredEvent(1, time_us, 1).time_us for time_us in stored] == stored
 

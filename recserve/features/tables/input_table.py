@@ -130,9 +130,17 @@ class InputTable:
         )
 
 
-def check_split(source: InputTable, split: Mapping[str, str]) -> None:
-    """Notes a problem for each column that is to be divided and is not there."""
+def check_split(source: InputTable, split: Mapping[str, str], whole: Iterable[str]) -> None:
+    """Notes a problem for each column that is to be divided and cannot be.
+
+    Args:
+        source: The file.
+        split: Separators by name of a column.
+        whole: Names of columns that are one text.
+    """
     for name in split:
+        if name in whole:
+            source.problems.append(f"{source.path}: column {name} is one text; --split names it")
         if name not in source.table.column_names:
             listed = ", ".join(source.table.column_names)
             source.problems.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,12 @@ from recserve.bounds import (
     MAX_ID_LENGTH,
     MAX_TITLE_LENGTH,
 )
-from recserve.features.tables.conversions import convert_ids, convert_split, convert_text
+from recserve.features.tables.conversions import (
+    ARROW_UNITS,
+    convert_ids,
+    convert_split,
+    convert_text,
+)
 from recserve.features.tables.input_table import NO_VALUE, InputTable, check_split
 from recserve.features.tables.parquet import (
     BadRows,
@@ -35,6 +41,12 @@ OWN_COLUMNS = ("__semantic_id", "__popularity")  # of the catalogue in a bundle
 ATTRIBUTE = "attribute"
 CATEGORY_USE = "categories, filterable as category"
 PATHS = pa.list_(pa.string())
+# Units of an Arrow timestamp or date in a day.
+PER_DAY = {"d": 1} | {unit: 86_400 * per_s for unit, per_s in ARROW_UNITS.items()}
+# The days since 1970 that Python's calendar holds in every time zone.
+EPOCH_DAY = datetime.date(1970, 1, 1).toordinal()
+FIRST_DAY = datetime.date.min.toordinal() + 1 - EPOCH_DAY
+LAST_DAY = datetime.date.max.toordinal() - 1 - EPOCH_DAY
 PIECE = 1024  # rows that are converted at a time; a server answers requests meanwhile
 
 
@@ -138,7 +150,7 @@ def read_items(
     split = split or {}
     source = InputTable(Path(path), RESERVED)
     rows, texts = len(source), pa.large_string()
-    check_split(source, split)
+    check_split(source, split, ("item_id", "title"))
     ids = source.require("item_id", convert_ids, "item ids, filterable", pa.nulls(rows, texts))
     titles = source.convert("title", convert_text, "titles", pa.nulls(rows, texts))
     divide = convert_split(split["categories"]) if "categories" in split else _convert_categories
@@ -148,6 +160,8 @@ def read_items(
     check = RowCheck(source.path, rows, on_bad_rows)
     _reject_ids(check, ids)
     _reject_texts(check, titles, categories)
+    for name, values in others.items():
+        _reject_moments(check, name, values)
     kept = check.finish()
     check.note("empty category paths, left out", _num_empty(categories.take(pa.array(kept))))
     table = pa.table(
@@ -178,8 +192,13 @@ def _attributes(source: InputTable, split: Mapping[str, str]) -> dict[str, pa.Ch
         elif pa.types.is_null(field.type):
             source.uses[name] = NO_VALUE + source.suggestion(name)
         else:
-            others[name] = source.table.column(name)
-            source.uses[name] = ATTRIBUTE + source.suggestion(name)
+            values, note = source.table.column(name), ""
+            if pa.types.is_timestamp(field.type) and field.type.unit == "ns":
+                # A time in Python has microseconds.
+                values = pc.cast(values, pa.timestamp("us", field.type.tz), safe=False)
+                note = "; nanoseconds cut to microseconds"
+            others[name] = values
+            source.uses[name] = ATTRIBUTE + note + source.suggestion(name)
     return others
 
 
@@ -229,6 +248,22 @@ def _reject_texts(check: RowCheck, titles: pa.Array, categories: pa.Array) -> No
             f"a path has {max(len(path or '') for path in categories[row].as_py())} characters; "
             f"at most {MAX_CATEGORY_LENGTH}"
         ),
+    )
+
+
+def _reject_moments(check: RowCheck, name: str, values: pa.ChunkedArray) -> None:
+    """Rejects rows whose time no calendar of Python holds, so that no answer could have it."""
+    kind = values.type
+    if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
+        return
+    unit = kind.unit if pa.types.is_timestamp(kind) else "ms" if kind == pa.date64() else "d"
+    raw = pc.fill_null(values.cast(pa.int32() if unit == "d" else pa.int64()), 0).to_numpy()
+    days = raw // PER_DAY[unit]
+    check.refuse(
+        (days < FIRST_DAY) | (days > LAST_DAY),
+        f"{name} out of range",
+        name,
+        lambda row: f"it is {raw[row]} ({kind}); expected the years 1 to 9999",
     )
 
 

@@ -106,7 +106,7 @@ class EventChanges:
 
     def _time_us(self, text: str) -> int:
         try:
-            moment = datetime.datetime.fromisoformat(text)
+            moment = datetime.datetime.fromisoformat(text.upper())  # RFC 3339 allows t and z
         except ValueError:
             raise ValueError(f"timestamp: expected RFC 3339, got {text[:60]!r}") from None
         if moment.tzinfo is None:

@@ -445,3 +445,61 @@ def test_columns_and_rows_name_every_problem(tmp_path: Path) -> None:
     for reason in ("null user_id", "unknown item_id", "timestamp out of range"):
         assert reason in str(rows.value)
     assert pc.sum(pa.array([line.count("--on-bad-rows") for line in rows.value.args])).as_py() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "far"),
+    [
+        (pa.timestamp("ms"), MS * 1000),
+        (pa.timestamp("us", "UTC"), MS * 10**6),
+        (pa.timestamp("ms"), -MS * 1000),
+        (pa.date32(), 4_000_000),
+        (pa.date32(), -800_000),
+    ],
+    ids=str,
+)
+def test_an_attribute_that_no_answer_could_hold_is_a_bad_row(
+    tmp_path: Path, kind: Any, far: int
+) -> None:
+    raw = pa.int32() if kind == pa.date32() else pa.int64()
+    values = pa.array([1, far, None], raw).cast(kind)
+    pq.write_table(pa.table({"item_id": IDS[:3], "since": values}), tmp_path / "items.parquet")
+    with pytest.raises(BadRowError, match=r"column since, row 1: .*\(since out of range"):
+        read_items(tmp_path / "items.parquet")
+    items, _ = read_items(tmp_path / "items.parquet", "skip")
+    assert [items.attribute(row)["since"] is None for row in (0, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["item_id", "title", "other"])
+def test_a_column_that_cannot_be_divided_is_refused(tmp_path: Path, name: str) -> None:
+    pq.write_table(pa.table({"item_id": ["a"], "title": ["x|y"]}), tmp_path / "items.parquet")
+    with pytest.raises(SchemaError, match=f"column {name} .*--split names"):
+        read_items(tmp_path / "items.parquet", split={name: "|"})
+
+
+def test_attributes_are_divided_too(tmp_path: Path) -> None:
+    table = pa.table({"item_id": ["a", "b"], "tags": ["x, y", None], "categories": [[], []]})
+    pq.write_table(table, tmp_path / "items.parquet")
+    items, report = read_items(tmp_path / "items.parquet", split={"tags": ","})
+    assert items.attributes.column("tags").to_pylist() == [["x", "y"], None]
+    assert use(report, "tags") == "attribute; text divided at ','"
+    assert items.categories == [[], []]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.string()),
+        pa.large_list(pa.large_string()),
+        pa.list_(pa.string(), 2),
+        pa.list_(pa.dictionary(pa.int32(), pa.string())),
+    ],
+    ids=str,
+)
+def test_lists_of_categories_of_any_kind(tmp_path: Path, kind: Any) -> None:
+    paths = [["A", ""], ["B > C", "D"], [None, "E"]]
+    table = pa.table({"item_id": IDS[:3], "categories": pa.array(paths).cast(kind)})
+    pq.write_table(table, tmp_path / "items.parquet")
+    items, report = read_items(tmp_path / "items.parquet")
+    assert items.categories == [["A"], ["B > C", "D"], ["E"]]
+    assert report.notes == {"empty category paths, left out": 1}
