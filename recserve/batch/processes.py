@@ -123,7 +123,7 @@ class LocalWorkers:
             [sys.executable, "-m", "recserve.batch.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             env={
                 **os.environ,
                 **environment(self.recipe),

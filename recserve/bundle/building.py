@@ -1,10 +1,10 @@
-"""Builds a bundle from Parquet files: vectors, semantic ids, catalogue and events."""
+"""Builds a bundle from input files: vectors, semantic ids, catalogue and events."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,11 @@ from recserve.bundle import bundle as names
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.bundle.new_folder import new_folder
 from recserve.features.catalog.catalog import Catalog
+from recserve.features.catalog.filters import CATEGORY, ItemFilters
 from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
-from recserve.features.tables.items import ItemTable, read_items
+from recserve.features.tables.items import ATTRIBUTE, ItemTable, read_items
 from recserve.features.tables.parquet import BadRows, OnBadRows, SchemaError
 from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
 from recserve.features.vectors.semantic_ids import CodeReport, build_index
@@ -36,8 +37,8 @@ class BuildOptions:
     """Options of `recserve build`.
 
     Attributes:
-        items: Parquet file of items.
-        events: Parquet file of events.
+        items: File of items: Parquet, CSV or JSON lines.
+        events: File of events in any of these formats.
         out: Folder of the new bundle.
         embeddings: File of the user's own item vectors. None makes vectors from the items' text.
         quantizer: `residual` or `product`.
@@ -48,7 +49,8 @@ class BuildOptions:
         collaborative_dim: Size of the collaborative part. 0 leaves the part out.
         collaborative_weight: Weight of the collaborative part relative to the other part.
         seed: Seed of all random choices.
-        on_bad_rows: `error` stops at an invalid row, `skip` drops and counts it.
+        on_bad_rows: `error` stops if a row is invalid, `skip` drops and counts it.
+        split: Separators by name of a text column of the items, which becomes a list of texts.
 
     Raises:
         ValueError: If an option is out of range. The message names option, bound and value.
@@ -66,6 +68,7 @@ class BuildOptions:
     collaborative_weight: float = 1.0
     seed: int = 0
     on_bad_rows: OnBadRows = "error"
+    split: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -84,6 +87,9 @@ class BuildOptions:
             )
         if self.quantizer not in ("residual", "product"):
             raise ValueError(f"quantizer is {self.quantizer!r}; expected residual or product")
+        for name, separator in self.split.items():
+            if not separator:
+                raise ValueError(f"split of {name} is empty; expected a separator")
         if self.embeddings is None and not self.text_dim and not self.collaborative_dim:
             raise ValueError("text_dim and collaborative_dim are both 0: an item needs a vector")
 
@@ -141,13 +147,15 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     out = Path(options.out)
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise BundleError(f"{out}: not empty; choose another folder or delete this one")
-    items, bad_items = read_items(options.items, options.on_bad_rows)
+    items, bad_items = read_items(options.items, options.on_bad_rows, options.split)
+    for line in (*_column_lines(bad_items, ItemFilters(items).fields), *bad_items.lines()):
+        log(line)
     events, bad_events = read_events(options.events, items, options.on_bad_rows)
     try:
         check_type_names(events.type_names)
     except ValueError as error:
         raise SchemaError(f"{options.events}: column type: {error}") from None
-    for line in (*bad_items.lines(), *bad_events.lines()):
+    for line in (*_column_lines(bad_events, ()), *bad_events.lines()):
         log(line)
     log(f"{len(items)} items, {events.num_users} users, {events.num_events} events")
 
@@ -192,6 +200,28 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     )
     log(f"catalogue {report.catalog_version} in {out}, {report.seconds:.1f} s")
     return report
+
+
+def _column_lines(report: BadRows, filterable: Sequence[str]) -> list[str]:
+    """Returns a line for each column of a file, which says what it became.
+
+    Args:
+        report: Report of the file.
+        filterable: Names of the attributes that filters read.
+    """
+    lines = []
+    for column in report.columns:
+        use = column.use
+        if use.startswith(ATTRIBUTE):
+            if column.name == CATEGORY:
+                note = f", not filterable: filters read {CATEGORY} from the column categories"
+            elif column.name in filterable:
+                note = ", filterable"
+            else:
+                note = ", not filterable: filters read text, numbers, booleans and lists of text"
+            use = ATTRIBUTE + note + use.removeprefix(ATTRIBUTE)
+        lines.append(f"{report.file}: column {column.name} ({column.type}): {use}")
+    return lines
 
 
 def _vectors(

@@ -12,8 +12,12 @@ from recserve.cli.flags import BundleFlag, DeviceFlag, numbers
 
 
 def build(
-    items: Annotated[Path, typer.Option(help="Parquet: item_id, title, categories, ...")],
-    events: Annotated[Path, typer.Option(help="Parquet: user_id, item_id, timestamp/position.")],
+    items: Annotated[
+        Path, typer.Option(help="Parquet, CSV or JSON lines: item_id, title, categories, ...")
+    ],
+    events: Annotated[
+        Path, typer.Option(help="As --items: user_id, item_id, timestamp/position, type, value.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
     embeddings: Annotated[
         Path | None, typer.Option(help="Item vectors, .npy or Parquet; default: from text.")
@@ -27,6 +31,12 @@ def build(
     on_bad_rows: Annotated[
         Literal["error", "skip"], typer.Option(help="What to do with unusable rows.")
     ] = "error",
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=SEPARATOR: divide a text column of the items, as in --split categories='|'."
+        ),
+    ] = None,
 ) -> None:
     """Build a bundle from items and events: vectors, semantic ids, catalogue."""
     from recserve.bundle.building import BuildOptions, build_bundle
@@ -41,8 +51,17 @@ def build(
         codes=codes,
         seed=seed,
         on_bad_rows=on_bad_rows,
+        split=dict(map(_split, split or [])),
     )
     build_bundle(options, typer.echo)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Returns name and separator of a value of --split."""
+    name, equals, separator = text.partition("=")
+    if not (name and equals and separator):
+        raise typer.BadParameter(f"expected NAME=SEPARATOR, got {text!r}", param_hint="--split")
+    return name, separator
 
 
 def evaluate(

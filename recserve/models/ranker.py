@@ -308,7 +308,9 @@ def save_ranker(model: Ranker, directory: str | Path) -> None:
         name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()
     }
     save_file(tensors, folder / f"{WEIGHTS_FILE}.new")
-    (folder / f"{CONFIG_FILE}.new").write_text(json.dumps(model.config.to_dict(), indent=1))
+    (folder / f"{CONFIG_FILE}.new").write_text(
+        json.dumps(model.config.to_dict(), indent=1), encoding="utf-8"
+    )
     for name in (WEIGHTS_FILE, CONFIG_FILE):
         os.replace(folder / f"{name}.new", folder / name)
 
@@ -328,7 +330,9 @@ def load_ranker(
     """
     folder = Path(directory)
     try:
-        model = Ranker(RankerConfig(**json.loads((folder / CONFIG_FILE).read_text())))
+        model = Ranker(
+            RankerConfig(**json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+        )
         weights = load_file(folder / WEIGHTS_FILE)
         model.load_state_dict(weights)
     except (OSError, TypeError, json.JSONDecodeError, SafetensorError, RuntimeError) as error:

@@ -12,6 +12,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from recserve.bounds import (
+    MAX_CATEGORIES,
+    MAX_CATEGORY_LENGTH,
+    MAX_ID_LENGTH,
+    MAX_TITLE_LENGTH,
+)
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.explanation import Explanation
 
@@ -22,13 +28,12 @@ MAX_CANDIDATES = 4096
 MAX_EXCLUDED = 4096
 MAX_ITEMS = 1000
 MAX_BATCH = 256
-MAX_ID_LENGTH = 256
 MAX_TIMEOUT_MS = 60_000
 MAX_OUTCOMES = 64
 MAX_WINDOW_S = 10 * 365 * 86_400
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
-Category = Annotated[str, Meta(min_length=1, max_length=1024)]
+Category = Annotated[str, Meta(min_length=1, max_length=MAX_CATEGORY_LENGTH)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 REQUEST_ID = Meta(
     pattern=r"^[A-Za-z0-9._:-]{1,128}\Z", description="1 to 128 of A-Z a-z 0-9 . _ : -"
@@ -175,8 +180,8 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
     """
 
     item_id: Id
-    title: Annotated[str, Meta(max_length=4096)] | None = None
-    categories: Annotated[list[Category], Meta(max_length=64)] | None = None
+    title: Annotated[str, Meta(max_length=MAX_TITLE_LENGTH)] | None = None
+    categories: Annotated[list[Category], Meta(max_length=MAX_CATEGORIES)] | None = None
     embedding: Annotated[list[float], Meta(min_length=1, max_length=65_536)] | None = None
     attributes: dict[str, Any] = {}
 

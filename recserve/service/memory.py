@@ -146,9 +146,12 @@ def _cgroup_bytes(folder: Path) -> int | None:
     Cached files count as free, because the kernel drops them when memory is needed.
     """
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        limit = (folder / "memory.max").read_text(encoding="utf-8").strip()
+        used = int((folder / "memory.current").read_text(encoding="utf-8"))
+        stat = dict(
+            line.split()
+            for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+        )
     except (OSError, ValueError):
         return None
     if not limit.isdigit():

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from recserve.bounds import MIN_TIME_US
 from recserve.features.history.history import (
-    POSITIONS_BELOW_US,
     Applied,
     Change,
     CorruptHistory,
@@ -136,7 +136,7 @@ class ExpiringStore(HistoryStore):
                 return
 
     def _before_us(self) -> int:
-        return max(POSITIONS_BELOW_US, int((self._clock() - self._max_age_s) * 1e6))
+        return max(MIN_TIME_US, int((self._clock() - self._max_age_s) * 1e6))
 
 
 def _without_first(applied: Applied | CorruptHistory) -> Applied | CorruptHistory:

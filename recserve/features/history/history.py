@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from recserve.bounds import MAX_TIME_US, MAX_USER_ID_BYTES, MAX_VALUE
 from recserve.features.history.type_names import MAX_EVENT_TYPES
 
 EVENT_DTYPE = np.dtype(
@@ -33,12 +34,6 @@ EVENT_DTYPE = np.dtype(
 )
 DEFAULT_CAP = 1024
 MAX_CAP = 65_536
-MAX_TIME_US = 2**53
-# Events without timestamps are stored with their position as time. Times below this bound, eleven
-# days after 1970, are positions: no history is that long and no real event is that old.
-POSITIONS_BELOW_US = 10**12
-MAX_USER_ID_BYTES = 480
-MAX_VALUE = float(np.finfo(np.float32).max)
 HEADER = struct.Struct("<2sBBI8s")
 MAGIC, VERSION, DTYPE_CODE = b"RH", 1, 1
 

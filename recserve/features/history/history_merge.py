@@ -8,8 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
+from recserve.bounds import MIN_TIME_US
 from recserve.features.history.history import (
-    POSITIONS_BELOW_US,
     Applied,
     Change,
     Correction,
@@ -86,7 +86,7 @@ def _added(history: np.ndarray, events: Sequence[StoredEvent]) -> Merged:
 
 def without_expired(history: np.ndarray, before_us: int) -> np.ndarray:
     """Returns a history without the timestamps before `before_us`; positions have no age."""
-    dated, kept = np.searchsorted(history["time_us"], [POSITIONS_BELOW_US, before_us])
+    dated, kept = np.searchsorted(history["time_us"], [MIN_TIME_US, before_us])
     if kept <= dated:
         return history
     return np.concatenate([history[:dated], history[kept:]]) if dated else history[kept:]

@@ -12,9 +12,9 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
+from recserve.bounds import MAX_USER_ID_BYTES
 from recserve.features.history.history import (
     DEFAULT_CAP,
-    MAX_USER_ID_BYTES,
     Applied,
     Change,
     CorruptHistory,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from recserve.features.history.history import EVENT_DTYPE, HEADER, POSITIONS_BELOW_US
+from recserve.bounds import MIN_TIME_US
+from recserve.features.history.history import EVENT_DTYPE, HEADER
 
 # ARGV[1] is the cap. Each further argument is one run of changes: one of the letters above, then
 # either distinct new records in order of time, or the record of one correction. A removal uses only
@@ -104,5 +105,5 @@ end
 if revised then return {table.concat(flags), stored} end
 return table.concat(flags)
 """
-SIZES = (HEADER.size, EVENT_DTYPE.itemsize, POSITIONS_BELOW_US)
+SIZES = (HEADER.size, EVENT_DTYPE.itemsize, MIN_TIME_US)
 assert SIZES == (16, 29, 10**12), "the script hard-codes these numbers"

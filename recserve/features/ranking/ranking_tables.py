@@ -196,7 +196,9 @@ class RankingTables:
         folder.mkdir(parents=True, exist_ok=True)
         fitted = {name: np.ascontiguousarray(np.asarray(getattr(self, name))) for name in FITTED}
         save_file(fitted, folder / "features.safetensors.new")
-        (folder / "features.json.new").write_text(json.dumps(asdict(self.settings)))
+        (folder / "features.json.new").write_text(
+            json.dumps(asdict(self.settings)), encoding="utf-8"
+        )
         for name in ("features.safetensors", "features.json"):
             os.replace(folder / f"{name}.new", folder / name)
 
@@ -214,7 +216,9 @@ class RankingTables:
         """
         folder = Path(directory)
         try:
-            values: dict[str, Any] = json.loads((folder / "features.json").read_text())
+            values: dict[str, Any] = json.loads(
+                (folder / "features.json").read_text(encoding="utf-8")
+            )
             lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
             settings = RankingSettings(**(values | lists))
             fitted = load_file(folder / "features.safetensors")

@@ -1,43 +1,56 @@
-"""Reads the event table from Parquet, checks every row and groups the events by user."""
+"""Reads the event table, checks every row and groups the events by user."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recserve.features.history.history import MAX_USER_ID_BYTES
+from recserve.bounds import (
+    MAX_ID_LENGTH,
+    MAX_POSITION,
+    MAX_TIME_US,
+    MAX_USER_ID_BYTES,
+    MAX_VALUE,
+    MIN_TIME_US,
+    TIMES,
+)
+from recserve.features.tables.conversions import (
+    Times,
+    convert_ids,
+    convert_positions,
+    convert_text,
+    convert_times,
+    convert_values,
+)
 from recserve.features.tables.events import EventLog
+from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.items import ItemTable
 from recserve.features.tables.parquet import (
     BadRows,
     OnBadRows,
     RowCheck,
-    SchemaError,
-    column,
-    id_column,
-    is_text,
+    longer_than,
     null_or_blank,
-    read_table,
 )
 
 DEFAULT_TYPE = "event"
 COLUMNS = ("user_id", "item_id", "timestamp", "position", "type", "value")
+CLOCKS = ("timestamp", "position")
 
 
 def read_events(
     path: str | Path, items: ItemTable, on_bad_rows: OnBadRows = "error"
 ) -> tuple[EventLog, BadRows]:
-    """Reads events from Parquet.
+    """Reads events from Parquet, CSV or JSON lines.
 
     Users are numbered by first appearance. The columns are:
 
     - `user_id` and `item_id`: strings or integers.
-    - `timestamp`: any Arrow timestamp; one without a time zone is UTC.
+    - `timestamp`: what `conversions.convert_times` reads; a time without a time zone is UTC.
     - `position`: any integer. It orders events if there is no timestamp, or events of the same
       time.
     - `type`: optional string.
@@ -45,34 +58,30 @@ def read_events(
 
     These rows are rejected:
 
-    - A null or empty id, a long user id, an unknown item, a null time, or a value that is not
-      finite.
+    - A null or empty id, a long user id, an unknown item, a null time, a time or position out of
+      the bounds of a history, or a value that is not a finite 32-bit float.
     - An event that repeats user, item, time and type of an earlier row.
     - A repeated position of a user, if there is no timestamp.
     - A row that is older than the previous row of its user. Under "skip" such rows are sorted by
       time and counted instead; ties stay in file order.
 
     Args:
-        path: Parquet file with `timestamp` or `position` or both.
+        path: File with `timestamp` or `position` or both.
         items: Items that events may refer to.
-        on_bad_rows: "error" raises at the first rejected row, "skip" drops rejected rows.
+        on_bad_rows: "error" raises if a row is rejected, "skip" drops rejected rows.
 
     Returns:
-        The events, and a report of rejected and changed rows.
+        The events, and a report of columns and of rejected and changed rows.
 
     Raises:
-        SchemaError: If the file is unreadable or a column is missing or mistyped.
+        SchemaError: If the file is unreadable or columns are missing or mistyped.
         BadRowError: If a row is rejected under "error".
     """
-    path = Path(path)
-    table = read_table(path)
-    columns = _Columns.of(table, path, items)
-    check = RowCheck(path, table.num_rows, on_bad_rows)
+    source = InputTable(Path(path), COLUMNS)
+    columns = _Columns.of(source, items)
+    check = RowCheck(source.path, len(source), on_bad_rows)
     columns.reject_invalid(check)
-    kept = np.flatnonzero(check.kept)
-    if not kept.size:
-        raise SchemaError(f"{path}: no usable rows among {table.num_rows}")
-    return columns.log(kept), check.report(tuple(n for n in table.column_names if n not in COLUMNS))
+    return columns.log(check.finish()), check.report(source.columns())
 
 
 @dataclass(frozen=True)
@@ -85,11 +94,10 @@ class _Columns:
         item_rows: [n] int32 item rows, -1 for an unknown item.
         types: [n] int16 index into `type_names`.
         type_names: Sorted names of the event types.
-        values: [n] float32 values.
-        times: [n] int64 microseconds, zeros without the column.
-        positions: [n] int64 positions, zeros without the column.
+        values: [n] float64 values.
+        times: Microseconds, zeros without the column.
+        positions: Positions, zeros without the column.
         clock: Name of the column that orders a user's events.
-        no_clock: [n] bool, True where the clock is null.
     """
 
     users: pa.Array
@@ -98,33 +106,39 @@ class _Columns:
     types: np.ndarray
     type_names: tuple[str, ...]
     values: np.ndarray
-    times: np.ndarray
-    positions: np.ndarray
+    times: Times
+    positions: Times
     clock: str
-    no_clock: np.ndarray
 
     @classmethod
-    def of(cls, table: pa.Table, path: Path, items: ItemTable) -> _Columns:
-        """Converts the columns. Raises SchemaError for a missing or mistyped column."""
-        users = id_column(table, path, "user_id")
-        item_ids = id_column(table, path, "item_id")
-        known = pc.index_in(item_ids, value_set=pa.array(items.ids, pa.large_string()))
-        times, positions, clock = _times(table, path)
+    def of(cls, source: InputTable, items: ItemTable) -> _Columns:
+        """Converts the columns. Raises SchemaError for missing and mistyped columns."""
+        rows, texts = len(source), pa.large_string()
+        users = source.require("user_id", convert_ids, "user ids", pa.nulls(rows, texts))
+        item_ids = source.require("item_id", convert_ids, "item ids", pa.nulls(rows, texts))
+        known = pc.index_in(item_ids, value_set=pa.array(items.ids, texts))
+        times, positions, clock = _times(source)
+        types, type_names = _types(source)
+        values = source.convert("value", convert_values, "event values", np.ones(rows))
+        for name in source.table.column_names:
+            if name not in COLUMNS:
+                source.uses[name] = "not used" + source.suggestion(name)
+        source.check()
         return cls(
             users,
             item_ids,
             pc.fill_null(known, -1).to_numpy(zero_copy_only=False).astype(np.int32),
-            *_types(table, path),
-            _values(table, path),
+            types,
+            type_names,
+            values,
             times,
             positions,
             clock,
-            np.asarray(table.column(clock).is_null().to_numpy(), dtype=bool),
         )
 
     @property
-    def order_by(self) -> np.ndarray:
-        """[n] int64 values of the clock."""
+    def order_by(self) -> Times:
+        """The clock."""
         return self.times if self.clock == "timestamp" else self.positions
 
     def reject_invalid(self, check: RowCheck) -> None:
@@ -133,9 +147,15 @@ class _Columns:
         for ids, name in ((self.users, "user_id"), (self.item_ids, "item_id")):
             blank = null_or_blank(ids)
             check.refuse(blank, f"null {name}", name, lambda r: "the id is null or empty")
-        long = pc.fill_null(pc.greater(pc.binary_length(self.users), MAX_USER_ID_BYTES), False)
         check.refuse(
-            np.asarray(long.to_numpy(zero_copy_only=False), dtype=bool),
+            longer_than(self.users, MAX_ID_LENGTH),
+            "long user_id",
+            "user_id",
+            lambda r: f"the id has more than {MAX_ID_LENGTH} characters",
+        )
+        bytes_ = pc.fill_null(pc.binary_length(self.users), 0).to_numpy(zero_copy_only=False)
+        check.refuse(
+            bytes_ > MAX_USER_ID_BYTES,
             "long user_id",
             "user_id",
             lambda r: f"the id has more than {MAX_USER_ID_BYTES} bytes of UTF-8",
@@ -146,12 +166,24 @@ class _Columns:
             "item_id",
             lambda r: f"{self.item_ids[r].as_py()!r} is not among the items",
         )
-        check.refuse(self.no_clock, f"null {clock}", clock, lambda r: f"the {clock} is null")
+        given = self.order_by.given
+        check.refuse(self.order_by.null, f"null {clock}", clock, lambda r: f"the {clock} is null")
+        values = self.order_by.values
+        if clock == "timestamp":
+            least, most, bound = MIN_TIME_US, MAX_TIME_US - 1, TIMES
+        else:
+            least, most, bound = 0, MAX_POSITION, f"0 to {MAX_POSITION}"
         check.refuse(
-            ~np.isfinite(self.values),
+            (values < least) | (values > most),
+            f"{clock} out of range",
+            clock,
+            lambda r: f"it is {_format(given[r])}; expected {bound}",
+        )
+        check.refuse(
+            ~(np.abs(self.values) <= MAX_VALUE),
             "value not finite",
             "value",
-            lambda r: f"it is {self.values[r]}",
+            lambda r: f"it is {self.values[r]}; expected a finite 32-bit float",
         )
         user_codes = _encode_kept(self.users, check.kept)
         self._reject_repeats(check, user_codes)
@@ -161,23 +193,23 @@ class _Columns:
         """Returns the events of the given rows, with users numbered by first appearance."""
         left = self.users.take(pa.array(kept)).dictionary_encode()
         codes = left.indices.to_numpy(zero_copy_only=False)
-        order = kept[np.lexsort((self.positions[kept], self.times[kept], codes))]
+        order = kept[np.lexsort((self.positions.values[kept], self.times.values[kept], codes))]
         counts = np.bincount(codes, minlength=len(left.dictionary))
         return EventLog(
             left.dictionary.to_pylist(),
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             self.item_rows[order],
-            self.order_by[order],
+            self.order_by.values[order],
             self.types[order],
             self.type_names,
-            self.values[order],
+            self.values[order].astype(np.float32),
             self.clock == "timestamp",
         )
 
     def _reject_repeats(self, check: RowCheck, user_codes: np.ndarray) -> None:
         clock, users = self.clock, self.users
         check.refuse(
-            _repeats((user_codes, self.item_rows, self.order_by, self.types), check.kept),
+            _repeats((user_codes, self.item_rows, self.order_by.values, self.types), check.kept),
             "duplicate event",
             "item_id",
             lambda r: (
@@ -187,10 +219,12 @@ class _Columns:
         )
         if clock == "position":
             check.refuse(
-                _repeats((user_codes, self.positions), check.kept),
+                _repeats((user_codes, self.positions.values), check.kept),
                 "duplicate position",
                 clock,
-                lambda r: f"user {users[r].as_py()!r} already has position {self.positions[r]}",
+                lambda r: (
+                    f"user {users[r].as_py()!r} already has position {self.positions.values[r]}"
+                ),
             )
 
     def _reject_unordered(self, check: RowCheck, user_codes: np.ndarray) -> None:
@@ -198,7 +232,8 @@ class _Columns:
         clock, users = self.clock, self.users
         rows = np.flatnonzero(check.kept)
         rows = rows[np.argsort(user_codes[rows], kind="stable")]
-        user, time, position = user_codes[rows], self.times[rows], self.positions[rows]
+        user = user_codes[rows]
+        time, position = self.times.values[rows], self.positions.values[rows]
         back = (time[1:] < time[:-1]) | ((time[1:] == time[:-1]) & (position[1:] < position[:-1]))
         late = rows[1:][back & (user[1:] == user[:-1])]
         if check.on_bad_rows == "skip":
@@ -214,52 +249,37 @@ class _Columns:
         )
 
 
-def _times(table: pa.Table, path: Path) -> tuple[np.ndarray, np.ndarray, str]:
-    """Returns times [n] int64, positions [n] int64 and the name of the ordering column.
-
-    A missing column gives zeros.
-    """
-    names = table.column_names
-    if "timestamp" not in names and "position" not in names:
-        raise SchemaError(
-            f"{path}: column timestamp (timestamp) or position (integer) is missing; "
-            f"the file has {', '.join(names)}"
-        )
-    times = positions = np.zeros(table.num_rows, dtype=np.int64)
-    if "timestamp" in names:
-        values = column(table, path, "timestamp", pa.types.is_timestamp, "timestamp")
-        micros = pc.cast(values, pa.timestamp("us", tz=values.type.tz), safe=False)
-        times = pc.fill_null(pc.cast(micros, pa.int64()), 0).to_numpy()
-    if "position" in names:
-        values = column(table, path, "position", pa.types.is_integer, "integer")
-        positions = pc.fill_null(pc.cast(values, pa.int64(), safe=False), 0).to_numpy()
-    return times, positions, "timestamp" if "timestamp" in names else "position"
+def _times(source: InputTable) -> tuple[Times, Times, str]:
+    """Returns times, positions and the name of the ordering column; zeros without a column."""
+    rows = len(source)
+    zeros = np.zeros(rows, dtype=np.int64)
+    nothing = Times(zeros, np.ones(rows, dtype=bool), pa.chunked_array([pa.nulls(rows)]))
+    if not any(source.has(name) for name in CLOCKS):
+        there = [name for name in CLOCKS if name in source.table.column_names]
+        if there:
+            source.problems.append(f"{source.path}: column {there[0]} has no value in any row")
+        else:
+            source.miss("timestamp (timestamp) or position (integer)", CLOCKS)
+    times = source.convert("timestamp", convert_times, "times", nothing)
+    positions = source.convert("position", convert_positions, "positions", nothing)
+    return times, positions, "timestamp" if source.has("timestamp") else "position"
 
 
-def _types(table: pa.Table, path: Path) -> tuple[np.ndarray, tuple[str, ...]]:
+def _types(source: InputTable) -> tuple[np.ndarray, tuple[str, ...]]:
     """Returns [n] int16 event types and their sorted names; a null type is "event"."""
-    if "type" not in table.column_names:
-        return np.zeros(table.num_rows, dtype=np.int16), (DEFAULT_TYPE,)
-    values = column(table, path, "type", is_text, "string")
-    texts = pc.fill_null(pc.cast(values, pa.large_string()), DEFAULT_TYPE).combine_chunks()
+    texts = pc.fill_null(
+        source.convert(
+            "type", convert_text, "event types", pa.nulls(len(source), pa.large_string())
+        ),
+        DEFAULT_TYPE,
+    )
     names = sorted(texts.unique().to_pylist())
     if len(names) > np.iinfo(np.int16).max:
-        raise SchemaError(f"{path}: column type has {len(names)} distinct values; at most 32767")
+        source.problems.append(
+            f"{source.path}: column type has {len(names)} distinct values; at most 32767"
+        )
     codes = pc.index_in(texts, value_set=pa.array(names, pa.large_string()))
     return codes.to_numpy(zero_copy_only=False).astype(np.int16), tuple(names)
-
-
-def _values(table: pa.Table, path: Path) -> np.ndarray:
-    """Returns [n] float32 values of the events; a missing value is 1."""
-    if "value" not in table.column_names:
-        return np.ones(table.num_rows, dtype=np.float32)
-
-    def accepts(kind: Any) -> bool:
-        return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
-
-    values = column(table, path, "value", accepts, "float")
-    filled = pc.fill_null(pc.cast(values, pa.float32(), safe=False), 1.0)
-    return np.asarray(filled.to_numpy(), dtype=np.float32)
 
 
 def _encode_kept(users: pa.Array, kept: np.ndarray) -> np.ndarray:
@@ -282,3 +302,11 @@ def _repeats(keys: tuple[np.ndarray, ...], kept: np.ndarray) -> np.ndarray:
     repeated = np.zeros(kept.size, dtype=bool)
     repeated[rows[order[1:][same]]] = True
     return repeated
+
+
+def _format(given: pa.Scalar) -> str:
+    """Returns a time as the file has it; a timestamp that no calendar holds as its number."""
+    try:
+        return str(given)
+    except (ValueError, OverflowError):
+        return f"{given.value} {given.type.unit} since 1970"

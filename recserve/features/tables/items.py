@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,20 +12,41 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recserve.bounds import (
+    MAX_CATEGORIES,
+    MAX_CATEGORY_LENGTH,
+    MAX_ID_LENGTH,
+    MAX_TITLE_LENGTH,
+)
+from recserve.features.tables.conversions import (
+    ARROW_UNITS,
+    convert_ids,
+    convert_split,
+    convert_text,
+)
+from recserve.features.tables.input_table import NO_VALUE, InputTable, check_split
 from recserve.features.tables.parquet import (
     BadRows,
     OnBadRows,
     RowCheck,
     SchemaError,
-    column,
-    id_column,
     is_text,
+    longer_than,
+    mistyped,
     null_or_blank,
-    read_table,
-    text_column,
 )
 
 RESERVED = ("item_id", "title", "categories")
+OWN_COLUMNS = ("__semantic_id", "__popularity")  # of the catalogue in a bundle
+ATTRIBUTE = "attribute"
+CATEGORY_USE = "categories, filterable as category"
+PATHS = pa.list_(pa.string())
+# Units of an Arrow timestamp or date in a day.
+PER_DAY = {"d": 1} | {unit: 86_400 * per_s for unit, per_s in ARROW_UNITS.items()}
+# The days since 1970 that Python's calendar holds in every time zone.
+EPOCH_DAY = datetime.date(1970, 1, 1).toordinal()
+FIRST_DAY = datetime.date.min.toordinal() + 1 - EPOCH_DAY
+LAST_DAY = datetime.date.max.toordinal() - 1 - EPOCH_DAY
 PIECE = 1024  # rows that are converted at a time; a server answers requests meanwhile
 
 
@@ -96,34 +119,101 @@ def _values(values: pa.ChunkedArray) -> list[Any]:
     return [value for start in starts for value in values.slice(start, PIECE).to_pylist()]
 
 
-def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[ItemTable, BadRows]:
-    """Reads items from Parquet.
+def read_items(
+    path: str | Path,
+    on_bad_rows: OnBadRows = "error",
+    split: Mapping[str, str] | None = None,
+) -> tuple[ItemTable, BadRows]:
+    """Reads items from Parquet, CSV or JSON lines.
 
     The columns are `item_id`, optionally `title` and `categories` (list<string>), and any others. A
-    null title becomes "" and a null category list becomes an empty list. A null, empty or repeated
-    `item_id` rejects the row.
+    null title becomes "" and a null category list becomes an empty list. A column without any value
+    is ignored.
+
+    These rows are rejected:
+
+    - A null, empty, long or repeated `item_id`.
+    - A title, a list of categories or a category that is longer than an API accepts.
 
     Args:
-        path: Parquet file.
-        on_bad_rows: "error" raises at the first rejected row, "skip" drops rejected rows.
+        path: The file.
+        on_bad_rows: "error" raises if a row is rejected, "skip" drops rejected rows.
+        split: Separators by name of a text column, which becomes a list of texts.
 
     Returns:
-        The items, and a report of rejected rows.
+        The items, and a report of columns and rejected rows.
 
     Raises:
-        SchemaError: If the file is unreadable or a column is missing or mistyped.
+        SchemaError: If the file is unreadable or columns are missing or mistyped.
         BadRowError: If a row is rejected under "error".
     """
-    path = Path(path)
-    table = read_table(path)
-    ids = id_column(table, path, "item_id")
-    rows = table.num_rows
-    check = RowCheck(path, rows, on_bad_rows)
+    split = split or {}
+    source = InputTable(Path(path), RESERVED)
+    rows, texts = len(source), pa.large_string()
+    check_split(source, split, ("item_id", "title"))
+    ids = source.require("item_id", convert_ids, "item ids, filterable", pa.nulls(rows, texts))
+    titles = source.convert("title", convert_text, "titles", pa.nulls(rows, texts))
+    divide = convert_split(split["categories"]) if "categories" in split else _convert_categories
+    categories = source.convert("categories", divide, CATEGORY_USE, pa.nulls(rows, PATHS))
+    others = _attributes(source, split)
+    source.check()
+    check = RowCheck(source.path, rows, on_bad_rows)
+    _reject_ids(check, ids)
+    _reject_texts(check, titles, categories)
+    for name, values in others.items():
+        _reject_moments(check, name, values)
+    kept = check.finish()
+    check.note("empty category paths, left out", _num_empty(categories.take(pa.array(kept))))
+    table = pa.table(
+        {
+            "item_id": ids,
+            "title": pc.fill_null(titles, ""),
+            "categories": _without_empty(categories),
+            **others,
+        }
+    )
+    return item_table(table.take(pa.array(kept))), check.report(source.columns())
+
+
+def _attributes(source: InputTable, split: Mapping[str, str]) -> dict[str, pa.ChunkedArray]:
+    """Returns the columns without a meaning of their own, which items keep as attributes."""
+    others = {}
+    for field in source.table.schema:
+        name = field.name
+        if name in RESERVED:
+            continue
+        if name in OWN_COLUMNS:
+            source.problems.append(
+                f"{source.path}: column {name} has a name that bundles use; rename the column"
+            )
+        elif name in split:
+            nothing = pa.nulls(len(source), PATHS)
+            others[name] = source.convert(name, convert_split(split[name]), ATTRIBUTE, nothing)
+        elif pa.types.is_null(field.type):
+            source.uses[name] = NO_VALUE + source.suggestion(name)
+        else:
+            values, note = source.table.column(name), ""
+            if pa.types.is_timestamp(field.type) and field.type.unit == "ns":
+                # A time in Python has microseconds.
+                values = pc.cast(values, pa.timestamp("us", field.type.tz), safe=False)
+                note = "; nanoseconds cut to microseconds"
+            others[name] = values
+            source.uses[name] = ATTRIBUTE + note + source.suggestion(name)
+    return others
+
+
+def _reject_ids(check: RowCheck, ids: pa.Array) -> None:
     check.refuse(
         null_or_blank(ids), "null item_id", "item_id", lambda row: "the id is null or empty"
     )
+    check.refuse(
+        longer_than(ids, MAX_ID_LENGTH),
+        "long item_id",
+        "item_id",
+        lambda row: f"the id has {len(ids[row].as_py())} characters; at most {MAX_ID_LENGTH}",
+    )
     encoded = pc.dictionary_encode(ids).indices.to_numpy(zero_copy_only=False)
-    repeated = np.ones(rows, dtype=bool)
+    repeated = np.ones(len(ids), dtype=bool)
     repeated[np.unique(encoded, return_index=True)[1]] = False
     check.refuse(
         repeated,
@@ -131,32 +221,77 @@ def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[Item
         "item_id",
         lambda row: f"{ids[row].as_py()!r} is already in an earlier row",
     )
-    if "title" in table.column_names:
-        titles = pc.fill_null(text_column(table, path, "title"), "")
-    else:
-        titles = pa.repeat("", rows)
-    checked = pa.table({"item_id": ids, "title": titles, "categories": _categories(table, path)})
-    for name in table.column_names:
-        if name not in RESERVED:
-            checked = checked.append_column(name, table.column(name))
-    kept = checked.filter(pa.array(check.kept))
-    if kept.num_rows == 0:
-        raise SchemaError(f"{path}: no usable rows among {rows}")
-    return item_table(kept), check.report()
 
 
-def _categories(table: pa.Table, path: Path) -> pa.Array:
-    """Returns category paths as list<string>; null lists become empty, null paths are dropped."""
-    kind = pa.list_(pa.string())
-    if "categories" not in table.column_names:
-        return pa.array([[]] * table.num_rows, kind)
+def _reject_texts(check: RowCheck, titles: pa.Array, categories: pa.Array) -> None:
+    check.refuse(
+        longer_than(titles, MAX_TITLE_LENGTH),
+        "long title",
+        "title",
+        lambda row: f"it has {len(titles[row].as_py())} characters; at most {MAX_TITLE_LENGTH}",
+    )
+    counts = pc.fill_null(pc.list_value_length(categories), 0).to_numpy(zero_copy_only=False)
+    check.refuse(
+        counts > MAX_CATEGORIES,
+        "many categories",
+        "categories",
+        lambda row: f"the item has {counts[row]} paths; at most {MAX_CATEGORIES}",
+    )
+    long = np.zeros(len(titles), dtype=bool)
+    parents = pc.list_parent_indices(categories).to_numpy(zero_copy_only=False)
+    long[parents[longer_than(pc.list_flatten(categories), MAX_CATEGORY_LENGTH)]] = True
+    check.refuse(
+        long,
+        "long category",
+        "categories",
+        lambda row: (
+            f"a path has {max(len(path or '') for path in categories[row].as_py())} characters; "
+            f"at most {MAX_CATEGORY_LENGTH}"
+        ),
+    )
 
-    def accepts(given: Any) -> bool:
-        return bool(pa.types.is_list(given) or pa.types.is_large_list(given)) and is_text(
-            given.value_type
+
+def _reject_moments(check: RowCheck, name: str, values: pa.ChunkedArray) -> None:
+    """Rejects rows whose time no calendar of Python holds, so that no answer could have it."""
+    kind = values.type
+    if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
+        return
+    unit = kind.unit if pa.types.is_timestamp(kind) else "ms" if kind == pa.date64() else "d"
+    raw = pc.fill_null(values.cast(pa.int32() if unit == "d" else pa.int64()), 0).to_numpy()
+    days = raw // PER_DAY[unit]
+    check.refuse(
+        (days < FIRST_DAY) | (days > LAST_DAY),
+        f"{name} out of range",
+        name,
+        lambda row: f"it is {raw[row]} ({kind}); expected the years 1 to 9999",
+    )
+
+
+def _convert_categories(values: pa.ChunkedArray) -> tuple[pa.Array, str]:
+    """Returns category paths as list<string>; null lists and null paths stay."""
+    kind = values.type
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if (lists or pa.types.is_fixed_size_list(kind)) and (
+        is_text(kind.value_type) or pa.types.is_null(kind.value_type)
+    ):
+        return pc.cast(values, PATHS).combine_chunks(), ""
+    if is_text(kind):
+        texts, _ = convert_text(values)
+        separator = next((s for s in "|;," if pc.any(pc.match_substring(texts, s)).as_py()), "|")
+        raise SchemaError(
+            f"is {kind}; expected list<string>; divide the text with "
+            f"--split categories='{separator}'"
         )
+    raise mistyped(values, "list<string>")
 
-    values = column(table, path, "categories", accepts, "list<string>")
-    if values.null_count == 0 and pc.list_flatten(values).null_count == 0:
-        return pc.cast(values, kind).combine_chunks()
-    return pa.array([[p for p in paths or [] if p] for paths in values.to_pylist()], kind)
+
+def _num_empty(categories: pa.Array) -> int:
+    lengths = pc.binary_length(pc.list_flatten(categories))
+    return int(pc.sum(pc.equal(lengths, 0)).as_py() or 0)
+
+
+def _without_empty(categories: pa.Array) -> pa.Array:
+    """Returns category paths; null lists become empty, null and empty paths are left out."""
+    if not categories.null_count and not null_or_blank(pc.list_flatten(categories)).any():
+        return categories
+    return pa.array([[p for p in paths or [] if p] for paths in categories.to_pylist()], PATHS)

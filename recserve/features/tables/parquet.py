@@ -19,15 +19,14 @@ import pyarrow.parquet as pq
 OnBadRows = Literal["error", "skip"]
 MAX_TABLE_BYTES = 32 << 30
 MAX_EXAMPLES = 10
-_CONVERT = "pyarrow.parquet.write_table(pyarrow.csv.read_csv(CSV), PARQUET)"
 # How a column of another type is converted, by expected type; `column` is table[name].
-CONVERSIONS = {
-    "string": "pyarrow.compute.cast(column, 'string')",
-    "string or integer": "pyarrow.compute.cast(column, 'string')",
-    "list<string>": "pyarrow.compute.split_pattern(column, '|')",
-    "timestamp": "pyarrow.compute.cast(column, pyarrow.timestamp('s')), for seconds or RFC 3339",
-    "integer": "pyarrow.compute.cast(column, 'int64')",
-    "float": "pyarrow.compute.cast(column, 'float32')",
+CONVERSIONS: dict[str, tuple[str, Callable[[pa.ChunkedArray], Any]]] = {
+    "string": ("pyarrow.compute.cast(column, 'string')", lambda c: pc.cast(c, "string")),
+    "list<string>": (
+        "pyarrow.compute.split_pattern(pyarrow.compute.cast(column, 'string'), '|')",
+        lambda c: pc.split_pattern(pc.cast(c, "string"), "|"),
+    ),
+    "float": ("pyarrow.compute.cast(column, 'float32')", lambda c: pc.cast(c, "float32")),
 }
 
 
@@ -40,8 +39,23 @@ class BadRowError(ValueError):
 
 
 @dataclass(frozen=True)
+class ColumnUse:
+    """What a column of an input file became.
+
+    Attributes:
+        name: Name of the column.
+        type: Arrow type in the file.
+        use: What it is used for, how it was converted, or why it is ignored.
+    """
+
+    name: str
+    type: str
+    use: str
+
+
+@dataclass(frozen=True)
 class BadRows:
-    """Report of rejected and changed rows of a file.
+    """Report of rejected and changed rows of a file, and of its columns.
 
     Attributes:
         file: Path of the file.
@@ -50,7 +64,7 @@ class BadRows:
         dropped: Number of rejected rows, by reason.
         notes: Number of accepted but changed rows, by reason.
         examples: Messages about the first rejected rows.
-        ignored_columns: Columns that are not used.
+        columns: What each column of the file became.
     """
 
     file: str
@@ -59,7 +73,7 @@ class BadRows:
     dropped: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     examples: tuple[str, ...] = ()
-    ignored_columns: tuple[str, ...] = ()
+    columns: tuple[ColumnUse, ...] = ()
 
     @property
     def num_dropped(self) -> int:
@@ -76,8 +90,6 @@ class BadRows:
             )
             lines += [f"  {example}" for example in self.examples]
         lines += [f"{self.file}: {count} {reason}" for reason, count in self.notes.items()]
-        if self.ignored_columns:
-            lines.append(f"{self.file}: columns not used: {', '.join(self.ignored_columns)}")
         return lines
 
 
@@ -86,7 +98,7 @@ class RowCheck:
 
     Attributes:
         path: Path of the file, for messages.
-        on_bad_rows: "error" raises at the first rejected row, "skip" counts rejected rows.
+        on_bad_rows: "error" raises in `finish` if a row is rejected, "skip" counts rejected rows.
         kept: [num_rows] bool, True for rows that are not rejected.
         dropped: Number of rejected rows, by reason.
         notes: Number of accepted but changed rows, by reason.
@@ -105,6 +117,7 @@ class RowCheck:
         self.dropped: dict[str, int] = {}
         self.notes: dict[str, int] = {}
         self.examples: list[str] = []
+        self._problems: list[str] = []
 
     def refuse(
         self, bad: np.ndarray, reason: str, column: str, describe: Callable[[int], str]
@@ -116,22 +129,19 @@ class RowCheck:
             reason: Short name of the reason, used for counting.
             column: Name of the column.
             describe: Maps a file row to the details in the message.
-
-        Raises:
-            BadRowError: If a row is rejected under "error".
         """
         rows = np.flatnonzero(bad & self.kept)
         if not rows.size:
             return
+        # Each reason has an example, however many rows other reasons have.
+        num_examples = max(1, MAX_EXAMPLES - len(self.examples))
         messages = [
-            f"column {column}, row {row}: {describe(int(row))}"
-            for row in rows[: MAX_EXAMPLES - len(self.examples)]
+            f"column {column}, row {row}: {describe(int(row))}" for row in rows[:num_examples]
         ]
-        if self.on_bad_rows == "error":
-            raise BadRowError(
-                f"{self.path}: {messages[0]} ({reason}; {rows.size} such rows of {self.kept.size}, "
-                "rows count from 0); repair the file, or drop such rows with --on-bad-rows skip"
-            )
+        self._problems.append(
+            f"{self.path}: {messages[0]} ({reason}; {rows.size} such rows of {self.kept.size}, "
+            "rows count from 0)"
+        )
         self.examples += messages
         self.dropped[reason] = self.dropped.get(reason, 0) + int(rows.size)
         self.kept[rows] = False
@@ -141,7 +151,23 @@ class RowCheck:
         if count:
             self.notes[reason] = self.notes.get(reason, 0) + count
 
-    def report(self, ignored_columns: tuple[str, ...] = ()) -> BadRows:
+    def finish(self) -> np.ndarray:
+        """Returns the [n] int64 rows that are not rejected.
+
+        Raises:
+            BadRowError: If a row is rejected under "error". The message has a line per reason.
+            SchemaError: If no row is left.
+        """
+        if self._problems and self.on_bad_rows == "error":
+            *others, last = self._problems
+            remedy = "; repair the file, or drop such rows with --on-bad-rows skip"
+            raise BadRowError("\n".join([*others, last + remedy]))
+        kept = np.flatnonzero(self.kept)
+        if not kept.size:
+            raise SchemaError(f"{self.path}: no usable rows among {self.kept.size}")
+        return kept
+
+    def report(self, columns: tuple[ColumnUse, ...] = ()) -> BadRows:
         """Returns the collected report."""
         return BadRows(
             str(self.path),
@@ -150,14 +176,12 @@ class RowCheck:
             dict(self.dropped),
             dict(self.notes),
             tuple(self.examples),
-            ignored_columns,
+            columns,
         )
 
 
 def read_table(path: Path) -> pa.Table:
     """Reads a whole file. Raises SchemaError if it is missing, not Parquet, too large or empty."""
-    if not path.is_file():
-        raise SchemaError(f"{path}: no such file")
     try:
         with pq.ParquetFile(path) as file:
             meta = file.metadata
@@ -165,16 +189,22 @@ def read_table(path: Path) -> pa.Table:
             if size > MAX_TABLE_BYTES:
                 raise SchemaError(f"{path}: {size} bytes uncompressed; at most {MAX_TABLE_BYTES}")
             table = file.read()
+    except FileNotFoundError:
+        raise SchemaError(f"{path}: no such file") from None
     except (pa.ArrowException, OSError) as error:
-        hint = f"; a CSV file becomes one by: {_CONVERT}" if path.suffix != ".parquet" else ""
-        raise SchemaError(f"{path}: not a readable Parquet file ({error}){hint}") from error
+        raise SchemaError(f"{path}: not a readable Parquet file ({error})") from error
+    check_table(table, path)
+    return table
+
+
+def check_table(table: pa.Table, path: Path) -> None:
+    """Raises SchemaError if a table has no rows, or two columns of one name."""
     names = table.column_names
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise SchemaError(f"{path}: column {repeated[0]} appears more than once")
     if table.num_rows == 0:
         raise SchemaError(f"{path}: the file has no rows; expected at least one")
-    return table
 
 
 def is_text(kind: Any) -> bool:
@@ -206,28 +236,33 @@ def column(
         raise SchemaError(f"{path}: column {name} ({expected}) is missing; the file has {listed}")
     values = table.column(name)
     if not accepts(values.type):
-        hint = f"; convert it with {CONVERSIONS[expected]}" if expected in CONVERSIONS else ""
-        raise SchemaError(f"{path}: column {name} is {values.type}; expected {expected}{hint}")
+        raise SchemaError(f"{path}: column {name} {mistyped(values, expected)}")
     return values
 
 
-def text_column(table: pa.Table, path: Path, name: str) -> pa.Array:
-    """Returns one text column as a single large_string array."""
-    values = column(table, path, name, is_text, "string")
-    return pc.cast(values, pa.large_string()).combine_chunks()
-
-
-def id_column(table: pa.Table, path: Path, name: str) -> pa.Array:
-    """Returns one column of ids as a large_string array; integers become their digits."""
-
-    def accepts(kind: Any) -> bool:
-        return is_text(kind) or bool(pa.types.is_integer(kind))
-
-    values = column(table, path, name, accepts, "string or integer")
-    return pc.cast(values, pa.large_string()).combine_chunks()
+def mistyped(values: pa.ChunkedArray, expected: str) -> SchemaError:
+    """Returns the error of a mistyped column, with a conversion that works on its values."""
+    # A float as text is another id, 1.0 instead of 1, and bytes need not be text.
+    kind = values.type
+    safe = not (pa.types.is_floating(kind) or kind in (pa.binary(), pa.large_binary()))
+    if expected in CONVERSIONS and safe:
+        code, convert = CONVERSIONS[expected]
+        try:
+            convert(values)
+        except (pa.ArrowException, TypeError):
+            pass
+        else:
+            return SchemaError(f"is {kind}; expected {expected}; convert it with {code}")
+    return SchemaError(f"is {kind}; expected {expected}")
 
 
 def null_or_blank(values: pa.Array) -> np.ndarray:
     """Returns [n] bool, True where a text is null or empty."""
     blank = pc.fill_null(pc.equal(pc.binary_length(values), 0), True)
     return np.asarray(blank.to_numpy(zero_copy_only=False), dtype=bool)
+
+
+def longer_than(values: pa.Array, most: int) -> np.ndarray:
+    """Returns [n] bool, True where a text has more than `most` characters."""
+    longer = pc.fill_null(pc.greater(pc.utf8_length(values), most), False)
+    return np.asarray(longer.to_numpy(zero_copy_only=False), dtype=bool)

@@ -295,13 +295,13 @@ def _of_width(vectors: np.ndarray, dim: int) -> np.ndarray:
 
 def _write(folder: Path, config: dict[str, object], arrays: dict[str, np.ndarray]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(arrays, folder / "quantizer.safetensors")
 
 
 def _config(folder: Path) -> dict[str, object]:
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder}/config.json: not readable ({error})") from error
     if not isinstance(config, dict):

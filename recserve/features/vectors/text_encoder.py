@@ -62,14 +62,16 @@ class TextEncoder:
     def save(self, folder: Path) -> None:
         """Writes terms.json and text.safetensors."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "terms.json").write_text(json.dumps(self.terms, ensure_ascii=False))
+        (folder / "terms.json").write_text(
+            json.dumps(self.terms, ensure_ascii=False), encoding="utf-8"
+        )
         save_file({"idf": self.idf, "components": self.components}, folder / "text.safetensors")
 
     @staticmethod
     def load(folder: Path) -> TextEncoder:
         """Reads what `save` wrote. Raises ValueError if it is damaged."""
         try:
-            terms = json.loads((folder / "terms.json").read_text())
+            terms = json.loads((folder / "terms.json").read_text(encoding="utf-8"))
             arrays = load_file(folder / "text.safetensors")
             idf, components = arrays["idf"], arrays["components"]
         except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:

@@ -17,9 +17,10 @@ from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.utils.extmath import randomized_svd
 
+from recserve.features.tables.conversions import id_column
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
-from recserve.features.tables.parquet import BadRows, SchemaError, column, id_column, read_table
+from recserve.features.tables.parquet import BadRows, SchemaError, column, read_table
 from recserve.features.vectors.text_encoder import TOKEN_PATTERN, TextEncoder, document, unit
 
 MAX_TERMS = 50_000

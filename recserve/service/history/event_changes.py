@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from recserve.bounds import MAX_ID_LENGTH, MIN_TIME_US
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.features.catalog.catalog import item_key
 from recserve.features.history.history import (
-    POSITIONS_BELOW_US,
     Change,
     CorruptHistory,
     HistoryStore,
@@ -25,7 +25,7 @@ from recserve.features.history.history import (
     user_key,
 )
 from recserve.schemas.events import REMOVE, REPLACE, EventInput
-from recserve.schemas.items import MAX_ID_LENGTH, Rejection
+from recserve.schemas.items import Rejection
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.event_types import EventTypes
 
@@ -110,13 +110,13 @@ class EventChanges:
 
     def _time_us(self, text: str) -> int:
         try:
-            moment = datetime.datetime.fromisoformat(text)
+            moment = datetime.datetime.fromisoformat(text.upper())  # RFC 3339 allows t and z
         except ValueError:
             raise ValueError(f"timestamp: expected RFC 3339, got {text[:60]!r}") from None
         if moment.tzinfo is None:
             raise ValueError(f"timestamp: has no time zone: {text[:60]!r}")
         time_us = round(moment.timestamp() * 1e6)
-        if time_us < POSITIONS_BELOW_US:
+        if time_us < MIN_TIME_US:
             raise ValueError(f"timestamp: before 1970-01-13: {text[:60]!r}")
         if time_us > self.now_us + DAY_US:
             raise ValueError(f"timestamp: more than a day in the future: {text[:60]!r}")
@@ -179,11 +179,17 @@ def import_events(
         for user in part:
             start, stop = int(events.offsets[user]), int(events.offsets[user + 1])
             base = _user_base(events.user_ids[user])
-            gathered[events.user_ids[user]] = [
-                StoredEvent(keys[i], times[i], (base + i - start) % 2**64, kinds[i], values[i])
-                for i in range(start, stop)
-                if times[i] >= oldest_us or times[i] < POSITIONS_BELOW_US
-            ]
+            try:
+                gathered[events.user_ids[user]] = [
+                    StoredEvent(keys[i], times[i], (base + i - start) % 2**64, kinds[i], values[i])
+                    for i in range(start, stop)
+                    if times[i] >= oldest_us or times[i] < MIN_TIME_US
+                ]
+            except ValueError as error:
+                raise ValueError(
+                    f"{bundle.path(EVENTS)}: an event of user {events.user_ids[user]!r} cannot be "
+                    f"stored: {error}"
+                ) from error
             num_imported += len(gathered[events.user_ids[user]])
         store.append_many(gathered)
     store.append(IMPORT_MARKER, [StoredEvent(mark, 0, mark)])

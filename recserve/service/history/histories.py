@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from recserve.bounds import MIN_TIME_US
 from recserve.features.history.history import (
-    POSITIONS_BELOW_US,
     Applied,
     Change,
     CorruptHistory,
@@ -54,7 +54,7 @@ class History:
     @property
     def dated(self) -> np.ndarray:
         """[n] bool: True for events with a timestamp, False for those with a position only."""
-        return self.times >= POSITIONS_BELOW_US
+        return self.times >= MIN_TIME_US
 
     def rows_within(self, seconds: float) -> np.ndarray:
         """Returns the item rows of recent events.
@@ -137,11 +137,12 @@ class Histories:
         Raises:
             InvalidRequest: If both are missing, or if no store can hold the user id.
         """
+        if user is not None:
+            _check_user("user.id", user.id)
         if inline is not None:
             return self._inline(inline, snapshot)
         if user is None:
             raise MissingField("user", "is required without a history")
-        _check_user("user.id", user.id)
         try:
             stored = (self.timed or self.store).get(user.id)
         except StoreUnavailable as error:
@@ -301,7 +302,7 @@ def _check_user(param: str, user_id: str) -> None:
 
 def _moment(time_us: int) -> str | None:
     """Returns the time in RFC 3339; None for a position, which is not a timestamp."""
-    if time_us < POSITIONS_BELOW_US:
+    if time_us < MIN_TIME_US:
         return None
     moment = EPOCH + datetime.timedelta(microseconds=time_us)
     return moment.isoformat().replace("+00:00", "Z")

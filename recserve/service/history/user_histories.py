@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from recserve.bounds import MAX_ID_LENGTH
 from recserve.schemas.browse import UserPage, UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
-from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
+from recserve.schemas.items import InvalidRequest
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.history.histories import Rewritten
 from recserve.service.recommend.prewarm import Prewarm

@@ -208,7 +208,9 @@ def train_language_model(
     save_language_model(trainee.model, out)
     tokenizer.save(str(out / "tokenizer.json"))
     fields = {"bos_token": END, "eos_token": END, "model_max_length": recipe.max_positions}
-    (out / "tokenizer_config.json").write_text(json.dumps(fields, indent=1) + "\n")
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(fields, indent=1) + "\n", encoding="utf-8"
+    )
     return report
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import redis
 
+from recserve.bounds import MIN_TIME_US
 from recserve.features.history.expiring_store import ExpiringStore
 from recserve.features.history.history import (
-    POSITIONS_BELOW_US,
     Applied,
     Change,
     Expiry,
@@ -157,10 +157,10 @@ def test_a_sweep_passes_over_damage(tmp_path: Path, redis_url: str) -> None:
 
 def any_change(rng: np.random.Generator) -> Change:
     key, kind, at = (int(n) for n in rng.integers(0, [40, 5, 60]))
-    moment = at if at < 10 else POSITIONS_BELOW_US + at
+    moment = at if at < 10 else MIN_TIME_US + at
     new = StoredEvent(key, moment, key)
     if kind == 0:
-        return Expiry(POSITIONS_BELOW_US + at - 30 if at > 30 else POSITIONS_BELOW_US)
+        return Expiry(MIN_TIME_US + at - 30 if at > 30 else MIN_TIME_US)
     if kind == 1:
         return Removal(key)
     return Replacement(new, bool(at % 2)) if kind == 2 else new

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import redis
 
+from recserve.bounds import MAX_TIME_US
 from recserve.features.history import redis_store
 from recserve.features.history.history import (
-    MAX_TIME_US,
     Applied,
     Change,
     CorruptHistory,

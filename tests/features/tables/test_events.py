@@ -14,6 +14,7 @@ from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
 from recserve.features.tables.parquet import BadRowError, BadRows, SchemaError
 
+START = 1_700_000_000
 ITEMS = ItemTable(["a", "b", "c"], ["", "", ""], [[], [], []], pa.table({}))
 
 
@@ -31,14 +32,14 @@ def test_groups_by_user_in_order_of_time(tmp_path: Path) -> None:
         tmp_path,
         user_id=["y", "x", "y", "x"],
         item_id=["a", "b", "c", "a"],
-        timestamp=pa.array([3, 1, 9, 2], pa.timestamp("s")),
+        timestamp=pa.array([START + n for n in (3, 1, 9, 2)], pa.timestamp("s")),
         type=["view", None, "buy", "view"],
         value=pa.array([1.5, None, 2.0, 3.0]),
     )
     assert log.user_ids == ["y", "x"]
     assert log.offsets.tolist() == [0, 2, 4]
     assert log.item_rows.tolist() == [0, 2, 1, 0] and log.item_rows.dtype == np.int32
-    assert log.times.tolist() == [3_000_000, 9_000_000, 1_000_000, 2_000_000]
+    assert (log.times - START * 10**6).tolist() == [3_000_000, 9_000_000, 1_000_000, 2_000_000]
     assert [log.type_names[t] for t in log.types] == ["view", "buy", "event", "view"]
     assert log.values.tolist() == [1.5, 2.0, 1.0, 3.0]
     assert log.has_timestamps and report.num_dropped == 0 and report.lines() == []
@@ -57,7 +58,7 @@ def test_positions_order_events_without_times(tmp_path: Path) -> None:
 
 
 def test_position_orders_events_of_one_time(tmp_path: Path) -> None:
-    times = pa.array([1, 1], pa.timestamp("us"))
+    times = pa.array([START, START], pa.timestamp("s"))
     columns = {"user_id": ["u", "u"], "item_id": ["b", "a"], "timestamp": times, "position": [2, 1]}
     log, _ = read(tmp_path, "skip", **columns)
     assert log.item_rows.tolist() == [0, 1]
@@ -72,7 +73,7 @@ GOOD: dict[str, Any] = {"user_id": ["u", "u"], "item_id": ["a", "b"], "position"
         ({"user_id": None}, "column user_id .* is missing"),
         ({"item_id": None}, "column item_id .* is missing"),
         ({"position": None}, "column timestamp .* or position .* is missing"),
-        ({"item_id": [0.5, 2]}, "column item_id is double; expected string or integer; convert it"),
+        ({"item_id": [0.5, 2]}, "column item_id is double; expected string or integer"),
         ({"position": [0.5, 1.5]}, "column position is double; expected integer"),
         ({"timestamp": [1, 2]}, "column timestamp is int64; expected timestamp"),
         ({"type": [1, 2]}, "column type is int64; expected string"),
@@ -102,26 +103,6 @@ def test_a_user_id_that_no_store_can_hold_is_refused(tmp_path: Path) -> None:
         read(tmp_path, **columns)
     log, report = read(tmp_path, "skip", **columns)
     assert (log.num_events, report.dropped) == (1, {"long user_id": 1})
-
-
-@pytest.mark.parametrize(
-    ("change", "hint"),
-    [
-        ({"timestamp": ["2026-01-01", "2026-01-02"]}, "pyarrow.timestamp"),
-        ({"timestamp": [1, 2]}, "pyarrow.timestamp"),
-        ({"type": [1, 2]}, "cast(column, 'string')"),
-    ],
-)
-def test_a_refusal_says_how_to_convert_the_column(tmp_path: Path, change: Any, hint: str) -> None:
-    with pytest.raises(SchemaError) as refused:
-        read(tmp_path, **GOOD | change)
-    assert hint in str(refused.value)
-
-
-def test_a_csv_file_is_told_how_to_become_parquet(tmp_path: Path) -> None:
-    (tmp_path / "events.csv").write_text("user_id,item_id,position\nu,a,0\n")
-    with pytest.raises(SchemaError, match=r"pyarrow\.csv\.read_csv"):
-        read_events(tmp_path / "events.csv", ITEMS)
 
 
 def test_empty_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
@@ -180,10 +161,17 @@ def test_a_file_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
         read(tmp_path, "skip", **columns)
 
 
-def test_unread_columns_are_reported(tmp_path: Path) -> None:
-    _, report = read(tmp_path, **GOOD, rating=[1, 2])
-    assert report.ignored_columns == ("rating",)
-    assert report.lines() == [f"{tmp_path}/events.parquet: columns not used: rating"]
+def test_every_column_is_reported(tmp_path: Path) -> None:
+    _, report = read(tmp_path, **GOOD, rating=[1, 2], shop=["x", "y"], type=[None, None])
+    assert {use.name: use.use for use in report.columns} == {
+        "user_id": "user ids",
+        "item_id": "item ids",
+        "position": "positions",
+        "rating": "not used; did you mean value? rename the column",
+        "shop": "not used",
+        "type": "ignored: no row has a value",
+    }
+    assert report.lines() == []
 
 
 def test_leave_one_out_holds_the_last_two(tmp_path: Path) -> None:
@@ -207,7 +195,10 @@ def test_leave_one_out_holds_the_last_two(tmp_path: Path) -> None:
 
 
 def test_round_trip_through_arrow(tmp_path: Path) -> None:
-    for clock in ({"position": [3, 9]}, {"timestamp": pa.array([3, 9], pa.timestamp("us"))}):
+    for clock in (
+        {"position": [3, 9]},
+        {"timestamp": pa.array([START, START + 9], pa.timestamp("s"))},
+    ):
         log, _ = read(
             tmp_path,
             user_id=["u", "v"],

@@ -1,0 +1,104 @@
+"""Reads CSV files and files of JSON lines as Arrow tables, without changing what they say.
+
+Text stays text unless a whole column has one other form, so an id such as `0056` keeps its zeros.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pc_csv
+
+from recserve.features.tables.parquet import SchemaError
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
+BLOCK_BYTES = 16 << 20  # a row of CSV must be shorter
+# Columns of CSV whose text is never read as numbers here.
+TEXT_COLUMNS = ("user_id", "item_id", "title", "categories", "timestamp", "type")
+# A number with leading zeros is a code, not a number. 18 digits always fit into int64.
+_INTEGER = r"^-?(0|[1-9][0-9]{0,17})$"
+_NUMBER = r"^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?$"
+_FRACTION = r"[.eE]"
+
+
+def read_csv(path: Path) -> pa.Table:
+    """Reads a CSV file with a header. An empty field is null.
+
+    A column is int64, double or bool if all its fields are; the other columns and TEXT_COLUMNS are
+    text.
+
+    Raises:
+        SchemaError: If the file is not CSV in UTF-8.
+    """
+    parse = pc_csv.ParseOptions(delimiter=DELIMITERS[path.suffix.lower()], newlines_in_values=True)
+    blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES)
+    try:
+        with pc_csv.open_csv(path, blocks, parse) as reader:
+            names = reader.schema.names
+        texts = pc_csv.ConvertOptions(
+            column_types={name: pa.large_string() for name in names},
+            strings_can_be_null=True,
+            null_values=[""],
+        )
+        table = pc_csv.read_csv(path, blocks, parse, texts)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise SchemaError(f"{path}: not a readable CSV file in UTF-8 ({error})") from error
+    columns = [
+        values if name in TEXT_COLUMNS else _infer(values)
+        for name, values in zip(table.column_names, table.columns, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, names=table.column_names)
+
+
+def _infer(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Returns a column of text as numbers or booleans if all of its fields have that form."""
+    if texts.null_count == len(texts):
+        return pa.chunked_array([pa.nulls(len(texts))])
+
+    def every(pattern: str) -> bool:
+        return bool(pc.all(pc.match_substring_regex(texts, pattern)).as_py())
+
+    if every(_INTEGER):
+        return texts.cast(pa.int64())
+    if every(_NUMBER) and pc.any(pc.match_substring_regex(texts, _FRACTION)).as_py():
+        return texts.cast(pa.float64())
+    if every("^(?i:true|false)$"):
+        return texts.cast(pa.bool_())
+    return texts
+
+
+def read_lines(path: Path) -> pa.Table:
+    """Reads a file with one JSON object per line. An absent field is null.
+
+    Raises:
+        SchemaError: If a line is not a JSON object, or a column mixes types.
+    """
+    rows: list[dict[str, Any]] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)  # skips a byte order mark
+            except (ValueError, RecursionError) as error:
+                raise SchemaError(f"{path}: line {number}: not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise SchemaError(
+                    f"{path}: line {number}: expected one JSON object per line, "
+                    f"got {type(row).__name__}"
+                )
+            rows.append(row)
+    columns, problems = {}, []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows])
+        except (pa.ArrowException, TypeError, OverflowError) as error:
+            problems.append(f"{path}: column {name} has values of several types ({error})")
+    if problems:
+        raise SchemaError("\n".join(problems))
+    return pa.table(columns)
