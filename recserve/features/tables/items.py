@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recserve.features.tables.attribute_values import record_value
 from recserve.features.tables.parquet import (
     BadRows,
     OnBadRows,
@@ -59,11 +60,11 @@ class ItemTable:
         return len(self.ids)
 
     def attribute(self, row: int) -> dict[str, Any]:
-        """Returns the other columns of one item, by name."""
+        """Returns the other columns of one item by name, in the form of records."""
         if not self.attributes.num_columns:
             return {}
-        values: dict[str, Any] = self.attributes.slice(row, 1).to_pylist()[0]
-        return values
+        names = self.attributes.column_names
+        return {name: record_value(self.attributes.column(name)[row]) for name in names}
 
     def to_arrow(self) -> pa.Table:
         """Returns one Arrow table that `item_table` can read."""
