@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -133,20 +134,13 @@ class ItemFilters:
         """
         return self._evaluate(tree, "")
 
-    def absent(self, tree: Any) -> list[tuple[str, Any]]:
-        """Returns field and value of each `eq` and `in` whose value no item has, without repeats.
+    def absent(self, values: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Returns those of the values of each field that no item has.
 
         Args:
-            tree: Filter that `evaluate` accepts.
+            values: Literals by field, as `equal_values` returns them for a valid filter.
         """
-        ((operator, operand),) = tree.items()
-        if operator in ("and", "or", "not"):
-            parts = [operand] if operator == "not" else operand
-            return list(dict.fromkeys(pair for part in parts for pair in self.absent(part)))
-        if operator == "range":
-            return []
-        name, values = operand[0], operand[1] if operator == "in" else operand[1:]
-        return [(name, value) for value in self._column(name).absent(values)]
+        return {name: self._column(name).absent(given) for name, given in values.items()}
 
     def nearest(self, field: str, value: Any) -> str | None:
         """Returns the value of a field that resembles a text most, or None."""
@@ -185,12 +179,10 @@ class ItemFilters:
             raise FilterError(here, f"expected [field, {shape}], got {_shown(operand)}")
         if operand[0] not in self.fields:
             near = difflib.get_close_matches(operand[0], self.fields, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            kind = self._kinds.get(operand[0])
-            if kind is not None:
-                hint = f"filters cannot read the type of this column, {kind}; "
-            known = f"known fields: {', '.join(self.fields)}"
-            raise FilterError(here, f"unknown field {operand[0][:60]!r}; {hint}{known}")
+            hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(self.fields)}"
+            if kind := self._kinds.get(operand[0]):
+                hint = f"filters cannot read the type of this column, {kind}"
+            raise FilterError(here, f"unknown field {operand[0][:60]!r}; {hint}")
         if operator == "in" and not (
             isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES
         ):
@@ -228,6 +220,22 @@ class ItemFilters:
         if name in self._kinds:
             return make_column(self._items.attributes.column(name))
         return path_column(self._items.categories)
+
+
+def equal_values(tree: Any) -> dict[str, list[Any]]:
+    """Returns the literals of all `eq` and `in` of a valid filter by field, without repeats."""
+    found: dict[str, dict[Any, None]] = {}
+    trees = [tree]
+    while trees:
+        ((operator, operand),) = trees.pop().items()
+        if operator == "not":
+            trees.append(operand)
+        elif operator in ("and", "or"):
+            trees += reversed(operand)
+        elif operator != "range":
+            values = operand[1] if operator == "in" else operand[1:]
+            found.setdefault(operand[0], {}).update(dict.fromkeys(values))
+    return {name: list(values) for name, values in found.items()}
 
 
 def _shown(value: Any) -> str:

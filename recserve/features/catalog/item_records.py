@@ -99,6 +99,17 @@ class RecordLog:
             parts.append(filters.evaluate(tree)[: count - number * SEGMENT])
         return np.concatenate(parts)
 
+    def absent(self, values: dict[str, list[Any]], count: int) -> dict[str, list[Any]]:
+        """Returns those of the values of each field that none of the first `count` records has.
+
+        Args:
+            values: Literals by field, as `equal_values` returns them for a valid filter.
+            count: Number of records.
+        """
+        for filters in self._filters(count):
+            values = filters.absent(values)
+        return values
+
     def of_category(self, path: str, count: int) -> list[int]:
         """Returns ascending places of the first `count` records that have a category path.
 
