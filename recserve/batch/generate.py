@@ -19,6 +19,7 @@ from recserve.batch.part import Generated
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import column, is_text
 from recserve.schemas.items import MAX_K, InvalidRequest, RecommendRequest, RecommendResponse
+from recserve.schemas.numbers import exact_number
 from recserve.schemas.validation import converted
 
 ANSWERS = pa.schema(
@@ -54,6 +55,7 @@ COLUMNS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "filter": (is_text, "string"),
 }
 MAX_FILTER_LENGTH = 65_536
+FILTER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=exact_number)
 
 Recommend = Callable[[Sequence[RecommendRequest]], Sequence[RecommendResponse | Exception]]
 
@@ -224,7 +226,7 @@ def _filter(text: str | None) -> Any:
         expected = f"expected at most {MAX_FILTER_LENGTH} characters"
         raise InvalidRequest("filter", f"{expected}, got a string of length {len(text)}")
     try:
-        return msgspec.json.decode(text)
+        return FILTER.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest("filter", f"expected JSON, got {text[:60]!r} ({error})") from None
 

@@ -30,8 +30,10 @@ def ids(values: list[str] | None) -> list[str] | None:
 
 def json_value(text: str, flag: str) -> Any:
     """Parses the JSON value of a flag. Raises BadParameter."""
+    from recserve.schemas.numbers import exact_number
+
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=exact_number)
     except ValueError as error:
         raise typer.BadParameter(f"not JSON ({error})", param_hint=flag) from None
 

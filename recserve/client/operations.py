@@ -17,6 +17,7 @@ from recserve.schemas import inference as i
 from recserve.schemas import items as m
 from recserve.schemas import scoring as s
 from recserve.schemas import text as t
+from recserve.schemas.numbers import ENCODER, exact_number
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -42,7 +43,7 @@ class Operation(Generic[T]):
 
     def content(self) -> bytes | None:
         """Returns the body as JSON; None without one."""
-        return None if self.body is None else msgspec.json.encode(self.body)
+        return None if self.body is None else ENCODER.encode(self.body)
 
     def read(self, content: bytes) -> T:
         """Decodes an answer."""
@@ -50,7 +51,7 @@ class Operation(Generic[T]):
             return None  # type: ignore[return-value]
         if self.answer is str:
             return content.decode()  # type: ignore[return-value]
-        found: T = msgspec.json.decode(content, type=self.answer)
+        found: T = msgspec.json.Decoder(self.answer, float_hook=exact_number).decode(content)
         return found
 
 

@@ -25,7 +25,7 @@ SWAP_RESULTS = ("loaded", "refused")
 # Codes of `degraded` in answers.
 DEGRADED = (
     *("cold_start", "hurried", "history_unavailable", "history_damaged", "fewer_than_k"),
-    *("unknown_history_items", "unknown_excluded_items", "no_model_items"),
+    *("unknown_history_items", "unknown_excluded_items", "unknown_filter_values", "no_model_items"),
     *("seen_within_s_ignored", "duplicate_candidates", "shown_at_ignored", "features_ignored"),
 )
 # Tokens at this draft position or deeper count at the last one, POSITIONS - 1.

@@ -248,9 +248,15 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RecommendResponse(Envelope, frozen=True, kw_only=True):
-    """A slate of items, best first."""
+    """A slate of items, best first.
+
+    Attributes:
+        filter_hints: Values of the filter that no item has, at most five, each with its field and
+            a similar value. Only with `unknown_filter_values` in `degraded`.
+    """
 
     items: list[RecommendedItem]
+    filter_hints: list[str] | UnsetType = UNSET
     explanation: Explanation | UnsetType = UNSET
 
 

@@ -6,6 +6,7 @@ The classes of messages do not check their fields when Python code makes them; d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,7 +28,7 @@ def checked(body: T | Mapping[str, Any], kind: type[T]) -> T:
     Raises:
         InvalidRequest: If a field is invalid; the message is that of HTTP.
     """
-    given = msgspec.to_builtins(body, enc_hook=_refused)
+    given = msgspec.to_builtins(body, builtin_types=(Decimal,), enc_hook=_refused)
     if isinstance(given, dict):
         if isinstance(given.get("user"), str):
             given["user"] = {"id": given["user"]}

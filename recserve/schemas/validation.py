@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from recserve.schemas.items import InvalidRequest, MissingField, UnknownField
+from recserve.schemas.numbers import ENCODER
 
 T = TypeVar("T")
 Step = str | int
@@ -82,9 +84,10 @@ def _path(param: str) -> str | None:
 
 
 def _whole(given: Any) -> Any:
-    """Returns plain values with each float that is a whole number as an int."""
-    if isinstance(given, float) and given.is_integer() and abs(given) <= MAX_WHOLE:
-        return int(given)
+    """Returns plain values with each float or decimal that is a whole number as an int."""
+    if isinstance(given, float | Decimal):
+        whole = int(given) if abs(given) <= MAX_WHOLE else None
+        return whole if whole == given else given
     if isinstance(given, list):
         return [_whole(value) for value in given]
     if isinstance(given, dict):
@@ -183,4 +186,4 @@ def _summary(value: Any) -> str:
         return f"a string of length {len(value)}"
     if isinstance(value, list | dict):
         return f"{'an array' if isinstance(value, list) else 'an object'} of length {len(value)}"
-    return msgspec.json.encode(value).decode()[:80]
+    return ENCODER.encode(value).decode()[:80]

@@ -24,6 +24,7 @@ from recserve.schemas.items import (
     RecommendRequest,
     RecommendResponse,
 )
+from recserve.schemas.numbers import ENCODER
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
 from recserve.schemas.validation import validation_error
 from recserve.server.arms.arm_server import RemoteArm
@@ -306,9 +307,6 @@ def query_of(request: Request, kind: type[T]) -> T:
         raise validation_error(str(error), given, kind) from None
 
 
-_ENCODER = msgspec.json.Encoder()
-
-
 def json_response(answer: Any, status: int = 200) -> Response:
     """Returns a message as a JSON response."""
-    return Response(_ENCODER.encode(answer), status, media_type="application/json")
+    return Response(ENCODER.encode(answer), status, media_type="application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,7 +32,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        plain = _plain(raw)
+        plain = _plain(raw, decoder.float_hook)
         if GOT_FLOAT in str(error):
             return _converted(plain, decoder.type)
         raise validation_error(str(error), plain, decoder.type) from None
@@ -49,14 +50,18 @@ def _converted(plain: Any, kind: type[T]) -> T:
         raise InvalidRequest(None, "the body is nested too deep") from None
 
 
-def _plain(raw: bytes) -> Any:
+def _plain(raw: bytes, float_hook: Callable[[str], Any] | None) -> Any:
     """Returns the body as plain Python types; UNSET if a number is too large for them.
+
+    Args:
+        raw: The body.
+        float_hook: Reads numbers with a point or an exponent.
 
     Raises:
         MalformedBody: If the body is not UTF-8.
     """
     try:
-        return msgspec.json.decode(raw)
+        return msgspec.json.Decoder(float_hook=float_hook).decode(raw)
     except UnicodeDecodeError as error:
         raise _malformed(error) from None
     except (msgspec.DecodeError, RecursionError):

@@ -7,24 +7,36 @@ A filter F has one of these forms:
 - `{"in": [field, [value, ...]]}`: the field has one of the values.
 - `{"range": [field, low, high]}`: low <= field <= high. A null end is open.
 
-A null attribute satisfies no condition. `category` matches a whole path, each prefix of a path and
-each part of it.
+A null attribute satisfies no condition, and neither does NaN. A field is `item_id`, `categories`
+or a column of the items file. `categories` matches a whole path, each prefix of a path and each
+part of it. `category` is another name of `categories`, unless the items file has a column
+`category`.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+
+from recserve.features.catalog.filter_columns import (
+    FilterColumn,
+    is_usable,
+    make_column,
+    path_column,
+    shown,
+    text_column,
+)
 
 MAX_DEPTH = 8
 MAX_NODES = 64
 MAX_VALUES = 1000
+CATEGORIES = "categories"
 CATEGORY = "category"
 ITEM_ID = "item_id"
 OPERATORS = ("and", "or", "not", "eq", "in", "range")
@@ -61,42 +73,23 @@ class FilterColumns(Protocol):
 
 
 @dataclass(frozen=True)
-class TextColumn:
-    """A column of strings or of lists of strings.
+class AbsentValue:
+    """A value of a filter that no item has.
 
     Attributes:
-        rows: int32 rows of each value.
+        field: Name of the field.
+        value: The value.
+        nearest: A similar value that an item has; None if there is none, or if the field has too
+            many values to compare.
     """
 
-    rows: dict[str, np.ndarray]
+    field: str
+    value: Any
+    nearest: str | None
 
-    def equal(self, value: Any, out: np.ndarray) -> None:
-        """Sets `out` [I] where the column has the value. Raises ValueError for another type."""
-        if not isinstance(value, str):
-            raise ValueError(f"is compared with text, got {_shown(value)}")
-        rows = self.rows.get(value)
-        if rows is not None:  # most ids of an `in` list are not in this segment of the log
-            out[rows] = True
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """A column of numbers or booleans.
-
-    Attributes:
-        values: [I] float64, booleans as 0 and 1, NaN for null.
-        is_bool: True for a column of booleans.
-    """
-
-    values: np.ndarray
-    is_bool: bool
-
-    def equal(self, value: Any, out: np.ndarray) -> None:
-        """Sets `out` [I] where the column has the value. Raises ValueError for another type."""
-        if isinstance(value, bool) != self.is_bool or not isinstance(value, int | float):
-            kind = "true or false" if self.is_bool else "a number"
-            raise ValueError(f"is compared with {kind}, got {_shown(value)}")
-        out |= self.values == _number(value)
+    def __str__(self) -> str:
+        near = "" if self.nearest is None else f"; did you mean {_shown(self.nearest)}?"
+        return f"{self.field[:60]}: no item has {_shown(self.value)}{near}"
 
 
 class ItemFilters:
@@ -111,10 +104,12 @@ class ItemFilters:
 
     def __init__(self, items: FilterColumns) -> None:
         self._items = items
-        self._columns: dict[str, TextColumn | Numbers] = {}
+        self._columns: dict[str, FilterColumn] = {}
         schema = items.attributes.schema
-        kinds = {name: schema.field(name).type for name in items.attributes.column_names}
-        self.fields = (CATEGORY, ITEM_ID, *(n for n, kind in kinds.items() if _usable(kind)))
+        self._kinds = {name: schema.field(name).type for name in items.attributes.column_names}
+        own = [name for name, kind in self._kinds.items() if is_usable(kind)]
+        shorthand = [] if CATEGORY in self._kinds else [CATEGORY]
+        self.fields = (CATEGORIES, *shorthand, ITEM_ID, *own)
 
     def key(self, tree: Any) -> bytes:
         """Checks a filter and returns a canonical key; equal filters have equal keys.
@@ -123,7 +118,10 @@ class ItemFilters:
             FilterError: If the tree is too deep or large, or names an unknown operator or field.
         """
         self._check(tree, "", 1, [0])
-        return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+        # No value is an object, so the object of a decimal cannot be taken for another value.
+        return json.dumps(
+            tree, sort_keys=True, separators=(",", ":"), default=lambda value: {"": str(value)}
+        ).encode()
 
     def evaluate(self, tree: Any) -> np.ndarray:
         """Returns [I] bool, True for items that satisfy a filter.
@@ -135,6 +133,18 @@ class ItemFilters:
             FilterError: If a value has the wrong type.
         """
         return self._evaluate(tree, "")
+
+    def absent(self, values: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Returns those of the values of each field that no item has.
+
+        Args:
+            values: Literals by field, as `equal_values` returns them for a valid filter.
+        """
+        return {name: self._column(name).absent(given) for name, given in values.items()}
+
+    def nearest(self, field: str, value: Any) -> str | None:
+        """Returns the value of a field that resembles a text most, or None."""
+        return self._column(field).nearest(value)
 
     def _check(self, tree: Any, place: str, depth: int, nodes: list[int]) -> None:
         """Checks shape and bounds of the whole tree, before any part is evaluated."""
@@ -170,6 +180,8 @@ class ItemFilters:
         if operand[0] not in self.fields:
             near = difflib.get_close_matches(operand[0], self.fields, 1)
             hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(self.fields)}"
+            if kind := self._kinds.get(operand[0]):
+                hint = f"filters cannot read the type of this column, {kind}"
             raise FilterError(here, f"unknown field {operand[0][:60]!r}; {hint}")
         if operator == "in" and not (
             isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES
@@ -179,10 +191,6 @@ class ItemFilters:
         for value in operand[1] if operator == "in" else operand[1:]:
             if isinstance(value, list | dict):
                 raise FilterError(here, f"expected text, number or bool, got {_shown(value)}")
-        if operator == "range":
-            for end in operand[1:]:
-                if end is not None and (isinstance(end, bool) or not isinstance(end, int | float)):
-                    raise FilterError(here, f"ends are numbers or null, got {_shown(end)}")
 
     def _evaluate(self, tree: dict[str, Any], place: str) -> np.ndarray:
         ((operator, operand),) = tree.items()
@@ -194,85 +202,40 @@ class ItemFilters:
             join = np.logical_and if operator == "and" else np.logical_or
             return np.asarray(join.reduce(parts))
         column = self._column(operand[0])
-        out = np.zeros(len(self._items), dtype=bool)
-        if operator == "range":
-            if not isinstance(column, Numbers):
-                raise FilterError(here, f"field {operand[0]} is text and has no range")
-            low, high = operand[1:]
-            out[:] = ~np.isnan(column.values)
-            if low is not None:
-                out &= column.values >= _number(low)
-            if high is not None:
-                out &= column.values <= _number(high)
-            return out
         try:
-            for value in operand[1] if operator == "in" else operand[1:]:
-                column.equal(value, out)
+            if operator == "range":
+                return column.within(*operand[1:])
+            return column.equal(operand[1] if operator == "in" else operand[1:])
         except ValueError as error:
             raise FilterError(here, f"field {operand[0]} {error}") from None
-        return out
 
-    def _column(self, name: str) -> TextColumn | Numbers:
+    def _column(self, name: str) -> FilterColumn:
         if name not in self._columns:
             self._columns[name] = self._make_column(name)
         return self._columns[name]
 
-    def _make_column(self, name: str) -> TextColumn | Numbers:
+    def _make_column(self, name: str) -> FilterColumn:
         if name == ITEM_ID:
-            return _texts([[i] for i in self._items.ids])
-        if name == CATEGORY:
-            return _texts([_parts(paths) for paths in self._items.categories])
-        column = self._items.attributes.column(name)
-        if _is_number(column.type) or pa.types.is_boolean(column.type):
-            values = pc.fill_null(pc.cast(column, pa.float64(), safe=False), float("nan"))
-            return Numbers(values.to_numpy(), pa.types.is_boolean(column.type))
-        values = column.to_pylist()
-        if _is_list(column.type):
-            return _texts([[v for v in value or [] if v is not None] for value in values])
-        return _texts([[] if value is None else [value] for value in values])
+            return text_column([[i] for i in self._items.ids])
+        if name in self._kinds:
+            return make_column(self._items.attributes.column(name))
+        return path_column(self._items.categories)
 
 
-def _number(value: float) -> float:
-    """Converts to float64; an integer beyond its range becomes infinite."""
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
-
-
-def _texts(values: list[list[str]]) -> TextColumn:
-    """Builds a text column from the values of each row."""
-    rows: dict[str, list[int]] = {}
-    for row, found in enumerate(values):
-        for value in found:
-            rows.setdefault(value, []).append(row)
-    return TextColumn({value: np.array(found, dtype=np.int32) for value, found in rows.items()})
-
-
-def _parts(paths: list[str]) -> list[str]:
-    """Returns `A`, `B` and `A > B` for each path `A > B`."""
-    found: set[str] = set()
-    for path in paths:
-        parts = path.split(" > ")
-        found.update(parts)
-        found.update(" > ".join(parts[: depth + 1]) for depth in range(len(parts)))
-    return sorted(found)
-
-
-def _is_number(kind: Any) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
-
-
-def _is_text(kind: Any) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _is_list(kind: Any) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(
-        kind.value_type
-    )
+def equal_values(tree: Any) -> dict[str, list[Any]]:
+    """Returns the literals of all `eq` and `in` of a valid filter by field, without repeats."""
+    found: dict[str, dict[Any, None]] = {}
+    trees = [tree]
+    while trees:
+        ((operator, operand),) = trees.pop().items()
+        if operator == "not":
+            trees.append(operand)
+        elif operator in ("and", "or"):
+            trees += reversed(operand)
+        elif operator != "range":
+            values = operand[1] if operator == "in" else operand[1:]
+            found.setdefault(operand[0], {}).update(dict.fromkeys(values))
+    return {name: list(values) for name, values in found.items()}
 
 
 def _shown(value: Any) -> str:
@@ -281,8 +244,4 @@ def _shown(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return f"an object with {', '.join(map(str, value))[:60] or 'nothing'}"
-    return json.dumps(value)[:60]
-
-
-def _usable(kind: Any) -> bool:
-    return _is_number(kind) or _is_text(kind) or _is_list(kind) or bool(pa.types.is_boolean(kind))
+    return shown(value)

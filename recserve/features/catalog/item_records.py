@@ -13,8 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from recserve.features.catalog.filters import ItemFilters
+from recserve.features.tables.attribute_values import parse_value, plain_type, record_column
 
 SEGMENT = 1024
+TEXT_FIELDS = ("title", "categories")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class ItemRecord:
         item_id: Id of the item.
         title: Title.
         categories: Category paths.
-        attributes: Values of the catalogue's attribute columns. A null value is absent.
+        attributes: Values of the catalogue's attribute columns, in the form that
+            `tables/attribute_values.py` describes. A null value is absent.
     """
 
     item_id: str
@@ -45,11 +48,14 @@ class RecordTable:
     @staticmethod
     def of(records: Sequence[ItemRecord], schema: pa.Schema) -> RecordTable:
         """Returns the columns of records. `schema` describes the attributes."""
-        rows = [dict(record.attributes) for record in records]
+        columns = {
+            field.name: record_column([r.attributes.get(field.name) for r in records], field.type)
+            for field in schema
+        }
         return RecordTable(
             [record.item_id for record in records],
             [record.categories for record in records],
-            pa.Table.from_pylist(rows, schema=schema),
+            pa.table(columns),
         )
 
     def __len__(self) -> int:
@@ -93,6 +99,17 @@ class RecordLog:
             parts.append(filters.evaluate(tree)[: count - number * SEGMENT])
         return np.concatenate(parts)
 
+    def absent(self, values: dict[str, list[Any]], count: int) -> dict[str, list[Any]]:
+        """Returns those of the values of each field that none of the first `count` records has.
+
+        Args:
+            values: Literals by field, as `equal_values` returns them for a valid filter.
+            count: Number of records.
+        """
+        for filters in self._filters(count):
+            values = filters.absent(values)
+        return values
+
     def of_category(self, path: str, count: int) -> list[int]:
         """Returns ascending places of the first `count` records that have a category path.
 
@@ -125,38 +142,46 @@ class RecordLog:
 
 
 def checked_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
-    """Returns attributes converted to the types of the catalogue's columns, without nulls.
+    """Returns attributes in the form of records, without nulls.
 
     Raises:
-        ValueError: If an attribute is unknown or a value has the wrong type.
+        ValueError: If an attribute is unknown, or its column cannot hold the value exactly.
     """
     checked = {}
     for name, value in given.items():
         if name not in schema.names:
-            near = difflib.get_close_matches(name, schema.names, 1)
+            near = difflib.get_close_matches(name, [*schema.names, *TEXT_FIELDS], 1)
             known = f"did you mean {near[0]}?" if near else _listed(schema)
             raise ValueError(f"unknown attribute {name[:60]!r}; {known}")
         kind = schema.field(name).type
         try:
-            number = type(value) is int and pa.types.is_floating(kind)
-            converted = pa.scalar(float(value) if number else value, kind).as_py()
-            if not _alike(value, converted, kind):
-                raise TypeError
+            converted = parse_value(value, kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name[:60]}: expected {kind}, got {str(value)[:60]!r}") from None
+            raise ValueError(f"{name[:60]}: expected {kind}, got {_shown(value)}") from None
         if converted is not None:
             checked[name] = converted
     return checked
 
 
-def _alike(value: Any, converted: Any, kind: Any) -> bool:
-    """Whether Arrow kept the value and changed only its form.
+def restored_attributes(stored: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
+    """Returns the attributes of a journal in the form of records.
 
-    Arrow truncates numbers, converts booleans to numbers and splits strings into lists.
+    Raises:
+        ValueError: If a decimal column cannot hold its value.
     """
-    if pa.types.is_integer(kind) and converted != value:
-        return False
-    return isinstance(value, bool | list) == isinstance(converted, bool | list)
+    decimals = {  # their journal form is text
+        name: value
+        for name, value in stored.items()
+        if name in schema.names and pa.types.is_decimal(plain_type(schema.field(name).type))
+    }
+    return {**stored, **checked_attributes(decimals, schema)}
+
+
+def _shown(value: Any) -> str:
+    """Returns a short form of a value for a message."""
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return "a number of more than 60 digits"
+    return repr(str(value)[:60])
 
 
 def _listed(schema: pa.Schema) -> str:

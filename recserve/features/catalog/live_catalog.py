@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pyarrow as pa
 
 from recserve.features.catalog.catalog import item_key, item_keys
 from recserve.features.catalog.catalog_version import CatalogVersion
-from recserve.features.catalog.item_records import ItemRecord, RecordLog
+from recserve.features.catalog.item_records import ItemRecord, RecordLog, restored_attributes
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,12 @@ class ItemChange:
     record: ItemRecord
     vector: np.ndarray | None = None
     codes: np.ndarray | None = None
+
+
+def restored_change(change: ItemChange, schema: pa.Schema) -> ItemChange:
+    """Returns a change of a journal with attributes in the form of records. Raises ValueError."""
+    attributes = restored_attributes(change.record.attributes, schema)
+    return replace(change, record=replace(change.record, attributes=attributes))
 
 
 def changed(

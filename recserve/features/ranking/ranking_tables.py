@@ -296,7 +296,7 @@ def numeric_attributes(attributes: pa.Table) -> dict[str, np.ndarray]:
     for name in attributes.column_names:
         kind = attributes.schema.field(name).type
         if pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-            values = pc.cast(attributes.column(name), pa.float64())
+            values = pc.cast(attributes.column(name), pa.float64(), safe=False)
             found[name] = pc.fill_null(values, float("nan")).to_numpy()
     return found
 

@@ -18,6 +18,7 @@ from recserve.bounds import (
     MAX_ID_LENGTH,
     MAX_TITLE_LENGTH,
 )
+from recserve.features.tables.attribute_values import record_value
 from recserve.features.tables.conversions import (
     ARROW_UNITS,
     convert_ids,
@@ -82,11 +83,11 @@ class ItemTable:
         return len(self.ids)
 
     def attribute(self, row: int) -> dict[str, Any]:
-        """Returns the other columns of one item, by name."""
+        """Returns the other columns of one item by name, in the form of records."""
         if not self.attributes.num_columns:
             return {}
-        values: dict[str, Any] = self.attributes.slice(row, 1).to_pylist()[0]
-        return values
+        names = self.attributes.column_names
+        return {name: record_value(self.attributes.column(name)[row]) for name in names}
 
     def to_arrow(self) -> pa.Table:
         """Returns one Arrow table that `item_table` can read."""

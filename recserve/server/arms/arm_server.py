@@ -19,6 +19,7 @@ import msgspec
 from recserve.config import MIN_KEY_LENGTH, ConfigError
 from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.serving.experiment import Forwarding, ServingArm
+from recserve.schemas.numbers import ENCODER
 
 log = logging.getLogger(__name__)
 A = TypeVar("A")
@@ -145,7 +146,7 @@ class RemoteArm:
     async def _content(self, path: str, body: msgspec.Struct, left_s: float) -> bytes:
         """Returns the body of a successful answer."""
         headers = {"x-deadline-ms": str(max(1, round(left_s * 1e3)))}
-        encoded = msgspec.json.encode(body)
+        encoded = ENCODER.encode(body)
         async with self._http.stream("POST", path, content=encoded, headers=headers) as response:
             if response.status_code in REFUSED:
                 raise ArmRefusal(f"status {response.status_code}")

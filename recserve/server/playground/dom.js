@@ -88,6 +88,7 @@ const NOTES = {
   fewer_than_k: "The filter or the exclusions leave fewer items than requested.",
   no_model_items: "The model found no allowed item; popular items fill the slate.",
   hurried: "Little time was left, so the server chose a faster strategy.",
+  unknown_filter_values: "No item has one of the values of the filter.",
   unknown_excluded_items: "Some excluded ids are not in the catalogue.",
   seen_within_s_ignored: "Some events have no timestamp, so all seen items are left out.",
   history_unavailable: "The history store does not answer; the history counts as empty.",

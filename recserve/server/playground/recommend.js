@@ -13,7 +13,7 @@ function bodyOf(values, strategy) {
   const excluded = values.exclude.split(/[\s,]+/).filter(Boolean);
   if (excluded.length) body.exclude.item_ids = excluded;
   const filters = [];
-  if (values.category.trim()) filters.push({ eq: ["category", values.category.trim()] });
+  if (values.category.trim()) filters.push({ eq: ["categories", values.category.trim()] });
   if (values.filter.trim()) {
     try {
       filters.push(JSON.parse(values.filter));

@@ -8,11 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.items import RecommendRequest
+from recserve.schemas.numbers import exact_number
 from recserve.server.app_state import AppState, json_response
 from recserve.server.arms.item_answer import answer_items
 from recserve.server.arms.item_use import RECOMMEND
 
-BODY = msgspec.json.Decoder(RecommendRequest)
+BODY = msgspec.json.Decoder(RecommendRequest, float_hook=exact_number)
 
 
 def add_routes(app: FastAPI, app_state: AppState) -> None:

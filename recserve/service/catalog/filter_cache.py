@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from recserve.core.allowed import AllowedItems
 from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.features.catalog.filters import AbsentValue
 from recserve.kernels.trie.trie import Trie
 
 CAPACITY_BYTES = 256 << 20
@@ -25,11 +26,13 @@ class CachedFilter:
         items: The version. The weak reference is dead once the version has been freed.
         trie: The version's trie, also a weak reference.
         allowed: Items and trie leaves that the filter allows.
+        absent: Values of the filter that no item has; None before a request needs them.
     """
 
     items: weakref.ref[CatalogVersion]
     trie: weakref.ref[Trie]
     allowed: AllowedItems
+    absent: tuple[AbsentValue, ...] | None = None
 
 
 class FilterCache:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recserve.features.catalog.filters import CATEGORY
+from recserve.features.catalog.filters import CATEGORIES
 from recserve.features.catalog.id_assignment import IdAssigner
 from recserve.features.catalog.item_records import ItemRecord, checked_attributes
 from recserve.features.catalog.live_catalog import ItemChange
@@ -172,7 +172,7 @@ class ItemChanges:
             self.degraded.append(Rejection(index=draft.index, reason=reason))
 
     def _rows_of_path(self, path: str) -> np.ndarray:
-        return np.flatnonzero(self.snapshot.filters.evaluate({"eq": [CATEGORY, path]}))
+        return np.flatnonzero(self.snapshot.filters.evaluate({"eq": [CATEGORIES, path]}))
 
     def _reject(self, index: int, reason: str) -> None:
         self.rejected.append(Rejection(index=index, reason=reason))

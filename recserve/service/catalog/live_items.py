@@ -19,7 +19,13 @@ from recserve.bundle.bundle import Bundle
 from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.features.catalog.id_assignment import IdAssigner
 from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
-from recserve.features.catalog.live_catalog import changed, difference, restored, with_short_log
+from recserve.features.catalog.live_catalog import (
+    changed,
+    difference,
+    restored,
+    restored_change,
+    with_short_log,
+)
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.new_vectors import NewVectors
@@ -87,7 +93,8 @@ class LiveItems:
         for entry in entries:
             items = self.runtime.snapshot.items
             try:
-                items = changed(items, entry.number, entry.changes, entry.hidden)
+                changes = [restored_change(change, items.log.schema) for change in entry.changes]
+                items = changed(items, entry.number, changes, entry.hidden)
             except ValueError as error:
                 raise JournalError(f"{self.journal.path}: {error}") from error
             self.runtime.snapshot = replace(first, items=items)

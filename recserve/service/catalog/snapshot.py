@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from recserve.core.allowed import AllowedItems, packed_rows
 from recserve.features.catalog.catalog import Catalog, item_keys
 from recserve.features.catalog.catalog_version import CatalogVersion, first_version
-from recserve.features.catalog.filters import ItemFilters
+from recserve.features.catalog.filters import AbsentValue, ItemFilters, equal_values
 from recserve.features.catalog.row_tables import RowMap
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.vectors.grown_index import GrownIndex
@@ -23,6 +24,7 @@ from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.service.catalog.filter_cache import CachedFilter, FilterCache
 from recserve.service.recommend.diversity import BundleCategories
 
+MAX_ABSENT = 5  # values of a filter that no item has; an answer names so many
 POPULAR_GROWTH = 10  # factor by which the popularity scan grows if it finds too few items
 
 
@@ -153,6 +155,31 @@ class Snapshot:
             key, CachedFilter(weakref.ref(items), weakref.ref(self.trie), allowed)
         )
         return allowed
+
+    def absent_values(self, tree: Any) -> tuple[AbsentValue, ...]:
+        """Returns the values of `eq` and `in` that no item has, at most MAX_ABSENT.
+
+        An item that has been hidden or changed still counts with the values that it had.
+
+        Args:
+            tree: Filter that `allowed` accepts.
+        """
+        key, items = self.filters.key(tree), self.items
+        cached = self.filter_cache.get(key)
+        current = cached is not None and cached.items() is items
+        if current and cached is not None and cached.absent is not None:
+            return cached.absent
+        values = self.filters.absent(equal_values(tree))
+        if any(values.values()):
+            values = items.log.absent(values, items.num_records)
+        pairs = ((field, value) for field, given in values.items() for value in given)
+        absent = tuple(
+            AbsentValue(field, value, self.filters.nearest(field, value))
+            for field, value in islice(pairs, MAX_ABSENT)
+        )
+        if current and cached is not None:
+            self.filter_cache.put(key, replace(cached, absent=absent))
+        return absent
 
     def answerable(self, rows: np.ndarray) -> np.ndarray:
         """Returns [n] bool: True for rows that exist in this version and are not hidden."""

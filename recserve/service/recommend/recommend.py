@@ -86,11 +86,13 @@ class Recommendations:
         strategy = choice.strategy
         outcome = self._outcome(body.outcome, strategy)
         dense_weight = self._dense_weight(body.dense_weight, strategy)
-        allowed = _allowed(snapshot, body)
+        allowed, hints = _allowed(snapshot, body), _filter_hints(snapshot, body)
         history = self.runtime.histories.read(body.user, body.history, snapshot)
         degraded = list(history.degraded)
         if choice.hurried:
             degraded.append("hurried")
+        if hints is not UNSET:
+            degraded.append("unknown_filter_values")
         given = np.array(snapshot.rows_of(body.exclude.item_ids), dtype=np.int64)
         if (given < 0).any():
             degraded.append("unknown_excluded_items")
@@ -100,7 +102,7 @@ class Recommendations:
             degraded.append("seen_within_s_ignored")
         caps = caps_of(body.diversity, snapshot.items, snapshot.trie, snapshot.categories)
         excluded = np.concatenate([given, seen])
-        draft = _SlateBuilder(body, request_id, snapshot, history, excluded, allowed, caps)
+        draft = _SlateBuilder(body, request_id, snapshot, history, excluded, allowed, caps, hints)
         if not history.rows.size:
             degraded.append("cold_start")
             watch.features_done()
@@ -200,6 +202,7 @@ class Recommendations:
             # popular item can fill the slate either.
             exact=slate is not None and slate.exact and not filled.size,
             rounds=0 if slate is None else slate.rounds,
+            filter_hints=draft.filter_hints,
             explanation=self._explanation(draft, slate, rows),
             **self.runtime.envelope(
                 draft.request_id, draft.body.user, draft.snapshot, degraded, watch, timing
@@ -226,6 +229,7 @@ class _SlateBuilder:
         excluded: [n] int64 rows that must not be in the slate.
         allowed: Items that satisfy the filter; None without a filter.
         caps: Limits on the number of items per group.
+        filter_hints: Texts about values of the filter that no item has; UNSET without any.
     """
 
     def __init__(
@@ -237,6 +241,7 @@ class _SlateBuilder:
         excluded: np.ndarray,
         allowed: AllowedItems | None,
         caps: tuple[Cap, ...],
+        filter_hints: list[str] | UnsetType,
     ) -> None:
         self.body = body
         self.request_id = request_id
@@ -245,6 +250,7 @@ class _SlateBuilder:
         self.excluded = excluded
         self.allowed = allowed
         self.caps = caps
+        self.filter_hints = filter_hints
 
     def legal(self, rows: np.ndarray) -> np.ndarray:
         """Returns [n] bool: True for existing rows that are not excluded and satisfy the filter."""
@@ -328,3 +334,10 @@ def _allowed(snapshot: Snapshot, body: RecommendRequest) -> AllowedItems | None:
     except FilterError as error:
         place = f"filter.{error.param}" if error.param else "filter"
         raise InvalidRequest(place, str(error)) from None
+
+
+def _filter_hints(snapshot: Snapshot, body: RecommendRequest) -> list[str] | UnsetType:
+    """Returns a text for each value of a valid filter that no item has; UNSET without any."""
+    if body.filter is None:
+        return UNSET
+    return [str(absent) for absent in snapshot.absent_values(body.filter)] or UNSET
