@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from recserve.client.operations import Operation
-from recserve.schemas.items import ErrorDetail, ErrorResponse
+from recserve.schemas.items import ErrorDetail
 
 # The server refuses these before it begins a request, so any request may be sent again.
 NOT_BEGUN = ("queue_full", "not_ready", "too_many_connections")
@@ -145,14 +145,22 @@ class Attempts:
         return min(wait_s, self._options.max_wait_s)
 
 
+class AnyError(msgspec.Struct):
+    """The body of an error response; below `/v2` the error is a message alone."""
+
+    error: ErrorDetail | str
+
+
 def api_error(status: int, headers: Mapping[str, str], content: bytes) -> ApiError:
     """Returns the error of an answer; of a proxy's answer, its beginning as the message."""
+    error: ErrorDetail | str
     try:
-        detail = msgspec.json.decode(content, type=ErrorResponse).error
+        error = msgspec.json.decode(content, type=AnyError).error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        message = content[:200].decode(errors="replace") or "no body"
-        detail = ErrorDetail(message=message, type="unknown", param=None, code="unknown")
-    return ApiError(status, detail, headers.get("x-request-id"))
+        error = content[:200].decode(errors="replace") or "no body"
+    if isinstance(error, str):
+        error = ErrorDetail(message=error, type="unknown", param=None, code="unknown")
+    return ApiError(status, error, headers.get("x-request-id"))
 
 
 def _seconds(retry_after: str | None) -> float:

@@ -1,12 +1,12 @@
-"""Requests and responses of the Open Inference Protocol (`/v2`), in its JSON form."""
+"""Requests and responses of the Open Inference Protocol (`/v2`) with Triton's parameters."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.items import Name, RequestId, TimeoutMs
+from recserve.schemas.items import MAX_TIMEOUT_MS, Name, RequestId, TimeoutMs
 
 MAX_TENSORS = 8
 MAX_DATA = 1 << 20
@@ -15,19 +15,36 @@ Extent = Annotated[int, Meta(ge=0, le=MAX_DATA)]
 Shape = Annotated[list[Extent], Meta(min_length=1, max_length=2)]
 
 
+# Bytes of a tensor after the JSON part of a body. The body itself has a limit, too.
+BinarySize = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class InputParameters(Struct, frozen=True, kw_only=True):
+    """Parameters of an input tensor. Parameters that are not listed here are ignored.
+
+    Attributes:
+        binary_data_size: Bytes of the tensor after the JSON part; None if `data` has the values.
+        shared_memory_region: Not supported.
+    """
+
+    binary_data_size: BinarySize | None = None
+    shared_memory_region: str | None = None
+
+
 class InferTensor(Struct, frozen=True, kw_only=True):
     """An input tensor. Fields of the protocol that are not listed here are ignored.
 
     Attributes:
         shape: One or two dimensions; the first one is the number of users.
         datatype: `BYTES` for text, or `INT64`.
-        data: Values, row by row, flat or nested by row.
+        data: Values, row by row, flat or nested by row. Absent in the binary form.
     """
 
     name: Name
     shape: Shape
     datatype: Annotated[str, Meta(max_length=16)]
-    data: Annotated[list[Any], Meta(max_length=MAX_DATA)]
+    data: Annotated[list[Any], Meta(max_length=MAX_DATA)] | UnsetType = UNSET
+    parameters: InputParameters = InputParameters()
 
 
 class InferParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +56,11 @@ class InferParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         exclude_seen: False allows items of the history in a slate.
         scorer: Scorer of `rank`.
         timeout_ms: Deadline of the whole request.
+        timeout: The same in microseconds, as Triton's clients send it; 0 sets none.
+        binary_data_output: Whether outputs follow the JSON part as bytes by default.
+        priority: Accepted and of no effect: all requests have the same priority.
+        sequence_id: Accepted and of no effect, like `sequence_start` and `sequence_end`: no model
+            has a state that a sequence of requests could change.
     """
 
     strategy: Name | None = None
@@ -46,12 +68,39 @@ class InferParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     exclude_seen: bool = True
     scorer: Name | None = None
     timeout_ms: TimeoutMs | None = None
+    timeout: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MS * 1000)] | None = None
+    binary_data_output: bool = False
+    priority: Annotated[int, Meta(ge=0)] = 0
+    sequence_id: Annotated[int, Meta(ge=0)] | Annotated[str, Meta(max_length=256)] = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+
+    @property
+    def least_timeout_ms(self) -> float | None:
+        """The sooner one of `timeout_ms` and `timeout`; None without both."""
+        limits = [limit for limit in (self.timeout_ms, (self.timeout or 0) / 1e3) if limit]
+        return min(limits, default=None)
+
+
+class OutputParameters(Struct, frozen=True, kw_only=True):
+    """Parameters of a requested output. Parameters that are not listed here are ignored.
+
+    Attributes:
+        binary_data: Whether the tensor follows the JSON part as bytes; None asks the request.
+        classification: Not supported; 0 asks for none.
+        shared_memory_region: Not supported.
+    """
+
+    binary_data: bool | None = None
+    classification: int | None = None
+    shared_memory_region: str | None = None
 
 
 class RequestedOutput(Struct, frozen=True, kw_only=True):
     """An output that the response shall have."""
 
     name: Name
+    parameters: OutputParameters = OutputParameters()
 
 
 class InferRequest(Struct, frozen=True, kw_only=True):
@@ -74,13 +123,29 @@ class InferRequest(Struct, frozen=True, kw_only=True):
         return self.id
 
 
+class BinaryOutput(Struct, frozen=True, kw_only=True):
+    """Parameters of an output tensor in the binary form.
+
+    Attributes:
+        binary_data_size: Bytes of the tensor after the JSON part, in the order of the outputs.
+    """
+
+    binary_data_size: int
+
+
 class OutputTensor(Struct, frozen=True, kw_only=True):
-    """An output tensor. `data` is flat, row by row. A missing score is null."""
+    """An output tensor.
+
+    Attributes:
+        data: Values, flat, row by row. A missing score is null. Absent in the binary form.
+        parameters: Present in the binary form only.
+    """
 
     name: str
     shape: list[int]
     datatype: str
-    data: list[Any]
+    data: list[Any] | UnsetType = UNSET
+    parameters: BinaryOutput | UnsetType = UNSET
 
 
 class InferResponse(Struct, frozen=True, kw_only=True):
@@ -108,6 +173,12 @@ class ModelMetadata(Struct, frozen=True, kw_only=True):
     platform: str
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
+
+
+class InferError(Struct, frozen=True, kw_only=True):
+    """Error response of every path below `/v2` but `/v2/rerank`: the message alone."""
+
+    error: str
 
 
 class ServerMetadata(Struct, frozen=True, kw_only=True):

@@ -97,9 +97,19 @@ class AppState:
         """Reads and decodes the body of a request.
 
         Raises:
-            BodyTooLarge: If the body is longer than `max_body_bytes`.
             MalformedBody: If the body is not JSON.
             InvalidRequest: If a field is invalid.
+            Exception: An error of `raw_body`.
+        """
+        body = decode(decoder, await self.raw_body(request))
+        trace_of(request.scope).rename(getattr(body, "request_id", None))
+        return body
+
+    async def raw_body(self, request: Request) -> bytes:
+        """Reads the body of a request.
+
+        Raises:
+            BodyTooLarge: If the body is longer than `max_body_bytes`.
             ClientGone: If the client closes the connection.
             Exception: The connection's own error if it has refused the rest of the body.
         """
@@ -123,14 +133,12 @@ class AppState:
             error = upload_of(request.scope).error
             if more and error is not None:
                 raise error
-        body = decode(decoder, chunks[0] if len(chunks) == 1 else b"".join(chunks))
-        trace_of(request.scope).rename(getattr(body, "request_id", None))
-        return body
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def deadline_s(
         self,
         request: Request,
-        timeout_ms: int | None,
+        timeout_ms: float | None,
         default_ms: int | None = None,
         most_ms: int = MAX_TIMEOUT_MS,
     ) -> float:
@@ -147,7 +155,7 @@ class AppState:
         Raises:
             InvalidRequest: If the header is not a positive number.
         """
-        limits = [] if timeout_ms is None else [timeout_ms]
+        limits: list[float] = [] if timeout_ms is None else [timeout_ms]
         header = request.headers.get(DEADLINE_HEADER)
         if header is not None:
             if not (header.isascii() and header.isdigit() and len(header) < 10) or not int(header):

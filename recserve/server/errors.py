@@ -20,6 +20,7 @@ from recserve.features.history.history import (
     ListingUnsupported,
     StoreUnavailable,
 )
+from recserve.schemas.inference import InferError
 from recserve.schemas.items import (
     ErrorDetail,
     ErrorResponse,
@@ -223,8 +224,21 @@ def error_answer(error: BaseException) -> ErrorResponse:
     )
 
 
-def error_response(error: BaseException) -> Response:
-    """Returns the response of an error, with the headers that its status requires."""
+def is_inference(path: str) -> bool:
+    """Whether errors on a path have the form of the Open Inference Protocol: a message alone.
+
+    Triton's clients read all of `/v2` so. `/v2/rerank` is Cohere's.
+    """
+    return path == "/v2" or path.startswith("/v2/") and not path.startswith("/v2/rerank")
+
+
+def error_response(error: BaseException, path: str) -> Response:
+    """Returns the response of an error, with the headers that its status requires.
+
+    Args:
+        error: An exception; TABLE maps it to a status.
+        path: Path of the request, which decides the form of the body; empty if it is unknown.
+    """
     row = row_of(error)
     headers = {}
     if isinstance(error, QueueFull | QuotaExceeded):
@@ -235,18 +249,21 @@ def error_response(error: BaseException) -> Response:
         headers["WWW-Authenticate"] = 'Basic realm="recserve: any name, a key as password"'
     elif isinstance(error, HTTPException) and error.headers and "Allow" in error.headers:
         headers["Allow"] = error.headers["Allow"]
-    body = msgspec.json.encode(error_answer(error))
+    answer = error_answer(error)
+    message = InferError(error=answer.error.message) if is_inference(path) else answer
+    body = msgspec.json.encode(message)
     return Response(body, row.status, headers, "application/json")
 
 
-def refusal_bytes(error: Exception, default_headers: Sequence[Header]) -> bytes:
+def refusal_bytes(error: Exception, path: str, default_headers: Sequence[Header]) -> bytes:
     """Returns the complete HTTP response of an error, as the application would write it.
 
     Args:
         error: An exception; TABLE maps it to a status.
+        path: Path of the request; empty if it is unknown.
         default_headers: Headers that the server adds to every response, such as `date`.
     """
-    response = error_response(error)
+    response = error_response(error, path)
     status = HTTPStatus(response.status_code)
     headers: list[Header] = [
         *default_headers,

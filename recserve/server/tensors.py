@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from recserve.schemas.inference import (
     InferRequest,
     InferTensor,
@@ -129,6 +131,8 @@ def selected(
     if not wanted:
         return tensors
     by_name = {tensor.name: tensor for tensor in tensors}
+    if len({output.name for output in wanted}) < len(wanted):
+        raise InvalidRequest("outputs", "expected each output once")
     for place, output in enumerate(wanted):
         if output.name not in by_name:
             known = ", ".join(by_name)
@@ -172,7 +176,7 @@ def _rows(tensors: dict[str, InferTensor]) -> list[dict[str, Any]]:
 
 def _flat(tensor: InferTensor) -> list[Any]:
     """Returns the values row by row, whether the data is flat or nested as the shape says."""
-    flat = tensor.data
+    flat = [] if tensor.data is UNSET else tensor.data
     if len(tensor.shape) == 2 and any(isinstance(value, list) for value in flat):
         count, width = tensor.shape
         lengths = [len(row) if isinstance(row, list) else None for row in flat]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import version as installed
 
-import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +23,7 @@ from recserve.schemas.items import (
     RecommendResponse,
 )
 from recserve.server.app_state import AppState, finished, json_response, outcomes
+from recserve.server.binary_tensors import HEADER, check_outputs, read_request, write_response
 from recserve.server.routes.paths import add_get
 from recserve.server.tensors import (
     INPUTS,
@@ -40,24 +40,22 @@ from recserve.service import Service
 from recserve.service.errors import UnknownModel
 from recserve.service.pending import Pending
 
-BODY = msgspec.json.Decoder(InferRequest)
 PLATFORM = "recserve"
+EXTENSIONS = ["binary_tensor_data"]
 
 
 def add_routes(app: FastAPI, app_state: AppState) -> None:
     """Adds the routes; the answers are those of /v1/recommend and /v1/rank as tensors."""
 
     async def server_metadata() -> Response:
-        """Return name and version of the server."""
-        said = ServerMetadata(name="recserve", version=installed("recserve"), extensions=[])
+        """Return name, version and extensions of the server."""
+        version = installed("recserve")
+        said = ServerMetadata(name="recserve", version=version, extensions=EXTENSIONS)
         return json_response(said)
 
-    add_get(app, "/v2", server_metadata, "server_metadata")
-
-    @app.get("/v2/models/{name}", operation_id="model_metadata")
-    async def model_metadata(name: str) -> Response:
+    async def model_metadata(name: str, request: Request) -> Response:
         """Return inputs and outputs of a model."""
-        service = _serving(app_state.service, name)
+        service = _serving(app_state.service, name, request)
         said = ModelMetadata(
             name=name,
             versions=[service.versions()["model_version"]],
@@ -67,26 +65,40 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         )
         return json_response(said)
 
-    @app.get("/v2/models/{name}/ready", operation_id="model_ready")
-    async def model_ready(name: str) -> Response:
+    async def model_ready(name: str, request: Request) -> Response:
         """Report that a model takes requests; 404 if the bundle lacks it, 503 while loading."""
-        _serving(app_state.service, name)
+        _serving(app_state.service, name, request)
         return json_response(ModelReady(name=name, ready=True))
 
-    @app.post("/v2/models/{name}/infer", operation_id="infer")
     async def infer(name: str, request: Request) -> Response:
         """Recommend or rank for up to 256 users, given and returned as tensors."""
-        body = await app_state.body(request, BODY)
-        service = _serving(app_state.service, name)
+        raw = await app_state.raw_body(request)
+        body = read_request(raw, request.headers.getlist(HEADER))
+        trace = trace_of(request.scope)
+        trace.rename(body.request_id)
+        wanted = body.outputs or []
+        check_outputs(wanted)
+        service = _serving(app_state.service, name, request)
         ask = _slates if name == "recommend" else _rankings
         version, tensors = await ask(app_state, service, request, body)
         answer = InferResponse(
             model_name=name,
             model_version=version,
-            id=trace_of(request.scope).request_id,
-            outputs=selected(tensors, body.outputs),
+            id=trace.request_id,
+            outputs=selected(tensors, wanted),
         )
-        return json_response(answer)
+        return write_response(answer, body.parameters, wanted)
+
+    add_get(app, "/v2", server_metadata, "server_metadata")
+    model = "/v2/models/{name}"
+    add_get(app, model, model_metadata, "model_metadata")
+    add_get(app, f"{model}/ready", model_ready, "model_ready")
+    app.add_api_route(f"{model}/infer", infer, methods=["POST"], operation_id="infer")
+    # The same routes with a version, which must be the one that is served.
+    model += "/versions/{version}"
+    add_get(app, model, model_metadata)
+    add_get(app, f"{model}/ready", model_ready)
+    app.add_api_route(f"{model}/infer", infer, methods=["POST"], include_in_schema=False)
 
 
 # Version of the models, and the outputs.
@@ -97,7 +109,7 @@ async def _slates(
     app_state: AppState, service: Service, request: Request, body: InferRequest
 ) -> Answered:
     requests = slate_requests(body)
-    deadline_s = app_state.deadline_s(request, body.parameters.timeout_ms)
+    deadline_s = app_state.deadline_s(request, body.parameters.least_timeout_ms)
 
     def begin(
         bodies: list[RecommendRequest], request_id: str, deadline_s: float
@@ -124,7 +136,7 @@ async def _rankings(
     app_state: AppState, service: Service, request: Request, body: InferRequest
 ) -> Answered:
     requests = ranking_requests(body)
-    deadline_s = app_state.deadline_s(request, body.parameters.timeout_ms)
+    deadline_s = app_state.deadline_s(request, body.parameters.least_timeout_ms)
     batch = RankBatchRequest(requests=requests)
     works = await app_state.begin(service.begin_rank_batch, request, batch, deadline_s)
     found = await outcomes(request, works, deadline_s)
@@ -132,11 +144,14 @@ async def _rankings(
     return answers[0].model_version, ranking_tensors(requests, answers)
 
 
-def _serving(service: Service, name: str) -> Service:
-    """Returns the service if it has the model. Raises UnknownModel."""
+def _serving(service: Service, name: str, request: Request) -> Service:
+    """Returns the service if it has the model and the version of the path. Raises UnknownModel."""
     if name not in INPUTS:
         raise UnknownModel(f"expected one of {', '.join(INPUTS)}, got {name[:80]!r}")
     _ = service.recommendations if name == "recommend" else service.rankings
+    version = request.path_params.get("version")
+    if version is not None and version != (served := service.versions()["model_version"]):
+        raise UnknownModel(f"expected version {served} of {name}, got {version[:80]!r}")
     return service
 
 

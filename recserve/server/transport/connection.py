@@ -9,6 +9,7 @@ import asyncio
 import time
 from functools import partial
 from typing import Any, cast
+from urllib.parse import unquote
 
 import httptools
 from uvicorn.config import Config
@@ -30,6 +31,7 @@ from recserve.server.transport.flow_control import (
     HoldableFlow,
     OpenUntilRead,
     limit_unread_answer,
+    send_without_chunks,
 )
 from recserve.server.transport.gate import OPEN_PATHS
 from recserve.server.transport.header_count import HeaderCount
@@ -44,6 +46,8 @@ SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
 LINGER_S = 1.0
 # A server that ends still answers requests that arrive within this time.
 END_S = 0.2
+# Versions whose clients know neither chunks nor `100 Continue`, and may leave out `Host`.
+OLD_VERSIONS = ("0.9", "1.0")
 
 
 class Connection(HttpToolsProtocol):
@@ -161,9 +165,22 @@ class Connection(HttpToolsProtocol):
         """
         if self.parser.should_upgrade():
             return
+        old = self.parser.get_http_version() in OLD_VERSIONS
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and not old):
+            # RFC 9112, section 3.2. A proxy in front could have read another one.
+            raise MalformedRequest(f"expected one header Host, got {num_hosts or 'none'}")
+        if old:
+            self.expect_100_continue = False
         super().on_headers_complete()
         self._running = self._running or self.cycle
         self._part = RequestPart.BODY
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Starts the application for a request; a response to an old client has no chunks."""
+        if cycle.scope["http_version"] in OLD_VERSIONS:
+            app = send_without_chunks(app, cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """Parser callback: a part of the body."""
@@ -265,7 +282,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            if isinstance(error.__context__, HeadersTooLarge):
+            if isinstance(error.__context__, HeadersTooLarge | MalformedRequest):
                 self._refuse(error.__context__)
             else:
                 self._refuse(MalformedRequest("the request is not valid HTTP"))
@@ -316,7 +333,8 @@ class Connection(HttpToolsProtocol):
 
     def _write_refusal(self, error: Exception) -> None:
         self.metrics.failure(row_of(error).reason)
-        self.transport.write(refusal_bytes(error, self.server_state.default_headers))
+        path = unquote(self.url.partition(b"?")[0].decode("latin-1")) if self._begun else ""
+        self.transport.write(refusal_bytes(error, path, self.server_state.default_headers))
 
 
 def connection_class(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio.Protocol]:

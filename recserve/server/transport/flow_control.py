@@ -1,4 +1,4 @@
-"""Flow control of a connection: bytes that wait for the parser, and unread responses."""
+"""Flow control of a connection: waiting bytes, unread responses, responses without chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class HoldableFlow(FlowControl):
@@ -73,3 +75,32 @@ def limit_unread_answer(transport: asyncio.Transport, timeout_s: float) -> None:
     if option is None or opened is None or opened.family == getattr(socket, "AF_UNIX", None):
         return
     opened.setsockopt(socket.IPPROTO_TCP, option, round(timeout_s * 1e3))
+
+
+def send_without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """Returns the application for a client of HTTP/1.0, which cannot read chunks.
+
+    A response of unknown length then ends with its connection.
+
+    Args:
+        app: The application.
+        cycle: The request and its response. uvicorn closes the connection of HTTP/1.0 after it.
+    """
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        unframed = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal unframed
+            if message["type"] == "http.response.start":
+                unframed = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                if unframed:
+                    cycle.chunked_encoding = False
+            elif unframed:
+                # uvicorn compares each part with the bytes that a Content-Length leaves.
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return call

@@ -150,7 +150,7 @@ class Gate:
                     # The response hides the cause; the operator needs it to repair disk or store.
                     log.warning("request %s failed: %s", trace.request_id, error)
                 if not started and not isinstance(error, ClientGone):
-                    await error_response(error)(scope, receive, answer)
+                    await error_response(error, scope["path"])(scope, receive, answer)
         finally:
             self.lifecycle.leave(generation)
             scope["route"] = routed.get("route")

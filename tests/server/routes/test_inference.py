@@ -47,7 +47,8 @@ def test_metadata_describes_server_and_models(server):
         assert said["versions"] == [server.get("/version").json()["model_version"]]
     for path in ("/v2/models/nothing", "/v2/models/nothing/ready"):
         answer = server.get(path)
-        assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_model"
+        assert answer.status_code == 404
+        assert answer.json()["error"] == "expected one of recommend, rank, got 'nothing'"
 
 
 def test_described_outputs_are_those_that_come(server):
@@ -86,7 +87,10 @@ def test_outputs_can_be_chosen_and_the_id_is_echoed(server):
     assert list(outputs(answer)) == ["item_id"]
     assert answer.json()["id"] == "my-id" and answer.headers["x-request-id"] == "my-id"
     answer = infer(server, "recommend", USERS, outputs=[{"name": "itemid"}])
-    assert answer.status_code == 422 and answer.json()["error"]["param"] == "outputs[0].name"
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith("outputs[0].name: expected one of item_id")
+    answer = infer(server, "recommend", USERS, outputs=[{"name": "item_id"}] * 2)
+    assert answer.json() == {"error": "outputs: expected each output once"}
 
 
 @pytest.mark.parametrize(
@@ -122,14 +126,14 @@ def test_outputs_can_be_chosen_and_the_id_is_echoed(server):
 def test_bad_tensors_name_the_field_and_the_bound(server, model, inputs, words):
     answer = infer(server, model, *inputs)
     assert answer.status_code == 422, answer.text
-    assert words in answer.json()["error"]["message"]
+    assert words in answer.json()["error"]
 
 
 def test_unknown_parameters_are_refused(server):
     answer = infer(server, "recommend", USERS, parameters={"strateg": "beam"})
     assert answer.status_code == 422 and "did you mean strategy?" in answer.text
     answer = infer(server, "recommend", USERS, parameters={"strategy": "nothing"})
-    assert answer.status_code == 422 and answer.json()["error"]["param"] == "strategy"
+    assert answer.status_code == 422 and answer.json()["error"].startswith("strategy: ")
 
 
 def test_a_bundle_without_a_recommender_has_no_such_model(tmp_path):

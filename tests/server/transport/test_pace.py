@@ -102,7 +102,7 @@ def test_bytes_that_come_while_a_connection_waits_belong_to_its_request():
             config, ServerState(), {}, limits=ConnectionLimits(), metrics=metrics, arrivals=arrivals
         )
         one.connection_made(Wire())
-        one.data_received(b"POST /a HTTP/1.1\r\nContent-Length: 100000\r\n\r\n")
+        one.data_received(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
         one.data_received(b"x" * 99_999)
         paused = one.transport.paused
         one.data_received(b"x")
@@ -122,7 +122,7 @@ def test_a_drain_does_not_refuse_a_body_that_waits_for_its_turn():
             config, ServerState(), {}, limits=ConnectionLimits(), metrics=metrics, arrivals=arrivals
         )
         one.connection_made(Wire())
-        one.data_received(b"POST /a HTTP/1.1\r\nContent-Length: 1\r\n\r\n")
+        one.data_received(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n")
         for _ in range(8):
             arrivals.call(lambda ahead: None)
         one.data_received(b"x")

@@ -15,7 +15,7 @@ from tests.support.live_server import live
 from tests.support.raw_http import Wire, connect
 from tests.support.scripted_text import scripted
 
-SMALLEST = b"GET / HTTP/1.1\r\n\r\n"
+SMALLEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_a_client_that_takes_nothing_is_cut(header):
         with socket.socket() as wire:
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             wire.connect(server.sockets[0].getsockname())
-            wire.sendall(b"GET / HTTP/1.1\r\n" + header + b"\r\n")
+            wire.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
             error = await asyncio.wait_for(lost, 60)
         server.close()
         return error
