@@ -167,11 +167,9 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         options.quantizer, vectors, options.levels, options.codes, options.seed
     )
     codes = quantizer.encode(vectors)
-    error = reconstruction_error(vectors, quantizer.decode(codes))
+    lost = reconstruction_error(vectors, quantizer.decode(codes))
     index, codes_report = build_index(items.ids, codes, quantizer.codebook_sizes, popularity)
-    log(
-        f"vectors of {vectors.shape[1]} dimensions, {error:.1%} of their variance lost in the codes"
-    )
+    log(f"vectors of {vectors.shape[1]} dimensions, {lost:.1%} of their variance lost in the codes")
     for line in codes_report.lines():
         log(line)
 
@@ -183,7 +181,7 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         if encoder is not None:
             encoder.save(folder / names.TEXT)
         pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
-        bundle.commit("build", _record(options, events, codes_report, error))
+        bundle.commit("build", _record(options, events, codes_report, lost))
     report = BuildReport(
         out,
         bundle.manifest.catalog_version,
@@ -193,7 +191,7 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         vectors.shape[1],
         index.codebook_sizes,
         codes_report,
-        error,
+        lost,
         bad_items,
         bad_events,
         time.monotonic() - started,

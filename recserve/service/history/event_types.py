@@ -24,6 +24,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from recserve.bounds import MAX_ID_LENGTH
 from recserve.features.history.history import (
     CorruptHistory,
     HistoryStore,
@@ -37,7 +38,6 @@ from recserve.features.history.type_names import (
     check_type_names,
     type_name_fault,
 )
-from recserve.schemas.items import MAX_ID_LENGTH
 
 log = logging.getLogger(__name__)
 
