@@ -402,7 +402,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if not single.exists():
         raise UnsupportedModel(
             f"{folder.name} has neither {single.name} nor {index.name}; weights are read from "
-            f"safetensors only{_gguf(folder)}"
+            f"safetensors only{gguf_hint(folder)}"
         )
     with opened_file(single) as file:
         return dict.fromkeys(file.keys(), single)
@@ -444,14 +444,14 @@ def opened_file(path: Path, device: str = "cpu") -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; raises UnsupportedModel if there is none."""
     if not path.exists():
-        raise UnsupportedModel(f"{path.parent.name} has no {path.name}{_gguf(path.parent)}")
+        raise UnsupportedModel(f"{path.parent.name} has no {path.name}{gguf_hint(path.parent)}")
     try:
         return read_json_object(path)
     except UnreadableFile as error:
         raise UnsupportedModel(str(error)) from error
 
 
-def _gguf(folder: Path) -> str:
+def gguf_hint(folder: Path) -> str:
     """Returns a hint if a folder is a GGUF file or holds one."""
     found = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
     if not found:

@@ -29,6 +29,7 @@ from recserve.models.drafters.medusa_names import (
 )
 from recserve.models.loading import (
     UnsupportedModel,
+    gguf_hint,
     opened_file,
     read_json,
     read_whole,
@@ -243,6 +244,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         if pickled := sorted(path.name for path in folder.glob("*.pt")):
             command = "python -m benchmarks.text.convert_medusa"
             hint = f"; convert {pickled[0]} offline with `{command}`"
+        hint += gguf_hint(folder)
         raise UnsupportedModel(f"{folder.name} has none of {list(FILES)}{hint}")
     weights: dict[str, Tensor] = {}
     for path in paths:
