@@ -8,6 +8,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+# Largest sizes of a decoder. Larger ones would fail in an allocation, if not before.
+MOST = {
+    "hidden_size": 1 << 24,
+    "num_layers": 1000,
+    "num_heads": 1 << 16,
+    "num_kv_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "intermediate_size": 1 << 24,
+    "max_positions": 1 << 30,
+}
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -65,6 +76,10 @@ class DecoderConfig:
     rope_scaling: RopeScaling | RopeFactors | None = None
 
     def __post_init__(self) -> None:
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name} is {value!r:.80}; expected an integer from 1 to {most}")
         if isinstance(self.rope_scaling, dict):
             fields, scaling = self.rope_scaling, None
             if "divisors" in fields:

@@ -21,8 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from recserve.files import read_json_object, regular_file
 from recserve.models.recommender import Recommender
-from recserve.models.weight_check import check_finite
+from recserve.models.weight_check import check_finite, check_shapes
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,10 @@ def load_retriever(directory: Path | str, recommender: Recommender) -> DenseRetr
     """
     folder = Path(directory)
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = read_json_object(folder / "config.json")
         lists = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
         config = RetrieverConfig(**{**values, **lists})
-        weights = load_file(folder / "model.safetensors")
+        weights = load_file(regular_file(folder / "model.safetensors"))
     except (OSError, AttributeError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no usable dense retriever: {error}") from error
     check_finite(weights, folder / "model.safetensors")
@@ -163,6 +164,7 @@ def load_retriever(directory: Path | str, recommender: Recommender) -> DenseRetr
         raise ValueError(
             f"{folder} was made for hidden size {config.hidden_size}; this recommender has {wanted}"
         )
+    check_shapes(lambda: DenseRetriever(config), weights, folder / "model.safetensors")
     retriever = DenseRetriever(config)
     try:
         retriever.load_state_dict(weights)

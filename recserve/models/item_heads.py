@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from recserve.files import UnreadableFile, read_json_object, regular_file
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.trie.native import Cell, LevelCodes, NativeDescent
@@ -258,7 +259,7 @@ def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead
     """
     folder = Path(directory)
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = read_json_object(folder / "config.json")
         kind = values.get("head", RECURRENT)
         if kind != RECURRENT:
             raise ValueError(
@@ -272,13 +273,13 @@ def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead
         )
         plans = values.get("calibration")
         calibration = None if plans is None else Calibration.from_dict(plans)
-        weights = load_file(folder / "model.safetensors")
+        weights = load_file(regular_file(folder / "model.safetensors"))
     except (
         OSError,
         KeyError,
         TypeError,
         AttributeError,
-        json.JSONDecodeError,
+        UnreadableFile,
         SafetensorError,
     ) as error:
         raise ValueError(f"{folder} holds no usable self-draft head: {error}") from error

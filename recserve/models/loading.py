@@ -6,7 +6,6 @@ rejected by name. Nothing that would change the logits is ignored.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,12 +17,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from recserve.models.config import DecoderConfig, RopeFactors, RopeScaling
+from recserve.files import UnreadableFile, parse_json, read_bytes, read_json_object, regular_file
+from recserve.models.config import MOST, DecoderConfig, RopeFactors, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.weight_check import largest
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-MAX_LAYERS = 1000
+# Largest numbers of a configuration, by its field; MAX_SIZE for all others.
+MAX_SIZE = 1 << 24
+LIMITS = {
+    "num_hidden_layers": MOST["num_layers"],
+    "num_nextn_predict_layers": MOST["num_layers"],
+    "num_attention_heads": MOST["num_heads"],
+    "num_key_value_heads": MOST["num_kv_heads"],
+    "head_dim": MOST["head_dim"],
+    "max_position_embeddings": MOST["max_positions"],
+    "original_max_position_embeddings": MOST["max_positions"],
+}
 # Products with larger weights leave the range of float32.
 MAX_WEIGHT = 2.0**64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -86,8 +96,8 @@ def load_language_model(
                     f"{tuple(empty.shape)}"
                 )
             weights[name] = weight
-    modules = _mtp_tensors(folder, config.decoder.num_layers)
-    left = {n for n in set(files) - used if not n.endswith(UNREAD) and not n.startswith(modules)}
+    heads = _head_tensors(folder, config.decoder.num_layers)
+    left = {n for n in set(files) - used if not n.endswith(UNREAD) and not n.startswith(heads)}
     if left:
         raise UnsupportedModel(
             f"{folder.name} has a tensor {min(left)!r} that its config.json has no place for"
@@ -96,9 +106,15 @@ def load_language_model(
     return model.requires_grad_(False).eval()
 
 
-def _mtp_tensors(folder: Path, num_layers: int) -> tuple[str, ...]:
-    """Returns the prefixes of the tensors of MTP modules, which the model itself does not read."""
-    count = int(read_json(folder / "config.json").get("num_nextn_predict_layers") or 0)
+def _head_tensors(folder: Path, num_layers: int) -> tuple[str, ...]:
+    """Returns the prefixes of the tensors of MTP modules and Medusa heads beside a model.
+
+    The model itself does not read them. Medusa-2 trains both together and stores them together.
+    """
+    fields = read_json(folder / "config.json")
+    count = read_whole(fields, "num_nextn_predict_layers", 0, least=0)
+    if "medusa_num_heads" in fields:
+        return "medusa_head.", "medusa_heads.", "mtp."
     return "mtp.", *(f"model.layers.{num_layers + k}." for k in range(count))
 
 
@@ -141,23 +157,19 @@ def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageMo
     ):
         if fields.get(name, neutral) != neutral:
             raise UnsupportedModel(f"{name} is {fields[name]!r}; only {neutral!r} is computed here")
-    heads, size = _whole(fields, "num_attention_heads"), _whole(fields, "hidden_size")
-    positions = _whole(fields, "max_position_embeddings")
-    head_dim = _whole(fields, "head_dim", size // heads)
+    heads, size = read_whole(fields, "num_attention_heads"), read_whole(fields, "hidden_size")
+    positions = read_whole(fields, "max_position_embeddings")
+    head_dim = read_whole(fields, "head_dim", size // heads)
     theta, scaling = _rope(fields, head_dim, served or positions)
     biased = bool(fields.get("attention_bias", False))
-    num_layers = _whole(fields, "num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise UnsupportedModel(
-            f"config.json: num_hidden_layers is {num_layers}; expected at most {MAX_LAYERS}"
-        )
+    num_layers = read_whole(fields, "num_hidden_layers")
     decoder = DecoderConfig(
         hidden_size=size,
         num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=_whole(fields, "num_key_value_heads", heads),
+        num_kv_heads=read_whole(fields, "num_key_value_heads", heads),
         head_dim=head_dim,
-        intermediate_size=_whole(fields, "intermediate_size"),
+        intermediate_size=read_whole(fields, "intermediate_size"),
         max_positions=served or positions,
         rope_theta=theta,
         norm_eps=_positive(fields, "rms_norm_eps", 1e-6),
@@ -166,7 +178,7 @@ def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageMo
         output_bias=family != "qwen2" and biased,
         rope_scaling=scaling,
     )
-    vocab_size = _whole(fields, "vocab_size")
+    vocab_size = read_whole(fields, "vocab_size")
     begin = _tokens("config.json", "bos_token_id", fields.get("bos_token_id"), vocab_size)
     return LanguageModelConfig(
         decoder,
@@ -209,9 +221,7 @@ def _rope(
     longer than the original positions. Here the longest served text decides for all of them,
     because cached prefixes have to fit every text that continues them.
     """
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UnsupportedModel(f"config.json: rope_parameters is {rope!r}; an object is needed")
+    rope = read_object(fields, "rope_parameters") or read_object(fields, "rope_scaling")
     if unknown := sorted(set(rope) - set(ROPE_FIELDS)):
         raise UnsupportedModel(f"config.json: rope_parameters has an unknown field {unknown[0]!r}")
     for share in (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor")):
@@ -232,9 +242,9 @@ def _rope(
         raise UnsupportedModel(f"rope type is {kind!r}; choose one of {list(ROPE_TYPES)}")
     if kind == "linear":
         return theta, RopeFactors((_positive(rope, "factor"),) * (head_dim // 2))
-    positions = _whole(fields, "max_position_embeddings")
-    original = _whole(rope, "original_max_position_embeddings", positions)
-    original = _whole(fields, "original_max_position_embeddings", original)
+    positions = read_whole(fields, "max_position_embeddings")
+    original = read_whole(rope, "original_max_position_embeddings", positions)
+    original = read_whole(fields, "original_max_position_embeddings", original)
     if kind == "llama3":
         return theta, RopeScaling(
             _positive(rope, "factor"),
@@ -312,17 +322,35 @@ def _positive(fields: dict[str, Any], name: str, default: float | None = None) -
     """Returns a number of a configuration; a missing one or null gives the default."""
     value = fields.get(name)
     value = default if value is None else value
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UnsupportedModel(f"config.json: {name} is {value!r}; a number above 0 is needed")
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; a number above 0 is needed")
     return float(value)
 
 
-def _whole(fields: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = fields.get(name)
+def read_whole(
+    fields: dict[str, Any], name: str, default: int | None = None, least: int = 1
+) -> int:
+    """Returns a whole number of a configuration; a missing one or null gives the default.
+
+    Raises:
+        UnsupportedModel: If it is none, or outside `least` and the bound of LIMITS.
+    """
+    value, most = fields.get(name), LIMITS.get(name, MAX_SIZE)
     value = default if value is None else value
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"config.json: {name} is {value!r}; a positive integer is needed")
+    if type(value) is not int or value < least:
+        needed = "a positive integer" if least == 1 else f"an integer from {least} on"
+        raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; {needed} is needed")
+    if value > most:
+        raise UnsupportedModel(f"config.json: {name} is {value!r:.40}; expected at most {most}")
     return value
+
+
+def read_object(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns an object inside a configuration; a missing one or null gives an empty one."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; an object is needed")
+    return value or {}
 
 
 PARTS = {
@@ -374,7 +402,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if not single.exists():
         raise UnsupportedModel(
             f"{folder.name} has neither {single.name} nor {index.name}; weights are read from "
-            "safetensors only"
+            f"safetensors only{gguf_hint(folder)}"
         )
     with opened_file(single) as file:
         return dict.fromkeys(file.keys(), single)
@@ -386,7 +414,10 @@ def weight_map(index: Path) -> dict[str, str]:
     Raises:
         UnsupportedModel: If the field `weight_map` is missing, or names a file of another folder.
     """
-    content = read_json(index)
+    try:
+        content = parse_json(read_bytes(index), index)
+    except UnreadableFile as error:
+        raise UnsupportedModel(str(error)) from error
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:
         raise UnsupportedModel(f"{index}: weight_map is missing; it must name each tensor's file")
@@ -401,18 +432,31 @@ def weight_map(index: Path) -> dict[str, str]:
 def opened_file(path: Path, device: str = "cpu") -> Any:
     """Opens a safetensors file; raises UnsupportedModel if it is none."""
     try:
-        return safe_open(path, framework="pt", device=device)
+        return safe_open(regular_file(path), framework="pt", device=device)
     except SafetensorError as error:
-        raise UnsupportedModel(f"{path} is not a safetensors file: {error}") from error
-    except OSError as error:
-        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
+        raise UnsupportedModel(
+            f"{path} is not a safetensors file; it is damaged: {error}"
+        ) from error
+    except (UnreadableFile, OSError) as error:
+        raise UnsupportedModel(str(error)) from error
 
 
-def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file; raises UnsupportedModel if there is none."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; raises UnsupportedModel if there is none."""
     if not path.exists():
-        raise UnsupportedModel(f"{path.parent.name} has no {path.name}")
+        raise UnsupportedModel(f"{path.parent.name} has no {path.name}{gguf_hint(path.parent)}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UnsupportedModel(f"{path} is not JSON: {error}") from error
+        return read_json_object(path)
+    except UnreadableFile as error:
+        raise UnsupportedModel(str(error)) from error
+
+
+def gguf_hint(folder: Path) -> str:
+    """Returns a hint if a folder is a GGUF file or holds one."""
+    found = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    if not found:
+        return ""
+    return (
+        f"; {found[0].name} is a GGUF file of llama.cpp, which is not read: use the Hugging Face "
+        "folder that it was made from"
+    )

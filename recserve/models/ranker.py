@@ -21,12 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from recserve.files import read_json_object, regular_file
 from recserve.models.attention import Attend
 from recserve.models.decoder import Silu
 from recserve.models.growable_table import with_rows
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import pack_layers, pack_weights
-from recserve.models.weight_check import check_finite
+from recserve.models.weight_check import check_finite, check_shapes
 
 PROFILE, LONG, RECENT, CANDIDATE = range(4)
 NUM_GROUPS = 4
@@ -330,12 +331,12 @@ def load_ranker(
     """
     folder = Path(directory)
     try:
-        model = Ranker(
-            RankerConfig(**json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-        )
-        weights = load_file(folder / WEIGHTS_FILE)
+        config = RankerConfig(**read_json_object(folder / CONFIG_FILE))
+        weights = load_file(regular_file(folder / WEIGHTS_FILE))
+        check_shapes(lambda: Ranker(config), weights, folder / WEIGHTS_FILE)
+        model = Ranker(config)
         model.load_state_dict(weights)
-    except (OSError, TypeError, json.JSONDecodeError, SafetensorError, RuntimeError) as error:
+    except (OSError, TypeError, ValueError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"{folder} holds no usable ranker: {error}") from error
     check_finite(weights, folder / WEIGHTS_FILE)
     model.bind_items(torch.as_tensor(vectors, dtype=torch.float32))

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from recserve.files import read_json_object, regular_file
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.trie.native import LevelCodes, NativeDescent
 from recserve.models.attention import Attend
@@ -26,7 +27,7 @@ from recserve.models.decoder import AuxHiddenStates, Decoder
 from recserve.models.growable_table import with_rows
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
-from recserve.models.weight_check import check_finite
+from recserve.models.weight_check import check_finite, check_shapes
 
 BOS = 0
 
@@ -327,17 +328,19 @@ def load_recommender(
     does not fit.
     """
     directory = Path(directory)
+    values = read_json_object(directory / "config.json")
     try:
-        values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{directory / 'config.json'} is not JSON: {error}") from error
-    model = Recommender(RecommenderConfig.from_dict(values))
+        config = RecommenderConfig.from_dict(values)
+    except TypeError as error:
+        raise ValueError(f"{directory / 'config.json'} is damaged: {error}") from error
     path = directory / "model.safetensors"
     try:
-        weights = load_file(path)
+        weights = load_file(regular_file(path))
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     check_finite(weights, path)
+    check_shapes(lambda: Recommender(config), weights, path)
+    model = Recommender(config)
     if model.config.tied:
         weights["head.weight"] = weights["tokens.weight"]
     try:

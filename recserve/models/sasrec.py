@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from recserve.files import UnreadableFile, read_json_object, regular_file
 from recserve.models.attention import DenseAttention
-from recserve.models.weight_check import check_finite
+from recserve.models.weight_check import check_finite, check_shapes
 
 
 @dataclass(frozen=True)
@@ -174,15 +175,17 @@ def load_sasrec(
     """
     directory = Path(directory)
     try:
-        values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        model = SasRec(SasRecConfig(**values))
-    except (json.JSONDecodeError, TypeError) as error:
+        values = read_json_object(directory / "config.json")
+        config = SasRecConfig(**values)
+    except (UnreadableFile, TypeError) as error:
         raise ValueError(
             f"{directory / 'config.json'} is not the config of a SASRec: {error}"
         ) from error
     path = directory / "model.safetensors"
     try:
-        weights = load_file(path)
+        weights = load_file(regular_file(path))
+        check_shapes(lambda: SasRec(config), weights, path)
+        model = SasRec(config)
         model.load_state_dict(weights)
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"{path} does not fit its config.json: {error}") from error

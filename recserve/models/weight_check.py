@@ -1,13 +1,13 @@
-"""Checks that loaded weights contain no NaN and no infinity."""
+"""Checks loaded weights: sizes as the configuration says, no NaN and no infinity."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def largest(weight: Tensor) -> float:
@@ -32,3 +32,27 @@ def check_finite(weights: Mapping[str, Tensor], file: Path) -> None:
     for name, weight in weights.items():
         if not is_finite(weight):
             raise ValueError(f"{file}: {name} holds NaN or infinity; the model is damaged")
+
+
+def check_shapes(build: Callable[[], nn.Module], weights: Mapping[str, Tensor], file: Path) -> None:
+    """Compares weights with a model that has no memory yet, before one with memory is built.
+
+    Args:
+        build: Builds the model from its configuration.
+        weights: Weights of a file.
+        file: The file, for messages.
+
+    Raises:
+        ValueError: If a size of the configuration is not the file's.
+    """
+    try:
+        with torch.device("meta"):
+            expected = build().state_dict()
+    except RuntimeError as error:
+        raise ValueError(f"{file.parent}/config.json asks for too much memory: {error}") from error
+    for name, empty in expected.items():
+        if name in weights and weights[name].shape != empty.shape:
+            raise ValueError(
+                f"{file} does not fit its config.json: {name} is {tuple(weights[name].shape)}; the "
+                f"sizes there require {tuple(empty.shape)}"
+            )

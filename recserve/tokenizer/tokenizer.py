@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from recserve.files import UnreadableFile, parse_json, read_bytes, read_json_object
 from recserve.tokenizer.chat_template import ChatTemplate
 from recserve.tokenizer.length_bound import max_bytes_per_token
 from recserve.tokenizer.template_sandbox import TemplateError
@@ -68,10 +68,13 @@ class TextTokenizer:
         file = folder / "tokenizer.json"
         if not file.exists():
             raise UnsupportedTokenizer(f"{folder.name} has no tokenizer.json")
-        raw = file.read_bytes()
+        try:
+            raw = read_bytes(file)
+            fields = parse_json(raw, file)
+        except UnreadableFile as error:
+            raise UnsupportedTokenizer(str(error)) from error
         tokenizer, literal = _tokenizer(raw, file), _tokenizer(raw, file)
         literal.encode_special_tokens = True
-        fields = json.loads(raw)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         every = token_bytes(fields, vocabulary)
         special = {t["id"] for t in fields.get("added_tokens") or () if t.get("special")}
@@ -173,7 +176,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UnsupportedTokenizer(f"{path} is not JSON: {error}") from error
-    return fields
+        return read_json_object(path)
+    except UnreadableFile as error:
+        raise UnsupportedTokenizer(str(error)) from error

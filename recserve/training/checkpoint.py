@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from recserve.files import UnreadableFile, regular_file
 from recserve.training.optimizers import load_optimizer_state, optimizer_state
 from recserve.training.options import EpochRecord
 
@@ -96,12 +97,12 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
         ValueError: If the file is damaged, or if its run had another recipe.
     """
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(regular_file(path), "pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         run = json.loads(header["run"])
         written = json.loads(header["recipe"])
-    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+    except (SafetensorError, UnreadableFile, KeyError, ValueError, RecursionError) as error:
         raise ValueError(
             f"checkpoint {path.name} is damaged ({error}); train without resume"
         ) from error

@@ -300,3 +300,87 @@ def test_fields_of_this_project_override_the_layout(tmp_path, target):
         load_mtp(written(tmp_path, fields | {"target_layer_ids": [1]}, weights), target)
     with pytest.raises(ValueError, match="layout holds modules"):
         save_mtp(network, tmp_path, 2)
+
+
+# Fields of the published configurations of Qwen3-Next and of Qwen3.5 and 3.6, as far as they are
+# not sizes of the module.
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "use_sliding_window": False,
+}
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5",
+    "text_config": {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "mamba_ssm_dtype": "float32",
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "tie_word_embeddings": False,
+    "video_token_id": 248057,
+    "vision_config": {"depth": 27},
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+
+
+def test_published_configurations_of_qwen_are_read(tmp_path, target):
+    fields, weights = qwen3_next()
+    expected = load_mtp(written(tmp_path / "plain", fields, weights), target)
+    next_ = load_mtp(written(tmp_path / "next", fields | QWEN3_NEXT, weights), target)
+    text = {n: v for n, v in fields.items() if n not in ("model_type", "partial_rotary_factor")}
+    outside = QWEN3_5 | {"text_config": text | QWEN3_5["text_config"]}
+    dense = load_mtp(written(tmp_path / "dense", outside, weights), target)
+    for network in (next_, dense):
+        assert network.config == expected.config
+        assert torch.equal(network._frequencies, expected._frequencies)
+        for name, one in expected.state_dict().items():
+            assert torch.equal(one, network.state_dict()[name]), name
+
+
+def test_modules_of_mimo_are_named(tmp_path, target):
+    weights = {"model.mtp_layers.0.input_proj.weight": weight(32, 64)}
+    with pytest.raises(UnsupportedModel, match="MiMo"):
+        load_mtp(written(tmp_path, dict(SIZES), weights), target)
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, "half", True])
+def test_a_wrong_rotary_share_is_refused(share, tmp_path, target):
+    fields, weights = qwen3_next()
+    with pytest.raises(UnsupportedModel, match="partial_rotary_factor is"):
+        load_mtp(written(tmp_path, fields | {"partial_rotary_factor": share}, weights), target)
+
+
+def test_windows_of_a_module_are_refused(tmp_path, target):
+    fields, weights = deepseek()
+    fields |= {"layer_types": ["sliding_attention"], "sliding_window": 8}
+    with pytest.raises(UnsupportedModel, match="layer_types has windows of 8 positions"):
+        load_mtp(written(tmp_path, fields, weights), target)

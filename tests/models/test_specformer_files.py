@@ -63,7 +63,7 @@ def test_every_tensor_lies_in_its_place(prefix, tmp_path, target):
     config = network.config
     # The last two of three hidden states: before the last layer, and after the final norm.
     assert config.target_layers == (0, 1, 1, FINAL_LAYER)
-    assert config.num_slots == SLOTS and not config.causal
+    assert config.num_slots == SLOTS and config.causal  # as in the only public code
     assert config.decoder.max_positions == target.config.decoder.max_positions
     for number, norm in enumerate(network.state_norms):
         assert torch.equal(norm.weight, weights[f"norms.{number}.weight"])
@@ -88,12 +88,42 @@ def test_every_tensor_lies_in_its_place(prefix, tmp_path, target):
 @torch.inference_mode()
 def test_silu_is_applied_to_up_proj_as_in_the_authors_code(tmp_path, target):
     fields, weights = parts()
+    fields["is_causal"] = False
     network = load_specformer(written(tmp_path, fields, weights), target)
     context = torch.randn(5, 32)
     x = torch.nn.functional.rms_norm(context, (32,), weights["positional_input_norm.weight"], 1e-6)
     x = x @ weights["positional.weight"].T + weights["positional.bias"]
     seen = DenseAttention(torch.ones(SLOTS, SLOTS, dtype=torch.bool))
     x = network.slot_attention(x.view(5, SLOTS, 32), None, seen)
+    y = torch.nn.functional.rms_norm(x, (32,), weights["encoder_ffn_input_norm.weight"], 1e-6)
+    ffn = {name: weights[f"encoder_ffn.{name}_proj.weight"].T for name in ("up", "gate", "down")}
+    expected = x + ((y @ ffn["gate"]) * torch.nn.functional.silu(y @ ffn["up"])) @ ffn["down"]
+    torch.testing.assert_close(network.slots(context), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_slots_without_the_field_are_causal_as_in_the_authors_code(tmp_path, target):
+    """SDDE/predicter.py attends with is_causal=True and turns the slots by their positions."""
+    fields, weights = parts()
+    network = load_specformer(written(tmp_path, fields, weights), target)
+    context = torch.randn(5, 32)
+    x = torch.nn.functional.rms_norm(context, (32,), weights["positional_input_norm.weight"], 1e-6)
+    x = (x @ weights["positional.weight"].T + weights["positional.bias"]).view(5, SLOTS, 32)
+    inner = torch.nn.functional.rms_norm(x, (32,), weights["encoder_input_norm.weight"], 1e-6)
+    query, key, value = (
+        (inner @ weights[f"encoder_att.{part}_proj.weight"].T).view(5, SLOTS, -1, 8).transpose(1, 2)
+        for part in "qkv"
+    )
+    angles = torch.arange(SLOTS)[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2) / 8)
+    turns = torch.polar(torch.ones_like(angles), angles)
+
+    def turned(x):
+        pairs = torch.complex(*x.chunk(2, dim=-1)) * turns
+        return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        turned(query), turned(key), value, is_causal=True, enable_gqa=True
+    )
+    x = x + mixed.transpose(1, 2).flatten(2) @ weights["encoder_att.o_proj.weight"].T
     y = torch.nn.functional.rms_norm(x, (32,), weights["encoder_ffn_input_norm.weight"], 1e-6)
     ffn = {name: weights[f"encoder_ffn.{name}_proj.weight"].T for name in ("up", "gate", "down")}
     expected = x + ((y @ ffn["gate"]) * torch.nn.functional.silu(y @ ffn["up"])) @ ffn["down"]

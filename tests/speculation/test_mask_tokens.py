@@ -15,6 +15,7 @@ from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.native import native
 from recserve.kernels.tree import CANDIDATE, chain, from_parents
 from recserve.models.config import DecoderConfig
+from recserve.models.drafters.mask_tokens_files import save_mask_tokens
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import pack_weights
@@ -329,6 +330,17 @@ def test_masks_in_a_merged_tree(model):
     )
     for one, other in zip(plain, answers, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
+
+
+def test_both_layouts_of_one_folder_serve_together(model, tmp_path):
+    save_mask_tokens(mask_network(model), tmp_path)
+    drafters = {kind.name: kind.from_folders([tmp_path], model) for kind in KINDS}
+    engine = engine_for(model, drafters=drafters)
+    texts = []
+    for name in ("none", *drafters):
+        asked = [TextQuery(p, SamplingParams(max_tokens=8), Speculation(name)) for p in prompts(2)]
+        texts.append([answer.tokens.tolist() for answer in engine.run_many(asked)])
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_two_sets_of_masks_are_refused(model):

@@ -48,13 +48,19 @@ def masks_of(drafters: Iterable[Drafter]) -> GatedLora | None:
     Raises:
         ValueError: If two drafters have different ones.
     """
-    found = {id(d.masks): (d.name, d.masks) for d in drafters if d.masks is not None}
-    if len(found) > 1:
-        names = sorted(name for name, _ in found.values())
-        raise ValueError(
-            f"the drafters {names} have different mask tokens; an engine holds one set"
-        )
-    return next((masks for _, masks in found.values()), None)
+    first: tuple[str, GatedLora] | None = None
+    for drafter in drafters:
+        if drafter.masks is None:
+            continue
+        if first is None:
+            first = drafter.name, drafter.masks
+        elif not first[1].equals(drafter.masks):
+            names = sorted([first[0], drafter.name])
+            raise ValueError(
+                f"the drafters {names} have different mask tokens; an engine holds one set, which "
+                "both may load from one folder"
+            )
+    return None if first is None else first[1]
 
 
 def split_states(hidden: Seq[Tensor], taps: AuxHiddenStates | None) -> list[StepStates]:

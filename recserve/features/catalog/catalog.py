@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from recserve.features.tables.items import ItemTable, item_table
 from recserve.features.tables.parquet import SchemaError, read_table
 from recserve.features.vectors.semantic_ids import SemanticIdIndex
+from recserve.files import UnreadableFile, regular_file
 
 SEMANTIC_ID, POPULARITY = "__semantic_id", "__popularity"
 METADATA_KEY = b"recserve"
@@ -141,10 +142,10 @@ class Catalog:
             codes = np.ascontiguousarray(flat.reshape(table.num_rows, len(sizes)), np.uint16)
             popularity = table.column(POPULARITY).cast(pa.float32()).to_numpy()
             items = item_table(table.drop_columns([SEMANTIC_ID, POPULARITY]))
-            vectors = load_file(vectors_path)["vectors"]
+            vectors = load_file(regular_file(vectors_path))["vectors"]
         except (KeyError, TypeError, RecursionError, pa.ArrowException, OSError) as error:
             raise SchemaError(f"{table_path}: not a catalogue ({error!r})") from error
-        except SafetensorError as error:
+        except (SafetensorError, UnreadableFile) as error:
             raise SchemaError(f"{vectors_path}: not readable ({error})") from error
         if vectors.ndim != 2 or vectors.dtype != np.float32 or not np.isfinite(vectors).all():
             raise SchemaError(f"{vectors_path}: expected finite float32 vectors [items, dim]")

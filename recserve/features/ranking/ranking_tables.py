@@ -10,7 +10,6 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +22,7 @@ from recserve.features.catalog.row_tables import Table
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.cooccurrence import neighbours
+from recserve.files import UnreadableFile, read_json_object, regular_file
 
 MAX_VECTOR_SIZE = 256
 FARTHEST = 1e6  # standard deviations; squares of much larger values overflow in the ranker
@@ -216,14 +216,12 @@ class RankingTables:
         """
         folder = Path(directory)
         try:
-            values: dict[str, Any] = json.loads(
-                (folder / "features.json").read_text(encoding="utf-8")
-            )
+            values = read_json_object(folder / "features.json")
             lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
             settings = RankingSettings(**(values | lists))
-            fitted = load_file(folder / "features.safetensors")
+            fitted = load_file(regular_file(folder / "features.safetensors"))
             arrays = tuple(fitted[name] for name in FITTED)
-        except (OSError, TypeError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+        except (OSError, TypeError, KeyError, UnreadableFile, SafetensorError) as error:
             raise ValueError(f"{folder} holds no usable ranking features: {error}") from error
         return _bind(settings, arrays, items, vectors)
 

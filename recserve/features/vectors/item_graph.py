@@ -21,6 +21,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from recserve.files import regular_file
+
 EDGES = 64
 WIDE_DIM = 1024
 SHORT_DIM = 256
@@ -75,7 +77,7 @@ class ItemLinks:
     def load(path: Path) -> ItemLinks:
         """Reads what `save` wrote. Raises ValueError naming the file if it is damaged."""
         try:
-            arrays = load_file(path)
+            arrays = load_file(regular_file(path))
             return ItemLinks(arrays["neighbours"], arrays["entries"])
         except (OSError, KeyError, ValueError, SafetensorError) as error:
             raise ValueError(f"{path}: not an item graph ({error})") from error

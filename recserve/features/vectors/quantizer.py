@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from recserve.features.vectors.faiss_threads import one_thread
+from recserve.files import UnreadableFile, read_json_object, regular_file
 
 MAX_CODES = 65_536
 KMEANS_ROUNDS = 15
@@ -301,12 +302,9 @@ def _write(folder: Path, config: dict[str, object], arrays: dict[str, np.ndarray
 
 def _config(folder: Path) -> dict[str, object]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json_object(folder / "config.json")
+    except UnreadableFile as error:
         raise ValueError(f"{folder}/config.json: not readable ({error})") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder}/config.json: expected an object")
-    return config
 
 
 def _read(folder: Path, kind: str) -> tuple[dict[str, object], dict[str, np.ndarray]]:
@@ -314,8 +312,8 @@ def _read(folder: Path, kind: str) -> tuple[dict[str, object], dict[str, np.ndar
     if config.get("kind") != kind:
         raise ValueError(f"{folder}: quantiser of kind {config.get('kind')!r}; expected {kind!r}")
     try:
-        arrays = load_file(folder / "quantizer.safetensors")
-    except (OSError, SafetensorError) as error:
+        arrays = load_file(regular_file(folder / "quantizer.safetensors"))
+    except (OSError, UnreadableFile, SafetensorError) as error:
         raise ValueError(f"{folder}/quantizer.safetensors: not readable ({error})") from error
     if any(array.dtype != np.float32 for array in arrays.values()):
         raise ValueError(f"{folder}/quantizer.safetensors: expected float32 arrays")

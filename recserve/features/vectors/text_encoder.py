@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from recserve.features.tables.items import ItemTable
+from recserve.files import read_json, regular_file
 
 TOKEN_PATTERN = r"[^\W_]{2,}|c:\S+"
 TOKENS = re.compile(TOKEN_PATTERN)
@@ -71,10 +72,10 @@ class TextEncoder:
     def load(folder: Path) -> TextEncoder:
         """Reads what `save` wrote. Raises ValueError if it is damaged."""
         try:
-            terms = json.loads((folder / "terms.json").read_text(encoding="utf-8"))
-            arrays = load_file(folder / "text.safetensors")
+            terms = read_json(folder / "terms.json")
+            arrays = load_file(regular_file(folder / "text.safetensors"))
             idf, components = arrays["idf"], arrays["components"]
-        except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ValueError(f"{folder}: not a text encoder ({error})") from error
         if not isinstance(terms, list) or not all(isinstance(term, str) for term in terms):
             raise ValueError(f"{folder}/terms.json: expected a list of strings")

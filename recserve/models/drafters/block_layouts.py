@@ -14,6 +14,7 @@ and dspark), SpecForge and DeepSpec (modeling/dspark).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -27,7 +28,7 @@ from recserve.models.drafters.block_heads import (
 )
 from recserve.models.drafters.network_files import check_neutral
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import UnsupportedModel, read_config
+from recserve.models.loading import UnsupportedModel, read_config, read_object, read_whole
 
 # Fields that read_config reads.
 SIZES = (
@@ -109,8 +110,8 @@ def read_block_config(
     Raises:
         UnsupportedModel: If a field is unknown, or what it asks for is not computed.
     """
-    inner = fields.get("transformer_layer_config") or {}
-    nested = fields.get("dflash_config") or {}
+    inner = read_object(fields, "transformer_layer_config")
+    nested = read_object(fields, "dflash_config")
     for name in (*fields, *inner, *nested):
         if name not in (*SIZES, *OWN, *WITHOUT_EFFECT):
             raise UnsupportedModel(f"config.json has an unknown field {name!r}")
@@ -158,22 +159,35 @@ def read_block_config(
         target_size=decoder.hidden_size,
         target_layers=_layers(found, decoder.num_layers),
         vocab_size=own.vocab_size,
-        draft_vocab_size=int(found.get("draft_vocab_size", default=own.vocab_size)),
-        block_size=int(size),
+        draft_vocab_size=_whole(found, "draft_vocab_size", default=own.vocab_size),
+        block_size=_whole(found, "block_size", "dspark_block_size"),
         **_attention(found, network.num_layers, decoder.max_positions),
-        mask_token=-1 if mask is None else int(mask),
+        mask_token=-1
+        if mask is None
+        else read_whole({"mask_token_id": mask}, "mask_token_id", least=0),
         from_anchor=_from_anchor(found),
         own_mask="mask_embedding" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
-        input_scale=float(found.get("input_embedding_scale", default=1.0)),
-        output_scale=float(found.get("output_multiplier", "logit_scale", default=1.0)),
-        softcap=max(float(found.get("final_logit_softcapping", default=0.0)), 0.0),
+        input_scale=_number(found, "input_embedding_scale", default=1.0),
+        output_scale=_number(found, "output_multiplier", "logit_scale", default=1.0),
+        softcap=max(_number(found, "final_logit_softcapping", default=0.0), 0.0),
         **_heads(found),
     )
     if config.from_anchor and found.kind == "dflash2":
         raise UnsupportedModel("sample_from_anchor is true; DFlash2 predicts from masks only")
     return config, not found.get("is_neox_style", default=True)
+
+
+def _whole(found: _Fields, *names: str, default: int | None = None, least: int = 1) -> int:
+    return read_whole({names[0]: found.get(*names)}, names[0], default, least)
+
+
+def _number(found: _Fields, *names: str, default: float) -> float:
+    value = found.get(*names, default=default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UnsupportedModel(f"config.json: {names[0]} is {value!r:.80}; a number is needed")
+    return float(value)
 
 
 def _kind(fields: Mapping[str, Any], nested: Mapping[str, Any], tensors: set[str]) -> Kind:
@@ -241,7 +255,11 @@ def _layers(found: _Fields, depth: int) -> tuple[int, ...]:
         ids = found.get("target_layer_ids", "dspark_target_layer_ids")
     if not ids:
         raise UnsupportedModel("config.json names no layers of the target (target_layer_ids)")
-    layers = tuple(int(n) + (not speculators) for n in ids)
+    if not isinstance(ids, list) or not all(type(n) is int for n in ids):
+        raise UnsupportedModel(
+            f"config.json: target_layer_ids is {ids!r:.80}; a list of layers is needed"
+        )
+    layers = tuple(n + (not speculators) for n in ids)
     if bad := [given for n, given in zip(layers, ids, strict=True) if not 0 <= n <= depth]:
         raise UnsupportedModel(
             f"the drafter reads layer {bad[0]} of its target, which has {depth} layers"
@@ -271,10 +289,12 @@ def _attention(found: _Fields, num_layers: int, positions: int) -> dict[str, Any
     window = found.get("swa_window_size", "sliding_window")
     if any(sliding) and window is None:
         raise UnsupportedModel(f"layer {sliding.index(True)} has a window; config.json names none")
+    if any(sliding):
+        window = read_whole({"sliding_window": window}, "sliding_window")
     if any(sliding) and "speculators_model_type" in found.top:
-        window = int(window) + 1  # the anchor's row sees `window` positions before its own
-    short = any(sliding) and int(window) < positions
-    windows = tuple(int(window) if own else 0 for own in sliding) if short else ()
+        window += 1  # the anchor's row sees `window` positions before its own
+    short = any(sliding) and window < positions
+    windows = tuple(window if own else 0 for own in sliding) if short else ()
     flags = {n: found.nested[n] for n in ("causal", "causal_head") if n in found.nested}
     if len(set(map(bool, flags.values()))) > 1:
         raise UnsupportedModel("dflash_config: causal and causal_head contradict each other")
@@ -294,9 +314,9 @@ def _heads(found: _Fields) -> dict[str, Any]:
         values = {name: found.get(name) for name in names}
         if missing := [name for name, value in values.items() if value is None]:
             raise UnsupportedModel(f"config.json describes DFlash2 and names no {missing[0]}")
-        taps, group, rank, top = (int(value) for value in values.values())
+        taps, group, rank, top = (_whole(found, name) for name in names)
         return {"conv": ConvConfig(taps, group), "selector": SelectorConfig(rank, top)}
-    rank = int(found.get("markov_rank", default=0))
+    rank = _whole(found, "markov_rank", default=0, least=0)
     if not rank:
         return {}
     name = str(found.get("markov_head_type", default="vanilla")).lower()

@@ -54,6 +54,8 @@ from recserve.models.loading import (
     joined,
     opened_file,
     read_json,
+    read_object,
+    read_whole,
     tensor_files,
 )
 
@@ -97,7 +99,7 @@ def load_eagle(folder: Path, target: LanguageModel) -> Eagle:
     """
     weights, fields = _tensors(folder), read_json(folder / "config.json")
     config = read_eagle_config(fields, set(weights), target)
-    if not {**fields, **(fields.get("transformer_layer_config") or {})}.get(NEOX, True):
+    if not {**fields, **read_object(fields, "transformer_layer_config")}.get(NEOX, True):
         to_halves(weights, config.decoder.head_dim)
     own = weights.get("embed_tokens.weight")
     if own is not None and config.mask_token is not None and not same_embedding(own, target):
@@ -120,8 +122,8 @@ def read_eagle_config(
     fields: dict[str, Any], tensors: set[str], target: LanguageModel
 ) -> EagleConfig:
     """Reads a configuration. The tensors' names tell EAGLE-3 from the versions before it."""
-    inner = fields.get("transformer_layer_config") or {}
-    nested = fields.get("eagle_config") or {}
+    inner = read_object(fields, "transformer_layer_config")
+    nested = read_object(fields, "eagle_config")
     check_fields((*fields, *inner, *nested), (*OWN, *WITHOUT_EFFECT))
     for name in (nested.keys() & fields.keys()) - {LAYERS, OUTPUTS}:
         if nested[name] != fields[name]:
@@ -134,6 +136,8 @@ def read_eagle_config(
         raise UnsupportedModel(f"speculators_model_type is {kind!r}; this drafter reads {KINDS}")
     mask = fields.get("mask_token_id", fields.get("ptd_token_id"))
     parallel = kind == "peagle" or "mask_hidden" in tensors or fields.get("parallel_drafting")
+    if mask is not None:
+        read_whole({"mask_token_id": mask}, "mask_token_id", least=0)
     if mask is None and parallel:
         raise UnsupportedModel("mask_token_id is missing; a P-EAGLE network needs one")
     fused, every = "hidden_norm.weight" in {_leaf(name) for name in tensors}, {**fields, **nested}
@@ -172,10 +176,10 @@ def read_eagle_config(
         layers = read_target_layers(fields, decoder.num_layers).layers
     return EagleConfig(
         decoder=sized,
-        target_size=int(fields.get("target_hidden_size") or decoder.hidden_size),
+        target_size=read_whole(fields, "target_hidden_size", decoder.hidden_size),
         target_layers=layers,
         vocab_size=own.vocab_size,
-        draft_vocab_size=int(every.get("draft_vocab_size") or own.vocab_size),
+        draft_vocab_size=read_whole(every, "draft_vocab_size", own.vocab_size),
         fused=fused,
         fc_bias=bool(fields.get("fusion_bias", fields.get("bias", True))) and not fused,
         fc_norm=bool(every.get("fc_norm", False)),
@@ -186,7 +190,7 @@ def read_eagle_config(
         feature_norm=not fused and (para or "hidden_states_layernorm.weight" in tensors),
         layer_norm=not fused and "layers.0.input_layernorm.weight" in tensors,
         head_norm=not fused and "lm_head_layernorm.weight" in tensors,
-        mask_token=None if mask is None else int(mask),
+        mask_token=mask,
         views=tuple(LayerView(window=window, moves=moves) for window in windows or ()),
     )
 
@@ -218,7 +222,7 @@ def read_target_layers(fields: dict[str, Any], depth: int) -> TargetLayers:
     Raises:
         UnsupportedModel: If a field holds no layers of the target, or two fields contradict.
     """
-    nested = fields.get("eagle_config") or {}
+    nested = read_object(fields, "eagle_config")
     if nested.get("use_aux_hidden_state", fields.get("use_aux_hidden_state")) is False:
         return TargetLayers((FINAL_LAYER,), "use_aux_hidden_state is false")
     found: dict[str, TargetLayers] = {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -62,11 +63,13 @@ class GatedLora(nn.Module):
         embeddings: [k, E].
         rank: r of every update.
         alpha: LoRA's numerator: an update is multiplied by alpha / r.
+        folder: Where they were loaded from. None for mask tokens that were not loaded.
     """
 
     def __init__(self, config: DecoderConfig, num_masks: int, rank: int, alpha: float) -> None:
         super().__init__()
         self.rank, self.alpha = rank, alpha
+        self.folder: Path | None = None
         self.embeddings = nn.Parameter(torch.zeros(num_masks, config.hidden_size))
         self.layers = nn.ModuleList(
             nn.ModuleDict(
@@ -76,6 +79,17 @@ class GatedLora(nn.Module):
                 }
             )
             for _ in range(config.num_layers)
+        )
+
+    def equals(self, other: GatedLora) -> bool:
+        """Returns whether two sets of mask tokens are one, or were loaded from one folder."""
+        if self is other:
+            return True
+        if self.folder is None or self.folder != other.folder or self.alpha != other.alpha:
+            return False
+        own, theirs = self.state_dict(), other.state_dict()
+        return own.keys() == theirs.keys() and all(
+            torch.equal(tensor, theirs[name]) for name, tensor in own.items()
         )
 
     @property

@@ -100,6 +100,7 @@ def load_mask_tokens(folder: Path, target: LanguageModel) -> MaskTokens:
         if not is_finite(cast[name]):
             raise UnsupportedModel(f"{folder.name}: {name} holds NaN or infinity as {dtype}")
     network.load_state_dict(cast, assign=True)
+    network.lora.folder = folder.resolve()
     return network.requires_grad_(False).eval()
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,7 +27,14 @@ from recserve.models.drafters.medusa_names import (
     repeat_blocks,
     their_names,
 )
-from recserve.models.loading import UnsupportedModel, weight_map
+from recserve.models.loading import (
+    UnsupportedModel,
+    gguf_hint,
+    opened_file,
+    read_json,
+    read_whole,
+    weight_map,
+)
 from recserve.models.weight_check import is_finite
 
 ACCURACIES = "medusa_accuracies"
@@ -77,7 +83,7 @@ def load_medusa(
     folder = Path(folder)
     fields, stored = _fields(folder), _tensors(folder)
     weights = rename(stored, bool(fields.get("original_lm_head", False)))
-    repeat_blocks(weights, stored, int(fields.get("medusa_num_layers") or 1))
+    repeat_blocks(weights, stored, read_whole(fields, "medusa_num_layers", 1))
     if target_head is not None and not any(name.startswith("outputs.") for name in weights):
         weights["outputs.0.weight"] = target_head
     config = _config(weights, folder.name, hidden_size, vocab_size)
@@ -181,10 +187,10 @@ def _check_fields(fields: Mapping[str, Any], config: MedusaConfig, folder: str, 
 
 def _logit_scale(fields: Mapping[str, Any]) -> float:
     """Returns the factor of the heads' logits, which the output matrices absorb."""
-    scale = float(fields.get("logit_scale") or 1.0)
-    if not (math.isfinite(scale) and scale > 0):
+    scale = fields.get("logit_scale") or 1.0
+    if not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
         raise UnsupportedModel(f"logit_scale is {fields['logit_scale']!r}; it must be above 0")
-    return scale
+    return float(scale)
 
 
 def _config(
@@ -221,8 +227,7 @@ def _fields(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.exists():
         return {}
-    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return fields
+    return read_json(path)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -239,18 +244,16 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         if pickled := sorted(path.name for path in folder.glob("*.pt")):
             command = "python -m benchmarks.text.convert_medusa"
             hint = f"; convert {pickled[0]} offline with `{command}`"
+        hint += gguf_hint(folder)
         raise UnsupportedModel(f"{folder.name} has none of {list(FILES)}{hint}")
     weights: dict[str, Tensor] = {}
     for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    if may_be_head(name):
-                        weights[name] = file.get_tensor(name)
-                        if not is_finite(weights[name]):
-                            raise UnsupportedModel(
-                                f"{path}: {name} holds NaN or infinity; the heads are damaged"
-                            )
-        except SafetensorError as error:
-            raise UnsupportedModel(f"{path.name} of {folder.name} is damaged: {error}") from error
+        with opened_file(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                if may_be_head(name):
+                    weights[name] = file.get_tensor(name)
+                    if not is_finite(weights[name]):
+                        raise UnsupportedModel(
+                            f"{path}: {name} holds NaN or infinity; the heads are damaged"
+                        )
     return weights

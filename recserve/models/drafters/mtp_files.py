@@ -51,6 +51,7 @@ from recserve.models.loading import (
     joined,
     opened_file,
     read_json,
+    read_object,
     tensor_files,
 )
 
@@ -82,6 +83,7 @@ NOT_COMPUTED = {
 }
 
 
+MIMO = "model.mtp_layers."
 DEEPSEEK = re.compile(r"^model\.layers\.(\d+)\.eh_proj\.weight$")
 QWEN = re.compile(r"^mtp\.layers\.(\d+)\.input_layernorm\.weight$")
 SPECULATORS = re.compile(r"^mtp_layers\.(\d+)\.input_proj\.weight$")
@@ -192,9 +194,9 @@ def _stored(folder: Path) -> StoredTensors:
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-    fields: dict[str, Any] = read_json(folder / "config.json")
-    fields = {**fields, **(fields.get("text_config") or {})}
-    return fields | (fields.get("transformer_layer_config") or {})
+    fields = read_json(folder / "config.json")
+    fields = {**fields, **read_object(fields, "text_config")}
+    return fields | read_object(fields, "transformer_layer_config")
 
 
 def _layout(stored: StoredTensors, target: LanguageModel) -> Layout:
@@ -205,6 +207,11 @@ def _layout(stored: StoredTensors, target: LanguageModel) -> Layout:
             layout = Layout(kind, min(numbers), len(numbers))
             break
     else:
+        if mimo := sorted(name for name in stored.names if name.startswith(MIMO)):
+            raise UnsupportedModel(
+                f"{stored.folder} has a tensor {mimo[0]!r}: MTP modules of MiMo are "
+                "not read; they join state and token in the other order"
+            )
         raise UnsupportedModel(
             f"{stored.folder} holds no MTP module: it has none of the tensors "
             f"'model.layers.{target.config.decoder.num_layers}.eh_proj.weight', 'mtp.fc.weight', "

@@ -9,7 +9,8 @@
 The names may begin with `mtp.`. The authors publish no configuration file, so `config.json` has the
 fields of their training configuration. `max_ahead` is the number of slots. `hook_list` names layers
 as Hugging Face's `hidden_states` does: 0 is the embedding, -1 the final state, -2 the stream before
-the last layer. All sizes are the target's. Fields and tensors are read, known to change
+the last layer. Without `is_causal` the slots are causal, as in the authors' code; the paper
+describes both directions. All sizes are the target's. Fields and tensors are read, known to change
 nothing, or an error.
 
 Source: ShiLuohe/SpecFormer (SDDE/predicter.py, configs/qwen3.yaml).
@@ -129,7 +130,7 @@ def read_specformer_config(fields: dict[str, Any], target: LanguageModel) -> Spe
         raise UnsupportedModel(f"config.json: max_ahead is {slots!r}; a positive integer is needed")
     if not isinstance(hooks, list) or not hooks:
         raise UnsupportedModel(f"config.json: hook_list is {hooks!r}; a list of layers is needed")
-    causal = fields.get("is_causal", False)
+    causal = fields.get("is_causal", True)
     if not isinstance(causal, bool):
         raise UnsupportedModel(f"config.json: is_causal is {causal!r}; true or false is needed")
     return SpecformerConfig(

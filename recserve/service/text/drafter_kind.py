@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recserve.models.loading import UnsupportedModel, opened_file, read_json, weight_map
+from recserve.models.loading import (
+    UnsupportedModel,
+    gguf_hint,
+    opened_file,
+    read_json,
+    weight_map,
+)
 
 # Drafters by the tensors that only their files have. The first pattern that fits a tensor decides.
 PATTERNS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -91,6 +97,7 @@ def drafter_files(folder: Path) -> DrafterFiles:
     if not tensors:
         pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
         hint = f"; convert {pickled[0]}, which is a pickle" if pickled else ""
+        hint += gguf_hint(folder)
         raise UnsupportedModel(f"{folder.name} has none of {list(FILES)}{hint}")
     found = [folder / name for name in CONFIGS if (folder / name).exists()]
     config = read_json(found[0]) if found else {}

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from recserve.files import UnreadableFile, read_json
 from recserve.models.loading import tensor_files
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.text.language_model import encode, read_texts
@@ -213,13 +214,13 @@ def sha256_of(paths: Sequence[Path]) -> str:
 def _facts(folder: Path) -> dict[str, Any]:
     """Returns the content of the metadata file."""
     path = folder / METADATA
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise ValueError(
             f"{folder} has no {METADATA}; `recserve train distill` writes such a folder"
-        ) from None
-    except ValueError as error:
+        )
+    try:
+        facts = read_json(path)
+    except UnreadableFile as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(facts, dict):
         raise ValueError(f"{path} is damaged: it holds no object")

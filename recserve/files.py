@@ -1,0 +1,80 @@
+"""Reads files that may come from anywhere: model folders, drafters, tokenizers and bundles.
+
+A path may be a FIFO, which blocks its reader for ever, and a JSON file may hold anything. All
+loaders read their files here, so that each of them refuses the same things in the same words.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 35 MB
+
+
+class UnreadableFile(ValueError):
+    """A file is missing, is no regular file, is too large, or has other content than expected."""
+
+
+def regular_file(path: Path) -> Path:
+    """Returns the path if it is a regular file or a link to one.
+
+    Raises:
+        UnreadableFile: If it is missing, or something else such as a folder, FIFO or device.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise UnreadableFile(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+        kind = kinds.get(stat.S_IFMT(mode), "device")
+        raise UnreadableFile(f"{path} is a {kind}; a regular file is needed")
+    return path
+
+
+def read_bytes(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
+    """Returns the content of a regular file of at most `most` bytes. Raises UnreadableFile."""
+    size = regular_file(path).stat().st_size
+    if size > most:
+        raise UnreadableFile(f"{path} has {size} bytes; expected at most {most}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnreadableFile(f"{path} cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file. Raises UnreadableFile."""
+    return parse_json(read_bytes(path), path)
+
+
+def parse_json(content: bytes, path: Path) -> Any:
+    """Returns what JSON text means; `path` is the file that it comes from.
+
+    Raises:
+        UnreadableFile: If it is not JSON in UTF-8, or is nested too deeply.
+    """
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError as error:
+        raise UnreadableFile(f"{path} is nested too deeply to be read") from error
+    except ValueError as error:
+        raise UnreadableFile(f"{path} is not JSON: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises UnreadableFile if there is something else."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UnreadableFile(
+            f"{path} holds {_kind(content)}; a JSON object is needed, such as {{}}"
+        )
+    return content
+
+
+def _kind(content: Any) -> str:
+    kinds = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    return kinds.get(type(content), "a number")
