@@ -221,7 +221,7 @@ def _assemble(
     bundle.check_unchanged()  # before names are written to the store
     types.add(event_types)
     types.add_of_bundle((*manifest.type_names, *trained))
-    if tables is not None:
+    if models.ranker is not None and tables is not None:
         ranking = LiveRanking(tables)
         runtime.snapshot = replace(runtime.snapshot, ranking=tables)
         salt = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
