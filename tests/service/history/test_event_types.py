@@ -227,7 +227,7 @@ def assert_imported(service, bundle):
         assert [event.type for event in service.history(user_id).events] == expected
 
 
-def test_every_door_passes_names_on_unchanged(tmp_path, monkeypatch):
+def test_every_door_passes_names_on_unchanged(tmp_path):
     """Build, import, settings, HTTP, corrections, restart, command line."""
     draw = random.Random(7)
     drawn = [f"{draw.choice('aéж日🛒')}{draw.random()}" for _ in range(6)]
@@ -292,7 +292,8 @@ def test_two_servers_with_different_bundles_share_a_store(tmp_path, request, kin
         def service_of(name):
             if kind == "redis" and name in up:
                 return up[name]
-            stack.close() if kind == "lmdb" else None
+            if kind == "lmdb":
+                stack.close()
             options = ServiceOptions(journal=tmp_path / "items" / name)
             up[name] = stack.enter_context(Service.open(bundles[name], url, "cpu", options))
             return up[name]
