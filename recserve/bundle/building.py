@@ -153,8 +153,8 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     events, bad_events = read_events(options.events, items, options.on_bad_rows)
     try:
         check_type_names(events.type_names)
-    except ValueError as error:
-        raise SchemaError(f"{options.events}: column type: {error}") from None
+    except ValueError as fault:
+        raise SchemaError(f"{options.events}: column type: {fault}") from None
     for line in (*_column_lines(bad_events, ()), *bad_events.lines()):
         log(line)
     log(f"{len(items)} items, {events.num_users} users, {events.num_events} events")

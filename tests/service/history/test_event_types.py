@@ -42,6 +42,8 @@ from recserve.models.ranker import load_ranker, save_ranker
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
 from recserve.service.history.event_types import TYPE_TABLE, EventTypes
+from recserve.service.slate_log.reader import read_log, shown_items
+from recserve.service.succession import open_successor
 from recserve.training.ranker.ranking_batch import pack
 from recserve.training.ranker.ranking_quality import attend_within
 from tests.support.live_server import live
@@ -92,12 +94,12 @@ class MemoryStore(HistoryStore):
         return self.histories.pop(user_id, None) is not None
 
 
-@pytest.fixture(params=["lmdb", "redis", "memory"])
+@pytest.fixture(params=["lmdb", "expiring", "redis", "memory"])
 def store(request, tmp_path):
     if request.param == "memory":
         yield MemoryStore()
         return
-    url = f"lmdb:{tmp_path}/own"
+    url = f"lmdb:{tmp_path}/own{'?ttl_s=60' if request.param == 'expiring' else ''}"
     if request.param == "redis":
         url = request.getfixturevalue("redis_url")
         redis.Redis.from_url(url).flushall()
@@ -225,7 +227,7 @@ def assert_imported(service, bundle):
         assert [event.type for event in service.history(user_id).events] == expected
 
 
-def test_every_door_passes_names_on_unchanged(tmp_path, monkeypatch):
+def test_every_door_passes_names_on_unchanged(tmp_path):
     """Build, import, settings, HTTP, corrections, restart, command line."""
     draw = random.Random(7)
     drawn = [f"{draw.choice('aéж日🛒')}{draw.random()}" for _ in range(6)]
@@ -290,7 +292,8 @@ def test_two_servers_with_different_bundles_share_a_store(tmp_path, request, kin
         def service_of(name):
             if kind == "redis" and name in up:
                 return up[name]
-            stack.close() if kind == "lmdb" else None
+            if kind == "lmdb":
+                stack.close()
             options = ServiceOptions(journal=tmp_path / "items" / name)
             up[name] = stack.enter_context(Service.open(bundles[name], url, "cpu", options))
             return up[name]
@@ -312,6 +315,44 @@ def test_two_servers_with_different_bundles_share_a_store(tmp_path, request, kin
             request_body = {"user": {"id": "ann"}, "candidates": [{"item_id": item}]}
             assert service.rank(request_body).degraded == []
             assert_imported(service, bundles["new" if new_first else "old"])
+
+
+def test_a_successor_brings_its_types_and_the_old_service_reads_them(tmp_path):
+    old_bundle = typed_bundle(tmp_path / "old", ("click", "zap"))
+    new_bundle = typed_bundle(tmp_path / "new", ("added", "click", "zap"))
+    with Service.open(old_bundle, f"lmdb:{tmp_path}/store", "cpu") as old:
+        item = old.samples(1, 1)["items"][0]
+        event = {"user_id": "ann", "item_id": item, "type": "added"}
+        with open_successor(old, Bundle.open(new_bundle), "cpu") as new:
+            assert new.event_types().event_types == [*EVENT_TYPES, "added", "zap"]
+            assert new.add_events({"events": [event]}).accepted == 1
+            for service in (old, new):
+                assert [event.type for event in service.history("ann").events] == ["added"]
+        assert old.add_events({"events": [event]}).accepted == 0
+        assert old.event_types().event_types == [*EVENT_TYPES, "zap"]
+
+
+def test_the_slate_log_has_the_names(tmp_path):
+    options = ServiceOptions(event_types=AWKWARD, journal=tmp_path / "items")
+    service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", options)
+    with live(service, slate_log=tmp_path / "log") as client:
+        slate = client.post("/v1/recommend", json={"user": {"id": "ann"}, "k": 3}).json()
+        event = {"user_id": "ann", "item_id": slate["items"][0]["item_id"]}
+        event |= {"attribution_token": slate["attribution_token"]}
+        events = [event | {"type": name} for name in (*AWKWARD, "refused")]
+        answer = client.post("/v1/events", json={"events": events}).json()
+        assert (answer["accepted"], len(answer["rejected"])) == (len(AWKWARD), 1)
+    outcomes = read_log(tmp_path / "log", "outcomes").column("type").to_pylist()
+    assert outcomes == list(AWKWARD)
+    for name in AWKWARD:
+        shown = shown_items(tmp_path / "log", [name])
+        assert shown.column("num_outcomes").to_pylist() == [1, 0, 0]
+
+
+def test_the_environment_lists_names_with_commas(monkeypatch):
+    monkeypatch.setenv("RECSERVE_EVENT_TYPES", "add to wishlist, купить,click")
+    config = ServerConfig.load({"bundle": shared_bundle()})
+    assert list(config.event_types) == ["add to wishlist", "купить", "click"]
 
 
 def packed(events):
