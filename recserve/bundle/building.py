@@ -17,10 +17,10 @@ from recserve.bundle.new_folder import new_folder
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.filters import CATEGORY, ItemFilters
 from recserve.features.history.type_names import check_type_names
-from recserve.features.tables.event_table import read_events
+from recserve.features.tables.event_table import find_problems, read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ATTRIBUTE, ItemTable, read_items
-from recserve.features.tables.parquet import BadRows, OnBadRows, SchemaError
+from recserve.features.tables.parquet import BadRowError, BadRows, OnBadRows, SchemaError
 from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
 from recserve.features.vectors.semantic_ids import CodeReport, build_index
 from recserve.features.vectors.text_encoder import TextEncoder, unit
@@ -147,7 +147,11 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     out = Path(options.out)
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise BundleError(f"{out}: not empty; choose another folder or delete this one")
-    items, bad_items = read_items(options.items, options.on_bad_rows, options.split)
+    try:
+        items, bad_items = read_items(options.items, options.on_bad_rows, options.split)
+    except (SchemaError, BadRowError) as wrong:
+        # One run names the problems of both files.
+        raise type(wrong)("\n".join([str(wrong), *find_problems(options.events)])) from wrong
     for line in (*_column_lines(bad_items, ItemFilters(items).fields), *bad_items.lines()):
         log(line)
     events, bad_events = read_events(options.events, items, options.on_bad_rows)

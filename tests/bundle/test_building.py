@@ -12,7 +12,7 @@ import pytest
 from recserve.bundle.building import BuildOptions, BuildReport, build_bundle
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
-from recserve.features.tables.parquet import BadRowError
+from recserve.features.tables.parquet import BadRowError, SchemaError
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,35 @@ def test_bad_rows_raise_or_are_dropped_everywhere(files: SyntheticFiles, tmp_pat
     assert report.bad_items.dropped == {"duplicate item_id": 1}
     assert report.bad_events.dropped["unknown item_id"] > 0 and report.num_items == 499
     assert Bundle.open(tmp_path / "b").catalog().vectors[row].tolist() == [2 * row + 2, 2 * row + 3]
+
+
+def test_one_run_reports_every_column_and_names_the_problems_of_both_files(
+    files: SyntheticFiles, tmp_path: Path
+) -> None:
+    items, events = pq.read_table(files.items), pq.read_table(files.events)
+    nothing, stamps = pa.nulls(len(items)), pa.array([{"a": 1}] * len(items))
+    items = items.append_column("empty", nothing).append_column("nested", stamps)
+    items = items.append_column("category", nothing.cast(pa.string()).fill_null("x"))
+    one, two = tmp_path / "items.parquet", tmp_path / "events.parquet"
+    pq.write_table(items, one)
+    pq.write_table(events.append_column("event_type", pa.array(["x"] * len(events))), two)
+    lines: list[str] = []
+    small = {"levels": 2, "codes": 16, "text_dim": 16, "collaborative_dim": 0}
+    build_bundle(BuildOptions(one, two, tmp_path / "b", **small), log=lines.append)  # type: ignore[arg-type]
+    text = "\n".join(lines)
+    for name in items.column_names:
+        assert f"{one}: column {name} (" in text
+    assert "column empty (null): ignored: no row has a value" in text
+    assert "nested (struct<a: int64>): attribute, not filterable: filters read" in text
+    assert "category (string): attribute, not filterable: filters read category from" in text
+    assert "column event_type (string): not used" in text
+
+    pq.write_table(items.rename_columns([f"x{name}" for name in items.column_names]), one)
+    pq.write_table(events.drop_columns(["user_id"]), two)
+    with pytest.raises(SchemaError) as refused:
+        build_bundle(BuildOptions(one, two, tmp_path / "c"), log=lines.append)
+    assert f"{one}: column item_id" in str(refused.value)
+    assert f"{two}: column user_id" in str(refused.value)
 
 
 def test_a_failed_build_leaves_nothing(

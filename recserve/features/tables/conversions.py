@@ -241,7 +241,8 @@ def _of_numbers(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
             f"{', '.join(UNITS_PER_S)} of the years 1973 to 2255; row {row} has {raw[row]}{hint}"
         )
     times[null] = NULL_TIME
-    return times, "".join(f"{kind} read as {unit} since 1970" for unit in found)
+    word = "integers" if raw.dtype.kind == "i" else "numbers"
+    return times, "".join(f"{word} read as {unit} since 1970" for unit in found)
 
 
 def _of_texts(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:

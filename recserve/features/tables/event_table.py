@@ -33,6 +33,7 @@ from recserve.features.tables.parquet import (
     BadRows,
     OnBadRows,
     RowCheck,
+    SchemaError,
     longer_than,
     null_or_blank,
 )
@@ -82,6 +83,16 @@ def read_events(
     check = RowCheck(source.path, len(source), on_bad_rows)
     columns.reject_invalid(check)
     return columns.log(check.finish()), check.report(source.columns())
+
+
+def find_problems(path: str | Path) -> list[str]:
+    """Returns why the columns of an event file cannot be used, whatever the items are."""
+    nothing = ItemTable([], [], [], pa.table({}))
+    try:
+        _Columns.of(InputTable(Path(path), COLUMNS), nothing)
+    except SchemaError as error:
+        return [str(error)]
+    return []
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from recserve.features.tables.text_files import DELIMITERS, LINE_SUFFIXES, read_
 
 T = TypeVar("T")
 Convert = Callable[[pa.ChunkedArray], tuple[T, str]]
+MEANT = "did you mean"
 NO_VALUE = "ignored: no row has a value"
 
 
@@ -105,6 +106,7 @@ class InputTable:
             wanted: Description of the column.
             names: Names that the column may have, the most common first.
         """
+        self._absent = [name for name in self._absent if name not in names]
         there = self.table.column_names
         meant = [(other, name) for name in names for other in there if suggest(other, [name])]
         hint = f"; rename {meant[0][0]} to {meant[0][1]}" if meant else ""
@@ -115,12 +117,17 @@ class InputTable:
     def suggestion(self, name: str) -> str:
         """Returns a hint if an unused column's name stands for a column that is absent."""
         meant = suggest(name, self._absent)
-        return "" if meant is None else f"; did you mean {meant}? rename the column"
+        return "" if meant is None else f"; {MEANT} {meant}? rename the column"
 
     def check(self) -> None:
-        """Raises SchemaError with all problems, one line each."""
+        """Raises SchemaError with all problems, one line each, and columns that may be misnamed."""
         if self.problems:
-            raise SchemaError("\n".join(self.problems))
+            misnamed = [
+                f"{self.path}: column {name}: {use}"
+                for name, use in self.uses.items()
+                if MEANT in use
+            ]
+            raise SchemaError("\n".join([*self.problems, *misnamed]))
 
     def columns(self) -> tuple[ColumnUse, ...]:
         """Returns what the columns became, in the order of the file."""

@@ -41,7 +41,7 @@ def read_csv(path: Path) -> pa.Table:
         with pc_csv.open_csv(path, blocks, parse) as reader:
             names = reader.schema.names
         texts = pc_csv.ConvertOptions(
-            column_types={name: pa.large_string() for name in names},
+            column_types={name: pa.string() for name in names},
             strings_can_be_null=True,
             null_values=[""],
         )

@@ -305,6 +305,7 @@ def follow(message: str, table: pa.Table) -> tuple[pa.Table, dict[str, str]]:
             split[found[1]] = found[2]
         else:
             found = re.search(r"rename (\w+) to (\w+)", line)
+            found = found or re.search(r"column (\w+): .*did you mean (\w+)\?", line)
             found = found or re.search(r"column (\w+) .*belong into a column (\w+)", line)
             assert found is not None, line
             names = [found[2] if n == found[1] else n for n in table.column_names]
@@ -410,8 +411,11 @@ def test_all_problems_are_named_at_once_and_each_can_be_mended(tmp_path: Path) -
         read_items(path)
     movies, _ = follow(str(refused.value), movies)
     pq.write_table(movies, path)
-    items, report = read_items(path)
-    assert use(report, "genres") == "attribute; did you mean categories? rename the column"
+    with pytest.raises(SchemaError) as refused:
+        read_items(path)
+    movies, split = follow(str(refused.value), movies)
+    items, _ = read_items(path, split=split)
+    assert items.ids == ["1", "2"] and items.categories == [["X", "Y"], ["Z"]]
 
     ratings = pa.table({"userId": [7], "movieId": [1], "rating": [3.5], "time": [S]})
     path = tmp_path / "ratings.csv"
@@ -419,12 +423,12 @@ def test_all_problems_are_named_at_once_and_each_can_be_mended(tmp_path: Path) -
     with pytest.raises(SchemaError) as refused:
         read_events(path, items)
     lines = str(refused.value).splitlines()
-    assert len(lines) == 3 and all("is missing" in line for line in lines)
+    assert len(lines) == 4 and all("is missing" in line for line in lines[:3])
     ratings, _ = follow(str(refused.value), ratings)
     pc_csv.write_csv(ratings, path)
     log, report = read_events(path, items)
     assert log.times.tolist() == [S * 10**6] and log.user_ids == ["7"]
-    assert use(report, "rating") == "not used; did you mean value? rename the column"
+    assert log.values.tolist() == [3.5] and use(report, "value") == "event values"
 
 
 def test_columns_and_rows_name_every_problem(tmp_path: Path) -> None:
