@@ -38,10 +38,12 @@ class Prompt:
     Attributes:
         tokens: At least one token id.
         text: Text of the prompt, as `echo` returns it.
+        encoded: True if the request gave the text, False if it gave the tokens.
     """
 
     tokens: list[int]
     text: str
+    encoded: bool
 
 
 def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt]:
@@ -247,10 +249,10 @@ def encoded(param: str, given: str | list[int], model: TextModel) -> list[int]:
 def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:
     if isinstance(given, str):
         check_length("prompt", given, model)
-        prompt = Prompt(model.tokenizer.encode(given, special), given)
+        prompt = Prompt(model.tokenizer.encode(given, special), given, True)
     else:
         check_tokens("prompt", given, model)
-        prompt = Prompt(given, model.tokenizer.decode(given))
+        prompt = Prompt(given, model.tokenizer.decode(given), False)
     if not prompt.tokens:
         raise InvalidRequest("prompt", "is empty; this model needs at least one token to continue")
     return prompt
