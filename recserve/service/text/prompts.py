@@ -29,6 +29,7 @@ from recserve.speculation.verifiers.registry import GREEDY, verifiers
 from recserve.tokenizer.template_sandbox import TemplateError
 
 COMPLETION_TOKENS = 16
+RANDOM_SEED = -1  # draws a seed, as in vLLM and llama.cpp
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def sampling(
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=bias,
         bad_words=_bad_words(body.bad_words or [], model),
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed=secrets.randbits(63) if body.seed in (None, RANDOM_SEED) else body.seed,
         max_tokens=max(most, 1),
         min_tokens=body.min_tokens,
         stop_token_ids=tuple(dict.fromkeys([*ends, *stops])),
@@ -267,6 +268,7 @@ def _turn(number: int, message: ChatMessage) -> dict[str, Any]:
         "content": content if isinstance(content, str) else "".join(p.text for p in content),
         "name": message.name,
         "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
         "tool_calls": None if not message.tool_calls else [_call(c) for c in message.tool_calls],
     }
     return {name: value for name, value in turn.items() if value is not None}
