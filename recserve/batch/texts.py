@@ -25,6 +25,7 @@ from recserve.schemas.scoring import (
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextResponse, Usage
 from recserve.schemas.validation import converted
 from recserve.service import Service
+from recserve.service.text.prompts import RANDOM_SEED
 from recserve.speculation.verifiers.registry import GREEDY, SAMPLE
 
 TextBody = CompletionRequest | ChatRequest | RerankRequest | GenerativeScoringRequest
@@ -109,7 +110,7 @@ def text_call(url: str, body: dict[str, Any], name: str) -> TextCall:
                 f"expected {SAMPLE} or {GREEDY} in a batch job, because texts of other rules "
                 f"depend on their drafts, got {verifier!r}",
             )
-        if checked.seed is None:
+        if checked.seed in (None, RANDOM_SEED):
             checked = structs.replace(checked, seed=int(name, 16) >> 1)
     return TextCall(url, checked, name)
 

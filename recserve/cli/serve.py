@@ -228,10 +228,12 @@ def _examine_drafter(named: str, llm: Path, texts: list[Path], device: Device) -
     from recserve.models.loading import load_language_model
     from recserve.service.model_loader import resolve_device
     from recserve.service.text.drafter_checkup import examine_drafter
+    from recserve.service.text.loader import unite_end_tokens
     from recserve.tokenizer.tokenizer import TextTokenizer
     from recserve.training.text.language_model import read_texts
 
     text = "\n".join(read_texts(texts)) if texts else None
     tokenizer = TextTokenizer.open(llm)
     target = load_language_model(llm, device=resolve_device(device))
+    unite_end_tokens(target, tokenizer)
     return examine_drafter(named, target, tokenizer, text)

@@ -195,7 +195,7 @@ def _tokens(file: str, name: str, value: object, vocab_size: int) -> tuple[int, 
         return ()
     tokens = value if isinstance(value, list) else [value]
     for token in tokens:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+        if type(token) is not int or not 0 <= token < vocab_size:
             raise UnsupportedModel(
                 f"{file}: {name} has {token!r}; a token number from 0 to {vocab_size - 1} is needed"
             )

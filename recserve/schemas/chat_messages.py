@@ -1,12 +1,16 @@
-"""The turns of a conversation, in OpenAI's format."""
+"""The turns of a conversation, in OpenAI's format.
+
+Unknown fields inside a turn, such as `cache_control`, are ignored, as in vLLM. Clients of other
+servers send them.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from recserve.schemas.items import InvalidRequest, MissingField, StrictStruct, UnsupportedField
+from recserve.schemas.items import InvalidRequest, MissingField, UnsupportedField
 
 # Fields of a turn that the chat template does not see; values other than these are refused.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -14,25 +18,24 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
-    "reasoning_content": (None, ""),
 }
 
 
-class TextPart(StrictStruct, frozen=True, kw_only=True):
+class TextPart(Struct, frozen=True, kw_only=True):
     """A text part of a message; no other kind is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(StrictStruct, frozen=True, kw_only=True):
+class CalledFunction(Struct, frozen=True, kw_only=True):
     """Name of a function, and its arguments as a JSON object or as the text of one."""
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
-class ToolCall(StrictStruct, frozen=True, kw_only=True):
+class ToolCall(Struct, frozen=True, kw_only=True):
     """A call of a function that the assistant wanted."""
 
     function: CalledFunction
@@ -41,14 +44,14 @@ class ToolCall(StrictStruct, frozen=True, kw_only=True):
     index: int | None = None
 
 
-class ChatMessage(StrictStruct, frozen=True, kw_only=True):
+class ChatMessage(Struct, frozen=True, kw_only=True):
     """One turn. The template receives the role `developer` as `system`.
 
     Attributes:
         content: The text; None only beside `tool_calls`, which gives the template an empty text.
         tool_calls: Functions that the assistant called. The template receives them.
         tool_call_id: The call whose result a turn of the role `tool` holds.
-        provider_specific_fields: Notes of litellm about an answer that is sent back; ignored.
+        reasoning_content: The assistant's thoughts before its answer. The template receives them.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -60,8 +63,7 @@ class ChatMessage(StrictStruct, frozen=True, kw_only=True):
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    reasoning_content: Any = None
-    provider_specific_fields: Any = None
+    reasoning_content: str | None = None
 
     def check(self, param: str) -> None:
         """Raises InvalidRequest if the turn is not one that a template can write.

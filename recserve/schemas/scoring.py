@@ -27,8 +27,8 @@ Count = Annotated[int, Meta(ge=1, le=2**31)]
 TokenTexts = Annotated[list[TokenId], Meta(min_length=1)]
 
 
-class Document(StrictStruct, frozen=True, kw_only=True):
-    """A document in object form."""
+class Document(Struct, frozen=True, kw_only=True):
+    """A document in object form. Further fields are ignored."""
 
     text: str
 

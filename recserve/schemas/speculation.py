@@ -11,9 +11,12 @@ class SpeculationMetrics(Struct, frozen=True, kw_only=True):
     """Draft statistics over all texts of the response.
 
     Attributes:
-        mean_acceptance_length: Tokens per step with a draft, the bonus token included, as in vLLM.
-        draft_acceptance_rate: Accepted share of the draft tokens.
+        mean_acceptance_length: Tokens per step with a draft, the bonus token included, as in vLLM;
+            1 without drafts.
+        draft_acceptance_rate: Accepted share of the draft tokens; 0 without drafts.
+        num_accepted_tokens: Accepted tokens that are part of the texts.
         per_position: `per_position[d]` counts tokens accepted at position d of their draft.
+        num_paused_steps: Steps without a draft because drafts did not pay under the load.
     """
 
     drafter: str
@@ -25,6 +28,7 @@ class SpeculationMetrics(Struct, frozen=True, kw_only=True):
     num_draft_tokens: int
     num_accepted_tokens: int
     per_position: list[int]
+    num_paused_steps: int
 
 
 class TokenSource(Struct, frozen=True):

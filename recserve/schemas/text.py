@@ -239,7 +239,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class TextMetrics(Struct, frozen=True):
-    """Metrics of a response. `speculative_decoding` is None if nothing was drafted."""
+    """Metrics of a response. `speculative_decoding` is None for the drafter `none`."""
 
     speculative_decoding: SpeculationMetrics | None
 

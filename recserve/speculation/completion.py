@@ -44,12 +44,18 @@ class TextCommit:
         logprobs: One entry per token; empty unless the request asks for log-probabilities.
         finish_reason: Why the text ended; None before the last commit.
         num_accepted: Number of first tokens that a draft proposed and the target accepted.
+        num_draft_tokens: Candidate nodes of the step's draft; 0 without a draft.
+        num_draft_levels: Most candidates on a path of the draft.
+        paused: Whether the scheduler paused the drafts of the text in this step.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     num_accepted: int = 0
+    num_draft_tokens: int = 0
+    num_draft_levels: int = 0
+    paused: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ class SpeculationCounts:
         num_accepted_tokens: Accepted tokens of all drafts.
         num_draft_levels: Levels of all drafts, the most nodes on a path of each.
         per_position: `per_position[d]` counts accepted tokens at depth d + 1 of their draft.
+        num_paused_steps: Steps in which the scheduler paused the drafts of the text.
     """
 
     num_drafts: int = 0
@@ -97,6 +104,7 @@ class SpeculationCounts:
     num_accepted_tokens: int = 0
     num_draft_levels: int = 0
     per_position: list[int] = field(default_factory=list)
+    num_paused_steps: int = 0
 
     @property
     def kappa(self) -> float:

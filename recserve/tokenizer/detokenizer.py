@@ -117,6 +117,20 @@ class Detokenizer:
         self.num_tokens += 1
         return self._next(piece)
 
+    def start_of(self, token: int) -> int:
+        """Returns the number of characters before a token, which is pushed next.
+
+        A token that continues a character has the place of that character.
+        """
+        pending, _ = self._utf8.getstate()
+        spelled = self._table[token] if token < len(self._table) else b""
+        if pending and spelled:
+            try:
+                codecs.getincrementaldecoder("utf-8")().decode(pending + spelled[:1])
+            except UnicodeDecodeError:  # the bytes before it become U+FFFD
+                return self.num_characters + 1
+        return self.num_characters
+
     def finish(self) -> str:
         """Returns the text that was held back, once no more tokens follow.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class TextTokenizer:
         literal: The same tokeniser, which treats names of special tokens as plain text.
         all_bytes: Bytes that each token id writes.
         text_bytes: The same, with no bytes for special tokens.
-        end_token: Token id that ends a text, or None if the folder names none.
+        end_tokens: Token ids that end a text: `eos_token` of tokenizer_config.json and of
+            special_tokens_map.json.
         template: Chat template, or None if the folder has none.
         max_bytes_per_token: Most UTF-8 bytes of text that one token covers, or None without a
             bound.
@@ -48,7 +50,7 @@ class TextTokenizer:
     literal: Tokenizer
     all_bytes: tuple[bytes, ...]
     text_bytes: tuple[bytes, ...]
-    end_token: int | None
+    end_tokens: tuple[int, ...]
     template: ChatTemplate | None
     max_bytes_per_token: int | None = None
     special: Mapping[str, str] = field(default_factory=dict)
@@ -79,13 +81,21 @@ class TextTokenizer:
         every = token_bytes(fields, vocabulary)
         special = {t["id"] for t in fields.get("added_tokens") or () if t.get("special")}
         config = _read(folder / "tokenizer_config.json")
-        names = {name: _content(config[name]) for name in SPECIAL if config.get(name)}
+        own = _special_tokens("tokenizer_config.json", config)
+        mapped = _special_tokens(
+            "special_tokens_map.json", _read(folder / "special_tokens_map.json")
+        )
+        ends = (
+            _number("tokenizer_config.json", own, vocabulary),
+            _number("special_tokens_map.json", mapped, vocabulary),
+        )
+        names = mapped | own
         return TextTokenizer(
             tokenizer,
             literal,
             tuple(every),
             tuple(b"" if n in special else spelled for n, spelled in enumerate(every)),
-            vocabulary.get(names.get("eos_token", "")),
+            tuple(dict.fromkeys(end for end in ends if end is not None)),
             _template(folder, config, names, chat_template),
             max_bytes_per_token(fields, vocabulary, every),
             names,
@@ -103,6 +113,35 @@ class TextTokenizer:
     def encode_literal(self, text: str) -> list[int]:
         """Returns the token ids of an untrusted text, in which no special token is recognised."""
         return _encode(self.literal, text, special=False)
+
+    def starts(self, text: str, tokens: Sequence[int]) -> list[int]:
+        """Returns the place in a text at which each of its tokens starts, in characters.
+
+        A token that starts inside a character has the place of that character. Tokens that `encode`
+        adds around the text take no characters.
+
+        Args:
+            text: The text.
+            tokens: Its tokens, as `encode` returns them.
+        """
+        found = self._untrimmed.encode_batch([text], add_special_tokens=False)[0]
+        places = [start for start, _ in found.offsets]
+        if len(places) < len(tokens):  # tokens were added, such as BOS
+            places = [0] * self._num_before + places
+        return places + [len(text)] * (len(tokens) - len(places))
+
+    @cached_property
+    def _num_before(self) -> int:
+        """Number of special tokens that `encode` adds before a text."""
+        added = self.tokenizer.encode("a").special_tokens_mask
+        return added.index(0) if 0 in added else len(added)
+
+    @cached_property
+    def _untrimmed(self) -> Tokenizer:
+        """A copy without post-processing, which can leave spaces out of a token's place."""
+        copy = Tokenizer.from_str(self.tokenizer.to_str())
+        copy.post_processor = None
+        return copy
 
     def min_tokens(self, text: str) -> int:
         """Returns a lower bound on the number of tokens of a text, without encoding it.
@@ -167,12 +206,47 @@ def _template(
     return None if source is None else ChatTemplate(source, names)
 
 
-def _content(token: Any) -> str:
-    """Returns a special token, which configuration files write as a string or an object."""
-    return str(token["content"] if isinstance(token, dict) else token)
+def _special_tokens(file: str, fields: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the special tokens that a configuration file names, by field.
+
+    The file writes a token as a string, or as an object with `content`.
+
+    Raises:
+        UnsupportedTokenizer: If a field holds something else.
+    """
+    names = {}
+    for name in SPECIAL:
+        value = fields.get(name)
+        if value is None:
+            continue
+        token = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(token, str):
+            raise UnsupportedTokenizer(
+                f"{file}: {name} is {value!r}; expected a token's text, or an object with the text "
+                "as content"
+            )
+        names[name] = token
+    return names
+
+
+def _number(file: str, names: Mapping[str, str], vocabulary: Mapping[str, int]) -> int | None:
+    """Returns the id of the end token that a file names; None if it names none.
+
+    Raises:
+        UnsupportedTokenizer: If the vocabulary lacks it. Texts would never end.
+    """
+    token = names.get("eos_token")
+    if token is None:
+        return None
+    if token not in vocabulary:
+        raise UnsupportedTokenizer(
+            f"{file}: eos_token is {token!r}; tokenizer.json has no such token"
+        )
+    return vocabulary[token]
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Returns the fields of a JSON file; none if there is no such file."""
     if not path.exists():
         return {}
     try:

@@ -138,6 +138,8 @@ class ScriptedEngine:
                 logprobs=rows if params.logprobs is not None else (),
                 finish_reason=reason,
                 num_accepted=0 if request.speculation.drafter == "none" else max(len(part) - 1, 0),
+                num_draft_tokens=0 if request.speculation.drafter == "none" else 4,
+                num_draft_levels=4,
             )
             stopped = bool(request.on_commit and request.on_commit(commit))
             if stopped or last:

@@ -65,6 +65,16 @@ def test_equal_to_transformers(source, answer_follows):
     assert ours.render(MESSAGES, answer_follows=answer_follows) == theirs[0]
 
 
+def test_the_json_of_a_template_has_the_parameters_of_transformers():
+    source = (
+        "{{ m | tojson(sort_keys=true, separators=(',', ':'), ensure_ascii=true, indent=none) }}"
+    )
+    source = "{% for m in messages %}" + source + "{% endfor %}"
+    turn = {"role": "user", "content": "é", "reasoning_content": "so"}
+    expected = '{"content":"\\u00e9","reasoning_content":"so","role":"user"}'
+    assert ChatTemplate(source, {}).render([turn]) == expected
+
+
 def test_settings_replace_neither_messages_nor_special_tokens():
     template = ChatTemplate("{{ bos_token }}{{ messages | length }}", {"bos_token": "<s>"})
     assert template.render([{}], {"messages": [1, 2], "bos_token": "x"}) == "<s>1"

@@ -134,10 +134,10 @@ def test_no_stop_string_counts_before_min_tokens():
 def test_end_token_and_template_come_from_the_folder(tmp_path):
     source = reference("stories260k")
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    assert TextTokenizer.open(tmp_path).end_token is None
+    assert TextTokenizer.open(tmp_path).end_tokens == ()
     said = {"eos_token": {"content": "</s>"}, "bos_token": "<s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-    assert TextTokenizer.open(tmp_path).end_token == 2
+    assert TextTokenizer.open(tmp_path).end_tokens == (2,)
     assert TextTokenizer.open(tmp_path).template is None
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     template = TextTokenizer.open(tmp_path).template

@@ -134,10 +134,11 @@ class DraftProposer:
             depths = self.policy.depths(counts, num_texts, prefill)
         calls: dict[int, tuple[list[TextSequence], list[Budget]]] = {}
         for sequence in texts:
-            budget = sequence.budget(self.draft_nodes)
+            budget = most = sequence.budget(self.draft_nodes)
             if not _shapes_the_text(sequence):
                 name = sequence.request.speculation.drafter
-                budget = self._as_deep_as_pays(name, depths.get(name), budget)
+                budget = self._as_deep_as_pays(name, depths.get(name), most)
+            sequence.paused = bool(most.num_nodes and not budget.num_nodes)
             if budget.num_nodes or sequence.context.id not in self._started:
                 self._started.add(sequence.context.id)
                 own = calls.setdefault(id(sequence.drafter), ([], []))

@@ -335,7 +335,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                     raise NotFinite
                 top = sequence.request.params.logprobs
                 logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
-                added = sequence.commit(tokens, logprobs, counted)
+                added = sequence.commit(tokens, draft, logprobs, counted)
             except Exception as error:
                 self._end([(sequence, error)])
                 first += 1 + draft.num_nodes
@@ -347,7 +347,6 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             if sequence.drafter.reads_states:
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
             if draft.num_nodes:
-                sequence.counts.add(draft.num_candidates, used, draft.levels)
                 self._proposer.record_outcome(sequence, draft, len(path) - 1)
             if ended:
                 self._cache_prefix(sequence)

@@ -20,7 +20,7 @@ from recserve.speculation.completion import (
     TextQuery,
     TokenLogprobs,
 )
-from recserve.speculation.draft import Budget
+from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.logits_processor import TokenCounts
 
@@ -43,6 +43,7 @@ class TextSequence(Sequence):
         states: [m, F] what the drafter reads of the last m computed tokens. None if it reads
             nothing or the states are not known.
         num_read: Number of first positions whose states the drafter has received.
+        paused: Whether the draft policy grants no draft in this step.
         end: Most committed tokens that the positions and the request allow.
     """
 
@@ -57,6 +58,7 @@ class TextSequence(Sequence):
     waits: bool = False
     states: Tensor | None = None
     num_read: int = 0
+    paused: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     finish_reason: FinishReason | None = None
@@ -150,7 +152,11 @@ class TextSequence(Sequence):
         return Budget(nodes, min(left, nodes)) if left > 0 else NO_BUDGET
 
     def commit(
-        self, tokens: list[int], logprobs: Seq[TokenLogprobs] = (), counted: bool = False
+        self,
+        tokens: list[int],
+        draft: TextDraft,
+        logprobs: Seq[TokenLogprobs] = (),
+        counted: bool = False,
     ) -> Seq[int]:
         """Appends verified tokens until the text ends, and returns the appended ones.
 
@@ -159,11 +165,12 @@ class TextSequence(Sequence):
 
         Args:
             tokens: The verified tokens, the bonus token last.
+            draft: The draft that was verified. May be empty.
             logprobs: Their log-probabilities. Empty if not requested.
             counted: Whether the step has added the tokens to the token counts already.
         """
         request, written = self.request, self.context.tokens
-        left, num_drafted = self.end - len(written), len(tokens) - 1
+        left, num_accepted = self.end - len(written), len(tokens) - 1
         if len(tokens) >= left:
             tokens, self.finish_reason = tokens[:left], "length"
         if request.params.stop_token_ids:
@@ -173,12 +180,20 @@ class TextSequence(Sequence):
             self.token_counts.add(tokens)
         if logprobs:
             self.logprobs += logprobs[: len(tokens)]
+        num_accepted = min(num_accepted, len(tokens))
+        num_candidates = draft.num_candidates if draft.num_nodes else 0
+        if draft.num_nodes:
+            self.counts.add(num_candidates, num_accepted, draft.levels)
+        self.counts.num_paused_steps += self.paused
         if request.on_commit is not None:
             news = TextCommit(
                 tokens=tuple(tokens),
                 logprobs=tuple(logprobs[: len(tokens)]),
                 finish_reason=self.finish_reason,
-                num_accepted=min(num_drafted, len(tokens)),
+                num_accepted=num_accepted,
+                num_draft_tokens=num_candidates,
+                num_draft_levels=draft.levels,
+                paused=self.paused,
             )
             if request.on_commit(news) and self.finish_reason is None:
                 self.finish_reason = "stop"

@@ -53,7 +53,7 @@ function append(into, choice) {
 }
 
 function tellFacts(usage, metrics, seconds) {
-  const drafted = metrics?.speculative_decoding;
+  const drafted = metrics?.speculative_decoding?.num_drafts ? metrics.speculative_decoding : null;
   byId("text-facts").replaceChildren(badge(`${usage.completion_tokens} tokens`), badge(`${(usage.completion_tokens / seconds).toFixed(0)} tokens/s`, "accent"),
     ...(drafted ? [badge(`${percent(drafted.draft_acceptance_rate)} accepted`, "good", `${drafted.num_accepted_tokens} of ${drafted.num_draft_tokens} draft tokens`),
       badge(`${drafted.mean_acceptance_length.toFixed(2)} tokens per drafted step`, "", "The token of the model itself included")] : []));

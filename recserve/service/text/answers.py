@@ -108,7 +108,9 @@ class CompletionShape:
         )
 
     def _logprobs(self, tokens: Sequence[WrittenToken]) -> CompletionLogprobs:
-        names = [shown(spelled(self.table, written.token)) for written in tokens]
+        names = [
+            shown(spelled(self.table, written.token)[written.without_space :]) for written in tokens
+        ]
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
         for name, written in zip(names, tokens, strict=True):
@@ -120,7 +122,8 @@ class CompletionShape:
             value = max(likely.chosen, LOWEST)
             row: dict[str, float] = {}
             for token, logprob in zip(likely.top_tokens, likely.top_values, strict=True):
-                row.setdefault(shown(spelled(self.table, token)), max(logprob, LOWEST))
+                there = name if token == written.token else shown(spelled(self.table, token))
+                row.setdefault(there, max(logprob, LOWEST))
             chosen.append(value)
             top.append({**row, name: value})
         return CompletionLogprobs(names, chosen, top, [written.offset for written in tokens])

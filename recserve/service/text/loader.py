@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -88,6 +88,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
     tokenizer = TextTokenizer.open(folder, settings.chat_template)
     network = load_language_model(folder, _dtype(settings, device), device)
     _probe(network, folder)
+    unite_end_tokens(network, tokenizer)
     config = network.config
     if len(tokenizer.all_bytes) > config.vocab_size:
         raise ValueError(
@@ -100,8 +101,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         name=settings.name or folder.resolve().name,
         tokenizer=tokenizer,
         vocab_size=config.vocab_size,
-        end_tokens=config.eos_tokens
-        or (() if tokenizer.end_token is None else (tokenizer.end_token,)),
+        end_tokens=config.eos_tokens,
         context=config.decoder.max_positions,
         parameters=sum(p.numel() for p in network.parameters()),
         device=device,
@@ -112,6 +112,15 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
     )
     pack_weights(network, settings.weights or _exact_format(folder, network))
     return LoadedText(network, drafters, model)
+
+
+def unite_end_tokens(network: LanguageModel, tokenizer: TextTokenizer) -> None:
+    """Adds the tokenizer's end tokens to those of the network.
+
+    Chat models often name the end of a turn in one file, and the end of a text in another.
+    """
+    ends = tuple(dict.fromkeys(network.config.eos_tokens + tokenizer.end_tokens))
+    network.config = replace(network.config, eos_tokens=ends)
 
 
 def _probe(network: LanguageModel, folder: Path) -> None:

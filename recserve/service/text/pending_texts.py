@@ -17,6 +17,7 @@ from recserve.service.text.answers import Shape
 from recserve.service.text.prompt_scores import ScoredPrompts
 from recserve.service.text.stream import Piece, TextStream
 from recserve.speculation.completion import Completion, SpeculationCounts
+from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.sampling_params import Speculation
 
 
@@ -130,6 +131,7 @@ class PendingTexts:
             total.num_draft_tokens += counts.num_draft_tokens
             total.num_accepted_tokens += counts.num_accepted_tokens
             total.num_draft_levels += counts.num_draft_levels
+            total.num_paused_steps += counts.num_paused_steps
             places = len(counts.per_position)
             total.per_position += [0] * (places - len(total.per_position))
             for place, accepted in enumerate(counts.per_position):
@@ -137,21 +139,22 @@ class PendingTexts:
         return total
 
     def metrics(self) -> TextMetrics:
-        """Returns the draft statistics in the form of a response."""
-        counts = self.drafted()
-        if not counts.num_drafts:
+        """Returns the draft statistics in the form of a response; none for plain decoding."""
+        if self.speculation.drafter == NoDrafter.name:
             return TextMetrics(None)
+        counts = self.drafted()
         accepted = counts.num_accepted_tokens
         return TextMetrics(
             SpeculationMetrics(
                 drafter=self.speculation.drafter,
                 verifier=self.speculation.verifier,
                 exact=self.exact,
-                mean_acceptance_length=1 + accepted / counts.num_drafts,
+                mean_acceptance_length=1 + accepted / max(counts.num_drafts, 1),
                 draft_acceptance_rate=accepted / max(counts.num_draft_tokens, 1),
                 num_drafts=counts.num_drafts,
                 num_draft_tokens=counts.num_draft_tokens,
                 num_accepted_tokens=accepted,
                 per_position=counts.per_position,
+                num_paused_steps=counts.num_paused_steps,
             )
         )

@@ -20,6 +20,7 @@ from recserve.service.text.stream import TextStream, WrittenToken
 from recserve.speculation.completion import TokenLogprobs
 from recserve.tokenizer.detokenizer import Detokenizer
 from recserve.tokenizer.token_bytes import shown, spelled
+from recserve.tokenizer.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ class ScoredPrompts:
             scores = future.result()
             for stream in streams[number * copies : (number + 1) * copies]:
                 if self.num_echoed is not None:
-                    table = tokenizer.text_bytes
-                    stream.prompt = written_prompt(prompt, scores, self.num_echoed, table)
+                    stream.prompt = written_prompt(prompt, scores, self.num_echoed, tokenizer)
                 if self.num_top is not None:
                     stream.prompt_logprobs = prompt_logprobs(
                         prompt, scores, self.num_top, tokenizer.all_bytes
@@ -117,7 +117,7 @@ def prompt_query(
 
 
 def written_prompt(
-    prompt: Prompt, scores: PromptScores, num_top: int, table: Sequence[bytes]
+    prompt: Prompt, scores: PromptScores, num_top: int, tokenizer: TextTokenizer
 ) -> list[WrittenToken]:
     """Returns the tokens of a prompt as if they had been generated. The first has no logprobs.
 
@@ -125,13 +125,15 @@ def written_prompt(
         prompt: The prompt.
         scores: Result of its PromptQuery.
         num_top: Number of likeliest tokens to report.
-        table: Bytes of each token, as in the echoed text.
+        tokenizer: Tokeniser of the model.
     """
-    detokenizer = Detokenizer(table, (), 0)
+    text, table = prompt.text, tokenizer.all_bytes
+    if prompt.encoded:
+        starts = tokenizer.starts(text, prompt.tokens)
+    else:
+        starts = decoded_starts(prompt.tokens, tokenizer.text_bytes)
     written = []
-    for place, token in enumerate(prompt.tokens):
-        offset = detokenizer.num_characters
-        detokenizer.push(token)
+    for place, (token, start) in enumerate(zip(prompt.tokens, starts, strict=True)):
         logprobs = None
         if place:
             logprobs = TokenLogprobs(
@@ -139,8 +141,25 @@ def written_prompt(
                 tuple(scores.top_tokens[place - 1][:num_top].tolist()),
                 tuple(scores.top_values[place - 1][:num_top].tolist()),
             )
-        written.append(WrittenToken(token, offset, logprobs))
+        piece = spelled(table, token).decode("utf-8", "ignore")
+        spaced = prompt.encoded and piece.startswith(" ")
+        without_space = spaced and not text.startswith(piece, start)
+        written.append(WrittenToken(token, start, logprobs, without_space))
     return written
+
+
+def decoded_starts(tokens: Sequence[int], table: Sequence[bytes]) -> list[int]:
+    """Returns the place at which each token starts in the text that the tokens decode to.
+
+    Args:
+        tokens: The tokens.
+        table: Bytes of each token.
+    """
+    detokenizer, starts = Detokenizer(table), []
+    for token in tokens:
+        starts.append(detokenizer.start_of(token))
+        detokenizer.push(token)
+    return starts
 
 
 def prompt_logprobs(

@@ -29,6 +29,7 @@ from recserve.speculation.verifiers.registry import GREEDY, verifiers
 from recserve.tokenizer.template_sandbox import TemplateError
 
 COMPLETION_TOKENS = 16
+RANDOM_SEED = -1  # draws a seed, as in vLLM and llama.cpp
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,12 @@ class Prompt:
     Attributes:
         tokens: At least one token id.
         text: Text of the prompt, as `echo` returns it.
+        encoded: True if the request gave the text, False if it gave the tokens.
     """
 
     tokens: list[int]
     text: str
+    encoded: bool
 
 
 def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt]:
@@ -156,7 +159,7 @@ def sampling(
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=bias,
         bad_words=_bad_words(body.bad_words or [], model),
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed=secrets.randbits(63) if body.seed in (None, RANDOM_SEED) else body.seed,
         max_tokens=max(most, 1),
         min_tokens=body.min_tokens,
         stop_token_ids=tuple(dict.fromkeys([*ends, *stops])),
@@ -247,10 +250,10 @@ def encoded(param: str, given: str | list[int], model: TextModel) -> list[int]:
 def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:
     if isinstance(given, str):
         check_length("prompt", given, model)
-        prompt = Prompt(model.tokenizer.encode(given, special), given)
+        prompt = Prompt(model.tokenizer.encode(given, special), given, True)
     else:
         check_tokens("prompt", given, model)
-        prompt = Prompt(given, model.tokenizer.decode(given))
+        prompt = Prompt(given, model.tokenizer.decode(given), False)
     if not prompt.tokens:
         raise InvalidRequest("prompt", "is empty; this model needs at least one token to continue")
     return prompt
@@ -265,6 +268,7 @@ def _turn(number: int, message: ChatMessage) -> dict[str, Any]:
         "content": content if isinstance(content, str) else "".join(p.text for p in content),
         "name": message.name,
         "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
         "tool_calls": None if not message.tool_calls else [_call(c) for c in message.tool_calls],
     }
     return {name: value for name, value in turn.items() if value is not None}

@@ -31,11 +31,14 @@ class WrittenToken:
         token: Token id.
         offset: Number of characters of the text before it.
         logprobs: Log-probabilities at this token; None for the first token of a prompt.
+        without_space: Whether the space that the token begins with is not in the text, because the
+            tokeniser puts it before a text.
     """
 
     token: int
     offset: int
     logprobs: TokenLogprobs | None
+    without_space: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,12 +154,17 @@ class TextStream:
         for place, token in enumerate(commit.tokens):
             if detokenizer.stopped:
                 break
-            offset = len(self._beginning) + detokenizer.num_characters
-            shown.append(detokenizer.push(token))
             if commit.logprobs:
+                offset = len(self._beginning) + detokenizer.start_of(token)
                 written.append(WrittenToken(token, offset, commit.logprobs[place]))
+            shown.append(detokenizer.push(token))
+        # Accepted tokens behind a stop string are not part of the text.
+        num_accepted = min(commit.num_accepted, len(shown))
+        if commit.num_draft_tokens:
+            self.counts.add(commit.num_draft_tokens, num_accepted, commit.num_draft_levels)
+        self.counts.num_paused_steps += commit.paused
         self._token_texts += shown
-        self._token_accepted += [place < commit.num_accepted for place in range(len(shown))]
+        self._token_accepted += [place < num_accepted for place in range(len(shown))]
         if shown:
             self._last_accepted = self._token_accepted[-1]
         text = "".join(shown)
@@ -187,7 +195,6 @@ class TextStream:
         assert isinstance(result, Completion)
         rest = self._detokenizer.finish()
         self.finish_reason = "stop" if self._detokenizer.stopped else result.finish_reason
-        self.counts = result.counts
         self.timing = result.timing
         # Characters that were held back belong to the last token.
         if rest:

@@ -30,6 +30,7 @@ from recserve.kernels.cache.kv_pool import KVShape
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model, read_folder
 from recserve.models.packing import pack_weights
+from recserve.service.text.loader import unite_end_tokens
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.tokenizer.tokenizer import TextTokenizer
@@ -234,11 +235,13 @@ def distill(
     missing = {name: tokens for name, tokens in parts.items() if not (out / name).is_file()}
     if missing:
         tokenizer = TextTokenizer.open(llm)
+        model = load_language_model(llm, device=device)
+        unite_end_tokens(model, tokenizer)
         writer = TextWriter(
-            load_language_model(llm, device=device),
+            model,
             encode(tokenizer.tokenizer, list(read_texts(texts))),
             tokenizer.encode(""),
-            config.eos_tokens or (() if tokenizer.end_token is None else (tokenizer.end_token,)),
+            model.config.eos_tokens,
             settings,
         )
         claim(out, facts)

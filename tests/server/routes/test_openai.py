@@ -275,6 +275,30 @@ def test_every_parameter_reaches_the_engine(client, engine):
     assert engine.requests[1].speculation.drafter == "none"
 
 
+def test_a_seed_of_minus_one_is_random(client, engine):
+    for _ in range(2):
+        client.completions.create(**ASK, seed=-1)
+    first, second = (request.params.seed for request in engine.requests)
+    assert first != second and -1 not in (first, second)
+
+
+def test_unknown_fields_inside_a_turn_are_ignored(server, engine):
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes", "reasoning_content": "hm"},
+        {"role": "user", "content": [{"type": "text", "text": "and"}]},
+    ]
+    plain = server.post("/v1/chat/completions", json={"messages": turns}).json()
+    marked = [{**turn, "cache_control": {"type": "ephemeral"}, "id": None} for turn in turns]
+    marked[2]["content"] = [{"type": "text", "text": "and", "cache_control": {"ttl": "1h"}}]
+    answer = server.post("/v1/chat/completions", json={"messages": marked})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == plain["choices"]
+    assert engine.requests[0].prompt.tolist() == engine.requests[1].prompt.tolist()
+    refused = server.post("/v1/chat/completions", json={"messages": turns, "cache_control": {}})
+    assert refused.json()["error"]["code"] == "unknown_field"
+
+
 def test_template_settings(client, engine):
     client.chat.completions.create(**CHAT, extra_body={"chat_template_kwargs": {"loud": True}})
     assert engine.requests[0].prompt.tolist()[-14:] == client_encoding("LOUDassistant:")
