@@ -86,7 +86,7 @@ def _path(param: str) -> str | None:
 def _whole(given: Any) -> Any:
     """Returns plain values with each float or decimal that is a whole number as an int."""
     if isinstance(given, float | Decimal):
-        whole = int(given) if abs(given) <= MAX_WHOLE else None
+        whole = int(given) if -MAX_WHOLE <= given <= MAX_WHOLE else None
         return whole if whole == given else given
     if isinstance(given, list):
         return [_whole(value) for value in given]
