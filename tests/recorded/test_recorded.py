@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recserve.features.catalog import filters
+from recserve.features.catalog import filter_columns
 from recserve.schemas import validation
 from tests.recorded import record
 from tests.recorded.cases import ANSWERS, read_cases, write_cases
@@ -87,8 +87,10 @@ def test_scores_that_are_off_by_less_than_1e_4_are_found(monkeypatch):
 
 def test_range_filter_without_its_lower_end_is_found(monkeypatch):
     cases = [c for c in some_cases("post-v1-recommend", 200, 400) if "range" in json.dumps(c.body)]
-    number = filters._number
-    monkeypatch.setattr(filters, "_number", lambda value: np.nextafter(number(value), np.inf))
+    rounded = filter_columns.round_to
+    monkeypatch.setattr(
+        filter_columns, "round_to", lambda *given: np.nextafter(rounded(*given), np.inf)
+    )
     assert any(".items" in line for line in replayed(cases))
 
 

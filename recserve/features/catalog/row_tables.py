@@ -146,6 +146,10 @@ class RowMap(Generic[K]):
         """Returns the row of a key, or -1."""
         return self.recent.get(key, self.older.get(key, self.base.get(key, -1)))
 
+    def __contains__(self, key: K) -> bool:
+        """Whether the map has or had a row of a key."""
+        return key in self.base or key in self.older or key in self.recent
+
     def get_many(self, keys: Iterable[K]) -> list[int]:
         """Returns the row of each key, or -1."""
         keys = list(keys)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from recserve.features.history.history import (
     event_key,
     user_key,
 )
+from recserve.features.tables.rfc3339 import parse_timestamp
 from recserve.schemas.events import REMOVE, REPLACE, EventInput
 from recserve.schemas.items import Rejection
 from recserve.service.catalog.snapshot import Snapshot
@@ -42,7 +43,7 @@ class EventChanges:
     """The events of one request; each is validated on its own.
 
     Attributes:
-        rows: Maps item ids to rows.
+        rows: Maps item ids to rows, hidden items to -1.
         types: Known event types.
         default_value: Value of an event that does not have one.
         ttl_s: Age at which the store deletes events; None for never.
@@ -101,7 +102,7 @@ class EventChanges:
     def _stored(self, event: EventInput) -> StoredEvent:
         if event.item_id is None:
             raise ValueError(f"item_id: is required with correction {REPLACE}")
-        if self.rows.get(event.item_id) < 0:
+        if event.item_id not in self.rows:  # a hidden item is part of what a user did
             raise ValueError(f"unknown item {event.item_id[:80]!r}")
         kind = self.types.number(event.type) if event.type is not None else 0
         time_us = self.now_us if event.timestamp is None else self._time_us(event.timestamp)
@@ -110,12 +111,9 @@ class EventChanges:
 
     def _time_us(self, text: str) -> int:
         try:
-            moment = datetime.datetime.fromisoformat(text.upper())  # RFC 3339 allows t and z
-        except ValueError:
-            raise ValueError(f"timestamp: expected RFC 3339, got {text[:60]!r}") from None
-        if moment.tzinfo is None:
-            raise ValueError(f"timestamp: has no time zone: {text[:60]!r}")
-        time_us = round(moment.timestamp() * 1e6)
+            time_us = math.floor(parse_timestamp(text) * 1_000_000)
+        except ValueError as error:
+            raise ValueError(f"timestamp: {error}") from None
         if time_us < MIN_TIME_US:
             raise ValueError(f"timestamp: before 1970-01-13: {text[:60]!r}")
         if time_us > self.now_us + DAY_US:
