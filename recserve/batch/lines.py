@@ -6,6 +6,7 @@ An input line has `custom_id`, `method`, `url` and `body`. An output line has `i
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -69,7 +70,8 @@ class LineTask(TextTask):
 
     def __call__(self, users: pa.Table, first_row: int) -> Generated:
         """Returns output lines and lines of rejected requests; blank lines are left out."""
-        lines = users.column(LINE).to_pylist()
+        # Some programs write a byte order mark before the first line of each file.
+        lines = [line.removeprefix(BOM_UTF8) for line in users.column(LINE).to_pylist()]
         rows = [row for row, line in enumerate(lines) if line.strip()]
         ids: list[str | None] = []
         calls: list[TextCall | Exception] = []

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
 from recserve.metrics.gauges import Gauges, health_families
@@ -279,6 +280,8 @@ class Metrics:
         counters = (self.text_queue, self.finished, self.tokens, *self._drafts.values())
         return {family.name: each for each in (*own, *counters) for family in each.describe()}
 
-    def page(self) -> bytes:
-        """Returns all collectors in Prometheus' text format."""
+    def page(self, openmetrics: bool = False) -> bytes:
+        """Returns all collectors in Prometheus' text format, or in that of OpenMetrics."""
+        if openmetrics:
+            return generate_openmetrics(self.registry)  # type: ignore[no-untyped-call, no-any-return]
         return generate_latest(self.registry)

@@ -21,6 +21,7 @@ from recserve.schemas import inference as i
 from recserve.schemas import items as m
 from recserve.schemas import scoring as s
 from recserve.schemas import text as t
+from recserve.server.errors import is_inference
 from recserve.server.openapi_errors import error_statuses
 
 BODIES = {
@@ -83,12 +84,14 @@ STATUS = {"load_bundle": "202", "rollback_bundle": "202"}
 def describe(app: FastAPI) -> dict[str, Any]:
     """Returns the OpenAPI description of the application."""
     said = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = [*BODIES.values(), *ANSWERS.values(), *STREAMS.values(), m.ErrorResponse, m.ItemInput]
+    errors = (m.ErrorResponse, i.InferError)
+    kinds = [*BODIES.values(), *ANSWERS.values(), *STREAMS.values(), *errors, m.ItemInput]
     kinds = list(dict.fromkeys(kinds))
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
     by_kind = dict(zip(kinds, schemas, strict=True))
+    _complete_arrays(components)
     said["components"] = {"schemas": components}
     _explain(components)
     for path, operations in said["paths"].items():
@@ -101,7 +104,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
                 operation["requestBody"] = {"required": True, "content": content}
             if name in QUERIES:
                 operation["parameters"] = _parameters(QUERIES[name])
-            error = by_kind[m.ErrorResponse]
+            error = by_kind[i.InferError if is_inference(path) else m.ErrorResponse]
             operation["responses"] = {
                 **error_statuses(name, path, name in BODIES or name in QUERIES, error),
                 "default": {
@@ -133,17 +136,55 @@ def _event(chunk: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _complete_arrays(schema: Any) -> None:
+    """Writes arrays as generators of clients expect them; the meaning stays.
+
+    - An array has `items` or `prefixItems`.
+    - `items: false` is left out beside `maxItems`, which says the same.
+    """
+    if isinstance(schema, dict):
+        if schema.get("items") is False and "maxItems" in schema:
+            del schema["items"]
+        if schema.get("type") == "array" and "prefixItems" not in schema:
+            schema.setdefault("items", {})
+        schema = list(schema.values())
+    for inner in schema if isinstance(schema, list) else ():
+        _complete_arrays(inner)
+
+
+def _only(value: Any) -> dict[str, Any]:
+    """Returns the schema of one value. Generators know no enumeration of several types."""
+    if value is None:
+        return {"type": "null"}
+    if isinstance(value, list):
+        size = len(value)
+        items = _only(value[0]) if value else {}
+        return {"type": "array", "items": items, "minItems": size, "maxItems": size}
+    if isinstance(value, dict):
+        fields = {name: _only(inner) for name, inner in value.items()}
+        return {
+            "type": "object",
+            "properties": fields,
+            "required": list(value),
+            "additionalProperties": False,
+        }
+    return {"const": value}
+
+
 def _explain(components: dict[str, Any]) -> None:
     """Adds to the schemas of requests what the checks after decoding ask for."""
-    either = [{"required": ["user"]}, {"required": ["history"]}]
+    # User or history. From `anyOf`, generators make a union of two types without fields.
+    neither = [{"not": {"required": [name]}} for name in ("user", "history")]
     for name in ("RecommendRequest", "RankRequest"):
-        components[name]["anyOf"] = either
+        components[name]["not"] = {"allOf": neither}
     for name in ("CompletionRequest", "ChatRequest"):
         for field, schema in components[name]["properties"].items():
             if field in t.REFUSED:
                 neutral, reason = t.REFUSED[field]
                 values = [None, *neutral, *([] if [] in neutral else [[]]), {}]
-                schema |= {"description": f"{reason[:1].upper()}{reason[1:]}.", "enum": values}
+                schema.pop("anyOf", None)
+                schema |= {"description": f"{reason[:1].upper()}{reason[1:]}."}
+                schema |= {"anyOf": [_only(value) for value in values]}
     for field in s.REFUSED:
         components["RerankRequest"]["properties"][field] |= {"type": "null"}
 

@@ -43,6 +43,7 @@ class DrainingServer(uvicorn.Server):
     open ones for a moment. A second signal ends the wait. The process ends within `drain_delay_s`,
     `drain_timeout_s` and CLOSE_S of the first signal, whatever clients, engine and stores do.
 
+    A server that still loads has no request to finish: its process ends at once, with status 0.
     A server whose engine has stopped ends with status 1, so that it is started again.
 
     Attributes:
@@ -56,7 +57,14 @@ class DrainingServer(uvicorn.Server):
         self.delay_s = delay_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal: the first one starts the drain, the second one ends it."""
+        """Handles a signal: the first one starts the drain, the second one ends it.
+
+        While the server loads, the first one ends the process.
+        """
+        if not self.lifecycle.loaded.is_set():
+            log.info("%s while loading: the process ends", signal.Signals(sig).name)
+            # The thread that loads cannot be stopped, and waiting for it may take minutes.
+            os._exit(0)
         if self.lifecycle.draining:
             super().handle_exit(sig, frame)
             return

@@ -141,6 +141,20 @@ def test_bad_lines_go_to_errors_as_http_responses(service, tmp_path):
     assert [each["custom_id"] for each in found] == ["c1", None, *(f"c{n}" for n in range(3, 9))]
 
 
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_byte_order_marks_before_lines_change_nothing(service, tmp_path, ends):
+    """One begins a file, others the files that were joined to it; a blank line may have one."""
+    lines = [json.dumps(line(n, "/v1/completions", prompt="a", max_tokens=2)) for n in range(4)]
+    lines.insert(2, "")
+    for name, marked in (("plain", ()), ("first", (0,)), ("joined", (0, 2, 3)), ("last", (4,))):
+        texts = ["\ufeff" * (place in marked) + text for place, text in enumerate(lines)]
+        source = tmp_path / f"{name}.jsonl"
+        source.write_bytes("".join(text + ends for text in texts).encode())
+        report = compute(service, source, tmp_path / name, 3)
+        assert (report.rows, report.errors) == (4, 0)
+        assert outputs(tmp_path / name) == outputs(tmp_path / "plain")
+
+
 def test_workers_write_the_bytes_of_one_process(tmp_path):
     source = write_lines(
         tmp_path / "in.jsonl", [each for each in requests() if "chat" not in each["url"]]

@@ -115,6 +115,57 @@ def test_sigterm_drains_and_loses_nothing(tmp_path):
         server.communicate()
 
 
+LOADING = """
+import subprocess, sys, threading, time
+from pathlib import Path
+from recserve.config import ServerConfig
+from recserve.server.loader import ServiceLoader
+from recserve.server.run import serve
+
+def load(self):
+    print("loading", flush=True)
+    way = sys.argv[1]
+    if way == "wait":
+        threading.Event().wait()
+    elif way == "compute":
+        while True:
+            sum(range(10_000))
+    else:
+        subprocess.run([sys.executable, "-c", "import sys; sys.stdin.read()"])
+
+ServiceLoader.first = load
+config = ServerConfig(llm=Path("x"), port=int(sys.argv[2]), drain_delay_s=600, drain_timeout_s=600)
+sys.exit(serve(config))
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "sent"),
+    [
+        ("compute", signal.SIGTERM),
+        ("wait", signal.SIGINT),
+        pytest.param("process", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_while_loading_ends_the_server_at_once(way, sent):
+    """Waiting for the load or for the drain would take longer than this test waits."""
+    port = free_port()
+    command = [sys.executable, "-c", LOADING, way, str(port)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as server:
+        try:
+            assert server.stdout.readline() == "loading\n"
+            if way == "wait":
+                until(lambda: ask(f"http://127.0.0.1:{port}/health/ready") == 503)
+            server.send_signal(sent)
+            assert server.wait(60) == 0
+            server.stdin.close()
+            said = server.stderr.read()
+            assert f"{sent.name} while loading" in said and "Traceback" not in said
+        finally:
+            server.kill()
+
+
 @pytest.mark.slow
 def test_a_bundle_that_cannot_be_served_ends_the_process(tmp_path):
     (tmp_path / "empty").mkdir()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version as installed
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -85,6 +86,31 @@ def test_an_error_of_the_server_is_marked():
     assert failed.status.description == "not_ready"
     (refused,) = spans_of((scope(), Trace(status=422, failure="invalid")))
     assert refused.status.status_code is StatusCode.UNSET
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "version"),
+    [
+        ({}, "recserve", installed("recserve")),
+        ({"OTEL_SERVICE_NAME": "shop"}, "shop", installed("recserve")),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=shop,zone=a"}, "shop", installed("recserve")),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.version=7"}, "recserve", "7"),
+        (
+            {"OTEL_SERVICE_NAME": "a", "OTEL_RESOURCE_ATTRIBUTES": "service.name=b"},
+            "a",
+            installed("recserve"),
+        ),
+        ({"OTEL_SERVICE_NAME": ""}, "recserve", installed("recserve")),
+    ],
+)
+def test_the_environment_names_the_service(monkeypatch, variables, name, version):
+    for variable in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    *_, request = spans_of((scope(), answered()))
+    found = request.resource.attributes
+    assert (found["service.name"], found["service.version"]) == (name, version)
 
 
 class Receiver(BaseHTTPRequestHandler):

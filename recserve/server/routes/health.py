@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib.metadata import version as installed
 
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.server.app_state import AppState, json_response
 from recserve.server.routes.paths import add_get
+from recserve.server.telemetry.metrics_format import OPENMETRICS, choose_format
 from recserve.service.kernel_report import kernels_in_use
 
 
@@ -32,9 +33,11 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         versions = {"version": installed("recserve"), **service.versions()}
         return json_response({**versions, "kernels": kernels_in_use(service.engine)})
 
-    def metrics() -> Response:  # not async: its ten milliseconds run on a thread
-        """Return the metrics in the text format of Prometheus."""
-        return Response(app_state.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+    def metrics(request: Request) -> Response:  # not async: its ten milliseconds run on a thread
+        """Return the metrics in the text format of Prometheus, or of OpenMetrics by `Accept`."""
+        found = choose_format(",".join(request.headers.getlist("accept")))
+        page = app_state.metrics.page(found == OPENMETRICS)
+        return Response(page, headers={"Vary": "Accept"}, media_type=found)
 
     add_get(app, "/health/live", live, "live")
     add_get(app, "/v2/health/live", live, "live_v2")

@@ -163,14 +163,18 @@ def open_tracing(endpoint: str, ratio: float) -> Tracing:
 
 
 def provider_of(exporter: SpanExporter, ratio: float) -> TracerProvider:
-    """Returns a provider that samples a share of the requests and exports in batches."""
-    from opentelemetry.sdk.resources import Resource
+    """Returns a provider that samples a share of the requests and exports in batches.
+
+    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES replace attributes of recserve's own.
+    """
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
     about = {"service.name": "recserve", "service.version": installed("recserve")}
     sampler = ParentBased(TraceIdRatioBased(ratio))
-    provider = TracerProvider(sampler=sampler, resource=Resource.create(about))
+    resource = Resource.create(about).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(sampler=sampler, resource=resource)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider

@@ -4,6 +4,8 @@ import asyncio
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
@@ -65,3 +67,44 @@ def test_health_is_503_while_loading(tmp_path):
 def test_health_is_described(server):
     described = server.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
     assert described["paths"]["/health"]["get"]["operationId"] == "health"
+
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+TEXT_1 = "text/plain; version=1.0.0; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        ("", TEXT),
+        ("*/*", TEXT),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", TEXT),
+        (PROMETHEUS, OPENMETRICS),
+        ("application/vnd.google.protobuf;encoding=delimited;q=0.7," + PROMETHEUS, OPENMETRICS),
+        ("application/openmetrics-text", OPENMETRICS),
+        ('Application/OpenMetrics-Text; version="1.0.0"; charset=utf-8', OPENMETRICS),
+        ("application/openmetrics-text;version=0.0.1", TEXT),
+        ("application/openmetrics-text;q=0, text/plain", TEXT),
+        ("application/openmetrics-text;q=0.1, text/plain;q=0.9", TEXT),
+        ("text/plain;q=0.1, application/openmetrics-text;q=0.9", OPENMETRICS),
+        ("text/plain;version=1.0.0", TEXT_1),
+        ("text/plain;version=0.0.4", TEXT),
+        ("application/json", TEXT),
+        ("application/openmetrics-text;version=1.x;q=high, ;;,=", TEXT),
+    ],
+)
+def test_metrics_have_the_format_that_is_asked_for(server, accept, expected):
+    headers = {"Authorization": f"Bearer {KEY}", "Accept": accept}
+    answer = server.get("/metrics", headers=headers)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, expected)
+    assert answer.headers["vary"] == "Accept"
+    read = read_openmetrics if expected == OPENMETRICS else read_text
+    names = {family.name for family in read(answer.text)}
+    assert {"recserve_request_seconds", "recserve_requests_failed"} <= names
+    assert answer.text.endswith("# EOF\n") == (expected == OPENMETRICS)

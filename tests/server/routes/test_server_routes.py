@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -237,13 +238,24 @@ def test_openapi_says_which_errors_each_route_has(client):
     missing = {row.code for row in TABLE.values()} - every
     assert missing == {"client_gone"}  # nobody is there to read it
     schemas = said["components"]["schemas"]
-    assert {"required": ["user"]} in schemas["RecommendRequest"]["anyOf"]
-    assert None in schemas["ChatRequest"]["properties"]["tools"]["enum"]
+    recommend, tools = schemas["RecommendRequest"], schemas["ChatRequest"]["properties"]["tools"]
+    assert [fits(recommend, {name: "x"}) for name in ("user", "history", "k")] == [
+        True,
+        True,
+        False,
+    ]
+    assert [fits(tools, value) for value in (None, [], {}, [{}])] == [True, True, True, False]
     stream = said["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     data = stream["text/event-stream"]["schema"]["properties"]["data"]
     last, chunk = data["anyOf"]
     assert last == {"const": "[DONE]"}
     assert chunk["contentSchema"]["anyOf"][0]["$ref"].endswith("ChatChunk")
+
+
+def fits(schema: dict, value: object) -> bool:
+    """Whether the rules of a schema beside those on its fields allow a value."""
+    rules = {name: rule for name, rule in schema.items() if name in ("not", "anyOf")}
+    return Draft202012Validator(rules).is_valid(value)
 
 
 def drawn_value(rng, depth=0):
