@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from recserve.core.futures import wait_all
 from recserve.core.request import Request, Result, Timing
 from recserve.engine.engine import Engine
 from recserve.schemas.items import TimingMs
@@ -30,7 +29,14 @@ class Pending(Generic[A]):
 
     def wait(self) -> A:
         """Waits for the answer. Raises the engine's exception if the request failed."""
-        return self.finish(None if self.future is None else wait_all([self.future])[0])
+        if self.future is None:
+            return self.finish(None)
+        try:
+            result = self.future.result()
+        except BaseException:
+            self.future.cancel()
+            raise
+        return self.finish(result)
 
     def outcome(self) -> A | Exception:
         """Waits for the answer, or for the exception if the request failed."""

@@ -1,4 +1,4 @@
-"""The queue: a bound for each model, a share for each client, and bodies that enter whole or not."""
+"""The queue: a bound for each model, a share for each client, and bodies that enter whole."""
 
 import random
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""A body of many queries enters the engine whole or not at all, and nothing of it is left behind."""
+"""A body of many queries enters the engine whole or not at all, and leaves nothing behind."""
 
 import asyncio
 import random
@@ -32,11 +32,10 @@ def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("service")
     text = load_text(TextSettings(tiny_llm(folder / "toy")), torch.device("cpu"))
     options = ServiceOptions(EngineConfig(max_queue=PLACES, load_aware=False), text=text)
-    with Service.open(shared_bundle(), f"lmdb:{folder}/store", "cpu", options) as opened:
-        with opened.engine.held():
-            yield opened
-            for waiting in opened.engine.queue.waiting:
-                waiting.future.cancel()
+    store = f"lmdb:{folder}/store"
+    with Service.open(shared_bundle(), store, "cpu", options) as opened, opened.engine.held():
+        yield opened
+        clear(opened.engine.queue)
 
 
 def depth(service) -> int:

@@ -254,21 +254,23 @@ class Places:
         """
         own = self.taken_by.get(client, 0)
         left = self.capacity - self.num_taken - num_ahead
-        if count > (most := self._most(client, self.capacity)):
+        most = self._most(client, left + own)
+        if count <= left and own + count <= most:
+            return
+        if count > (limit := self._most(client, self.capacity)):
             raise TooManyQueries(
                 f"this request needs {count} places in the queue of the model; one request gets at "
-                f"most {most} (max_queue {self.capacity}, queue_share {self.share:g}); split it"
+                f"most {limit} (max_queue {self.capacity}, queue_share {self.share:g}); split it"
             )
         if count > left:
             message = f"{self.num_taken + num_ahead} requests wait for this model"
             if count > 1:
                 message += f", and this one needs {count} places"
             raise self._full(f"{message}; the queue has {self.capacity} places (max_queue)")
-        if own + count > (most := self._most(client, left + own)):
-            raise self._full(
-                f"{own} requests of this client wait for this model; it may have {most} of "
-                f"{self.capacity} places (queue_share {self.share:g} of those that others leave)"
-            )
+        raise self._full(
+            f"{own} requests of this client wait for this model; it may have {most} of "
+            f"{self.capacity} places (queue_share {self.share:g} of those that others leave)"
+        )
 
     def take(self, client: bytes) -> None:
         """Gives a request of a client a place."""
