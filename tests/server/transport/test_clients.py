@@ -1,6 +1,7 @@
 """One client cannot fill a queue, and texts leave the queue of recommendations alone."""
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -31,7 +32,7 @@ def service(tmp_path):
 
 def wait_for_depth(service, depth):
     while service.engine.stats().queue_depth != depth:
-        pass
+        time.sleep(0.002)
 
 
 def test_each_key_has_its_share_and_each_model_its_queue(service):
