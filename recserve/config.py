@@ -85,7 +85,13 @@ class ServerConfig(BaseSettings):
         kv_bytes: Size of the KV cache of each model. `auto` takes 256 MiB on a CPU and with
             `bundles_dir`, and most of the free memory on CUDA.
         kv_dtype: `fp8` stores keys and values in 8 bits. By default the model's own type.
-        max_queue: Most requests that may wait for the engine. Another request gets 429.
+        max_queue: Most requests that may wait for each model. Another request gets 429. Each text,
+            input and ranking of a body counts.
+        queue_share: Share of the places in a model's queue which one client may take, of those that
+            other clients leave. A client is a key of `api_keys`, or an address without keys. 1 sets
+            no bound.
+        trusted_proxies: Addresses and networks (`10.0.0.0/8`) of proxies whose `X-Forwarded-For`
+            names the client. Other senders of this header are clients themselves.
         max_running: Most requests that share a forward pass. Fewer are answered sooner when the
             engine is full; more are answered in all.
         max_connections: Most clients connected at the same time. Another client gets 503.
@@ -152,6 +158,8 @@ class ServerConfig(BaseSettings):
     kv_bytes: int | Literal["auto"] = "auto"
     kv_dtype: Literal["fp8"] | None = None
     max_queue: int = Field(1024, ge=1, le=1_000_000)
+    queue_share: float = Field(0.5, gt=0, le=1)
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
     max_running: int = Field(64, ge=1, le=4096)
     max_connections: int = Field(4096, ge=1, le=1_000_000)
     header_timeout_s: float = Field(10.0, gt=0, le=3600)
@@ -178,6 +186,7 @@ class ServerConfig(BaseSettings):
 
     @field_validator(
         *("api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases", "event_types"),
+        "trusted_proxies",
         mode="before",
     )
     @classmethod
@@ -198,6 +207,16 @@ class ServerConfig(BaseSettings):
         if not text.isdigit() or int(text) < MIN_CACHE_BYTES:
             raise ValueError(f"expected auto, or {MIN_CACHE_BYTES} bytes or more, got {value!r}")
         return int(text)
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            try:
+                ipaddress.ip_network(one)
+            except ValueError:
+                raise ValueError(f"expected addresses or networks of IP, got {one!r}") from None
+        return value
 
     @field_validator("api_keys", "admin_keys", "signing_key")
     @classmethod

@@ -27,11 +27,12 @@ class BatchWriter(threading.Thread):
     Attributes:
         url: Address of the server.
         hung: Batches without an answer or a closed connection within ATTEMPT_S.
+        refused: Batches that were answered and do not count. A server that loads may refuse them.
     """
 
     def __init__(self, name: str, url: str) -> None:
         super().__init__(daemon=True, name=name)
-        self.url, self.hung = url, 0
+        self.url, self.hung, self.refused = url, 0, 0
         self._sent = self._batches = 0
         self._acknowledged: list[list[Event]] = []
         self._stopped = threading.Event()
@@ -55,6 +56,8 @@ class BatchWriter(threading.Thread):
         else:
             if answer.status_code == 200 and not answer.json()["rejected"]:
                 self._acknowledged.append(batch)
+            elif answer.status_code != 503 or answer.json()["error"]["code"] != "not_ready":
+                self.refused += 1
 
     def stop(self) -> None:
         """Lets the writer end after its batch."""

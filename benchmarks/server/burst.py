@@ -115,7 +115,8 @@ def burst(port: int, num_requests: int, num_items: int) -> dict[str, Any]:
 
 def served(bundle: Path, port: int, max_queue: int) -> subprocess.Popen[bytes]:
     """Starts a server process and waits until it is ready."""
-    settings = {"RECSERVE_MAX_QUEUE": str(max_queue), "RECSERVE_STORE": f"lmdb:{bundle}.store"}
+    settings = {"RECSERVE_MAX_QUEUE": str(max_queue), "RECSERVE_QUEUE_SHARE": "1"}  # one address
+    settings["RECSERVE_STORE"] = f"lmdb:{bundle}.store"
     command = ["serve", "--bundle", str(bundle), "--port", str(port), "--device", "cpu"]
     process = subprocess.Popen(
         [sys.executable, "-c", "from recserve.cli import main; main()", *command],

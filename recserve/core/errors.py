@@ -11,8 +11,12 @@ class EngineStopped(RuntimeError):
     """The engine's thread has ended with an error. The process has to be started again."""
 
 
+class TooManyQueries(ValueError):
+    """A request has more texts, inputs or rankings than the engine's queue has places for it."""
+
+
 class QueueFull(RuntimeError):
-    """The engine's queue is full.
+    """The engine's queue has no room for a request now.
 
     Attributes:
         retry_after_s: Seconds until half of the queue is likely to be free.

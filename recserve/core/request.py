@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.cache_salt import current_salt
+from recserve.core.client import current_salt
 from recserve.core.diversity import Cap
 from recserve.core.slate_tree import SlateTree
 from recserve.kernels.item_graph import ItemGraph

@@ -45,6 +45,7 @@ class Sequence:
         future: Receives the result.
         submitted_s: `time.monotonic()` at submission.
         model: Name of the scheduler that runs it.
+        client: Who sent it. Empty if a caller in this process did.
         background: Whether it runs only while no other item request does.
         pages: Pages that it holds a reference to, in the order of its tokens.
         num_computed: Tokens at its beginning with keys and values.
@@ -57,6 +58,7 @@ class Sequence:
     future: Future[Any]
     submitted_s: float
     model: str
+    client: bytes = b""
     background: bool = False
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0

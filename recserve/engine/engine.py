@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
 
+from recserve.core.client import current_client
 from recserve.core.errors import EngineStopped
+from recserve.core.futures import wait_all
 from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.core.sequence import SearchSequence, Sequence
 from recserve.core.strategy import Strategy
@@ -59,7 +62,7 @@ class Engine:
         self.strategies: tuple[str, ...] = ()
         self._strategies: dict[str, Strategy] = {}
         self.searches: BeamSearchGraphs | None = None
-        self.queue = RequestQueue(config.max_queue, self.schedulers)
+        self.queue = RequestQueue(config.max_queue, config.queue_share, self.schedulers)
         self._changed = threading.Condition()
         self._stepping = StepLock()
         self._thread: threading.Thread | None = None
@@ -75,36 +78,54 @@ class Engine:
     def submit(self, request: TextQuery) -> Future[Completion]: ...
 
     def submit(self, request: Request | TextQuery) -> Future[Result] | Future[Completion]:
-        """Queues a request and returns the future of its result.
+        """Queues a request and returns the future of its result. Raises as `submit_all`."""
+        return self.submit_all([request])[0]
 
-        Cancelling the future ends the request after the forward pass that includes it. Background
+    def submit_all(self, requests: Seq[Request | TextQuery]) -> list[Future[Any]]:
+        """Queues requests of one client, all or none, and returns the futures of their results.
+
+        Cancelling a future ends its request after the forward pass that includes it. Background
         requests run one by one, each while no other item request runs.
 
         Raises:
-            QueueFull: If the queue is full.
-            RequestTooLarge: If the request needs more pages than the pool has.
+            QueueFull: If the queue of a model lacks room for its requests.
+            TooManyQueries: If the queue would lack room with nothing else in it.
+            RequestTooLarge: If a request needs more pages than the pool has.
             RuntimeError: If the engine is closed.
             EngineStopped: If the engine's thread has ended with an error.
-            ValueError: If its model, strategy, drafter or verifier is not available.
+            ValueError: If a model, strategy, drafter or verifier is not available.
         """
-        sequence = self._sequence_of(request)
-        self.schedulers[sequence.model].check(sequence)
+        if not requests:
+            return []
+        client = current_client()
+        sequences = []
+        for request in requests:
+            sequence = self._sequence_of(request)
+            self.schedulers[sequence.model].check(sequence)
+            sequence.client = client
+            sequences.append(sequence)
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed")
             if self.stopped_by is not None:
                 raise EngineStopped("the engine has stopped")
-            self.queue.enqueue(sequence)
+            self.queue.enqueue(sequences)
             self._changed.notify()
-        return sequence.future
+        return [sequence.future for sequence in sequences]
 
-    def check_queue(self, others: int = 0) -> None:
+    def check(self, request: Request | TextQuery) -> None:
+        """Raises ValueError if a request cannot run, even alone. RequestTooLarge is one."""
+        sequence = self._sequence_of(request)
+        self.schedulers[sequence.model].check(sequence)
+
+    def check_queue(self, models: Iterable[str], num_ahead: int = 0) -> None:
         """Raises QueueFull if the queue is full, before a caller prepares a request for it.
 
         Args:
-            others: Requests that are on their way to the queue.
+            models: Models of which the request needs one.
+            num_ahead: Requests that are on their way to the queue before it.
         """
-        self.queue.check(others)
+        self.queue.check(models, current_client(), num_ahead)
 
     def offer(self, name: str, strategy: Strategy) -> None:
         """Adds a strategy under a name, or replaces the strategy of that name."""
@@ -132,17 +153,15 @@ class Engine:
 
     def run_many(self, requests: list[Request]) -> list[Result]:
         """Returns results in order. The number of requests may exceed the queue's capacity."""
-        futures: list[Future[Result]] = []
+        results: list[Result] = []
         for start in range(0, len(requests), self.config.max_queue):
-            part = [self.submit(r) for r in requests[start : start + self.config.max_queue]]
+            part = self.submit_all(requests[start : start + self.config.max_queue])
             if self._thread is None:
                 with torch.inference_mode():
                     while self._step():
                         pass
-            futures += part
-            for future in part:
-                future.exception()
-        return [future.result() for future in futures]
+            results += wait_all(part)
+        return results
 
     def forget(self, *roots: PrefixKeys) -> None:
         """Removes roots from every prefix cache, all of them between the same two steps."""

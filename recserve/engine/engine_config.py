@@ -19,7 +19,9 @@ class EngineConfig:
             stores with its roots need memory in addition. "auto" takes 256 MiB on a CPU, and on
             CUDA what weights, graphs and a tenth of the memory leave free, in equal parts.
         kv_dtype: Element type of the key-value caches. None selects each model's own type.
-        max_queue: Most requests that wait for admission.
+        max_queue: Most requests of each model that wait for admission.
+        queue_share: Share of the places that other clients leave in a model's queue which one
+            client may take. 1 sets no bound. Callers in this process have none.
         max_running: Most requests that share a model's forward pass.
         load_aware: Drafts text only as deep as pays under the current load: the throughput of the
             server counts. False drafts whenever drafts are accepted at all: the latency of one text
@@ -37,6 +39,7 @@ class EngineConfig:
     kv_bytes: int | Literal["auto"] = "auto"
     kv_dtype: Literal["fp8"] | None = None
     max_queue: int = 1024
+    queue_share: float = 0.5
     max_running: int = 64
     load_aware: bool = True
     graphs: bool | None = None

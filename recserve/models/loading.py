@@ -7,6 +7,7 @@ rejected by name. Nothing that would change the logits is ignored.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -322,7 +323,8 @@ def _positive(fields: dict[str, Any], name: str, default: float | None = None) -
     """Returns a number of a configuration; a missing one or null gives the default."""
     value = fields.get(name)
     value = default if value is None else value
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or not number or not 0 < value <= sys.float_info.max:
         raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; a number above 0 is needed")
     return float(value)
 

@@ -21,6 +21,8 @@ from recserve.metrics import Metrics
 from recserve.schemas.items import (
     MAX_TIMEOUT_MS,
     InvalidRequest,
+    RankBatchRequest,
+    RankRequest,
     RecommendRequest,
     RecommendResponse,
 )
@@ -31,7 +33,15 @@ from recserve.server.arms.arm_server import RemoteArm
 from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.threads import Threads, checked_first, is_large, on_thread, reads_store
+from recserve.server.threads import (
+    RANK_MODELS,
+    RECOMMEND_MODELS,
+    Threads,
+    checked_first,
+    is_large,
+    on_thread,
+    reads_store,
+)
 from recserve.server.transport.trace import Trace, trace_of, upload_of
 from recserve.service import Service
 from recserve.service.pending import Pending
@@ -199,7 +209,9 @@ class AppState:
         arguments = body, trace_of(request.scope).request_id, deadline_s
         call: Callable[[], A] = partial(function, *arguments)
         service = self.service
-        call = checked_first(service.engine, deadline_s, call)
+        ranks = isinstance(body, RankRequest | RankBatchRequest)
+        models = RANK_MODELS if ranks else RECOMMEND_MODELS
+        call = checked_first(service.engine, models, deadline_s, call)
         if service.store_blocks and reads_store(body):
             return await on_thread(self.threads.store, call)
         if is_large(body):
@@ -227,7 +239,7 @@ async def outcomes(
     """
     futures = [work.future for work in works if work.future is not None]
     if futures:
-        await ended(request, futures, deadline_s)
+        await ended(request, futures, deadline_s, together=False)
 
     def answers() -> list[A | Exception]:
         return [work.outcome() for work in works]
@@ -235,17 +247,21 @@ async def outcomes(
     return answers() if pool is None else await on_thread(pool, answers)
 
 
-async def ended(request: Request, futures: Sequence[Future[Any]], deadline_s: float) -> None:
+async def ended(
+    request: Request, futures: Sequence[Future[Any]], deadline_s: float, together: bool = True
+) -> None:
     """Waits until all futures are done; on an error it cancels the unfinished ones.
 
     Args:
         request: The HTTP request.
         futures: Results of the engine.
         deadline_s: time.monotonic() value of the deadline.
+        together: Whether the answer needs all results. The first failure then ends the wait.
 
     Raises:
         ClientGone: If the client closes the connection.
         DeadlineExceeded: If the deadline passes.
+        Exception: The error of a result that the answer needs.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Exception | None] = loop.create_future()
@@ -255,16 +271,20 @@ async def ended(request: Request, futures: Sequence[Future[Any]], deadline_s: fl
         if not outcome.done():
             outcome.set_result(error)
 
-    def count() -> None:
+    def count(future: Future[Any]) -> None:
         nonlocal left
         left -= 1
+        if together and not future.cancelled():
+            error = future.exception()
+            if isinstance(error, Exception):
+                end(error)
         if not left:
             end(None)
 
-    def computed(_: Future[Any]) -> None:
+    def computed(future: Future[Any]) -> None:
         """Runs on the engine's thread, which may outlive the event loop."""
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(count)
+            loop.call_soon_threadsafe(count, future)
 
     for future in futures:
         future.add_done_callback(computed)

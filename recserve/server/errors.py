@@ -11,7 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from recserve.core.errors import DeadlineExceeded, EngineStopped, QueueFull
+from recserve.core.errors import DeadlineExceeded, EngineStopped, QueueFull, TooManyQueries
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.experiments.serving.registry import UnknownExperiment
 from recserve.features.catalog.item_journal import JournalError
@@ -150,9 +150,10 @@ TABLE: dict[type[Exception], Row] = {
         "invalid",
         "the request needs more memory than the server has for one request; reduce its size",
     ),
+    TooManyQueries: Row(422, "invalid_request_error", "request_too_large", "invalid"),
     UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     UnfitRule: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
-    QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
+    QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full"),
     QuotaExceeded: Row(429, "rate_limit_error", "quota_exceeded", "quota"),
     HeadersTooLarge: Row(431, "invalid_request_error", "headers_too_large", "invalid"),
     ClientGone: Row(499, "client_error", "client_gone", "cancelled"),

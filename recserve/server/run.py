@@ -132,6 +132,9 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         log_config=None,
         server_header=False,
         ws="none",
+        # Only these proxies say who the client is. Without any, nobody does.
+        proxy_headers=bool(config.trusted_proxies),
+        forwarded_allow_ips=list(config.trusted_proxies),
         http=connection_class(replace(limits, max_connections=possible), app.state.metrics),
         timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -19,6 +19,8 @@ A = TypeVar("A")
 LARGE_BATCH = 8
 LARGE_IDS = 512
 LARGE_K = 256
+# Models in whose queues a request waits. A ranking needs one of them.
+RECOMMEND_MODELS, RANK_MODELS, TEXT_MODELS = ("recommender",), ("ranker", "recommender"), ("text",)
 
 
 class Threads:
@@ -49,15 +51,17 @@ async def on_thread(pool: ThreadPoolExecutor, function: Callable[[], A]) -> A:
     return await asyncio.get_running_loop().run_in_executor(pool, run)
 
 
-def checked_first(engine: Engine, deadline_s: float, function: Callable[[], A]) -> Callable[[], A]:
+def checked_first(
+    engine: Engine, models: Sequence[str], deadline_s: float, function: Callable[[], A]
+) -> Callable[[], A]:
     """Returns `function` behind checks that refuse a request before it is prepared.
 
-    It raises QueueFull if the engine's queue is full by then, or DeadlineExceeded if the deadline
-    (a value of time.monotonic()) has passed.
+    It raises QueueFull if the queues of all these models are full by then, or DeadlineExceeded if
+    the deadline (a value of time.monotonic()) has passed.
     """
 
     def call() -> A:
-        engine.check_queue()
+        engine.check_queue(models)
         if time.monotonic() > deadline_s:
             raise DeadlineExceeded("the deadline passed before the request was prepared")
         return function()

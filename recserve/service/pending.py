@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from recserve.core.request import Result, Timing
+from recserve.core.request import Request, Result, Timing
+from recserve.engine.engine import Engine
 from recserve.schemas.items import TimingMs
 
 A = TypeVar("A")
@@ -28,7 +29,14 @@ class Pending(Generic[A]):
 
     def wait(self) -> A:
         """Waits for the answer. Raises the engine's exception if the request failed."""
-        return self.finish(None if self.future is None else self.future.result())
+        if self.future is None:
+            return self.finish(None)
+        try:
+            result = self.future.result()
+        except BaseException:
+            self.future.cancel()
+            raise
+        return self.finish(result)
 
     def outcome(self) -> A | Exception:
         """Waits for the answer, or for the exception if the request failed."""
@@ -36,6 +44,39 @@ class Pending(Generic[A]):
             return self.wait()
         except Exception as error:
             return error
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[A]):
+    """An answer that the engine can compute.
+
+    Attributes:
+        query: The engine's request; None if the answer does not need the engine.
+        finish: As in `Pending`.
+    """
+
+    query: Request | None
+    finish: Callable[[Result | None], A]
+
+    def begin(self, engine: Engine) -> Pending[A]:
+        """Submits the request. Raises what the engine refuses it with."""
+        return Pending(None if self.query is None else engine.submit(self.query), self.finish)
+
+
+def begin_all(engine: Engine, answers: Sequence[Prepared[A] | Exception]) -> list[Pending[A]]:
+    """Submits the requests of all answers, or none. An error stays the answer that it is.
+
+    Raises:
+        Exception: What the engine refuses a request with.
+    """
+    queries = [a.query for a in answers if isinstance(a, Prepared) and a.query is not None]
+    futures = iter(engine.submit_all(queries))
+    return [
+        failed(one)
+        if isinstance(one, Exception)
+        else Pending(None if one.query is None else next(futures), one.finish)
+        for one in answers
+    ]
 
 
 class Stopwatch:

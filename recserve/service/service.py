@@ -5,7 +5,7 @@ HTTP, the command line and batch jobs all call a `Service`, so that their answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from recserve.service.history.user_histories import UserHistories
 from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions
 from recserve.service.parts import ItemParts, open_parts
-from recserve.service.pending import Pending, failed
+from recserve.service.pending import Pending, Prepared, begin_all
 from recserve.service.recommend.rank import Rankings
 from recserve.service.recommend.recommend import Recommendations
 from recserve.service.runtime import Runtime, gauges_of
@@ -213,6 +213,28 @@ class Service:
         """Starts a ranking; arguments and errors are those of `begin_recommend`."""
         return self.rankings.begin(body, request_id or body.request_id, deadline_s)
 
+    def begin_recommend_batch(
+        self, bodies: Sequence[RecommendRequest], request_id: str, deadline_s: float | None = None
+    ) -> list[Pending[RecommendResponse]]:
+        """Starts several recommendations, all or none.
+
+        Args:
+            bodies: The requests.
+            request_id: Identifies the request; each recommendation adds its number.
+            deadline_s: time.monotonic() value of the deadline; None means no deadline.
+
+        Raises:
+            Exception: As in `begin_recommend`, for any of the requests.
+        """
+        prepare = self.recommendations.prepare
+        return begin_all(
+            self.engine,
+            [
+                prepare(body, f"{request_id}.{index}"[-128:], deadline_s)
+                for index, body in enumerate(bodies)
+            ],
+        )
+
     def begin_rank_batch(
         self,
         body: RankBatchRequest,
@@ -225,22 +247,21 @@ class Service:
             One pending answer per ranking. An invalid request yields its error as the answer.
 
         Raises:
-            QueueFull: If the queue cannot hold the whole batch; rankings already started are
-                cancelled.
+            QueueFull: If the queue cannot hold the whole batch now; none of it is started.
+            TooManyQueries: If the queue can never hold the whole batch.
         """
-        works: list[Pending[RankResponse]] = []
+        rankings = self.rankings
+        answers: list[Prepared[RankResponse] | Exception] = []
         for index, one in enumerate(body.requests):
             name = one.request_id or (f"{request_id}.{index}"[-128:] if request_id else None)
             try:
-                works.append(self.begin_rank(one, name, deadline_s))
+                prepared = rankings.prepare(one, name, deadline_s)
+                if prepared.query is not None:
+                    self.engine.check(prepared.query)
+                answers.append(prepared)
             except ValueError as error:
-                works.append(failed(error))
-            except Exception:
-                for work in works:
-                    if work.future is not None:
-                        work.future.cancel()
-                raise
-        return works
+                answers.append(error)
+        return begin_all(self.engine, answers)
 
     def recommend(self, body: RecommendRequest | Fields) -> RecommendResponse:
         """Returns a slate. The body is an object or its fields. Raises as `begin_recommend`."""

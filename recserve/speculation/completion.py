@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from recserve.core.cache_salt import current_salt
+from recserve.core.client import current_salt
 from recserve.core.request import Timing
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 

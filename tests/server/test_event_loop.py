@@ -62,7 +62,7 @@ def test_a_filter_is_not_evaluated_for_a_queue_that_is_full(service, monkeypatch
 
 @pytest.mark.parametrize("number", [1, 9])
 def test_a_large_batch_is_prepared_on_a_thread(service, monkeypatch, number):
-    threads = recorded(monkeypatch, Rankings, "begin")
+    threads = recorded(monkeypatch, Rankings, "prepare")
     with live(service) as client:
         item = client.get("/playground/samples").json()["items"][0]
         one = {"history": [item], "candidates": [{"item_id": item}]}

@@ -115,11 +115,24 @@ def short_batches() -> Any:
     return mock.patch.object(EventChanges, "take", taking)
 
 
+def shrunken_batches() -> Any:
+    """The LMDB store drops every tenth event of a user's batch, and answers for fewer events."""
+    append_many = LmdbStore.append_many
+
+    def shrinking(self: LmdbStore, changes: Mapping[str, Any]) -> Any:
+        def shrink(own: Any) -> list[Any]:
+            return [change for number, change in enumerate(own) if number % 10 != 9]
+
+        return append_many(self, {user: shrink(own) for user, own in changes.items()})
+
+    return mock.patch.object(LmdbStore, "append_many", shrinking)
+
+
 PROPERTIES = {
     one.__name__: one
     for one in (
         *(forgotten_product, accepted_tails, biased_rejection, leaking_filters),
-        *(open_events, open_items, lossy_store, short_batches),
+        *(open_events, open_items, lossy_store, short_batches, shrunken_batches),
     )
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from pathlib import Path
@@ -75,17 +75,18 @@ class ScriptedEngine:
         self.stalled_s = 0.0
         self.stopped_by: BaseException | None = None
 
-    def check_queue(self, others: int = 0) -> None:
+    def check_queue(self, models: Sequence[str], num_ahead: int = 0) -> None:
         if self.full:
             raise QueueFull("the queue is full", 2.5)
 
-    def submit(self, request: TextQuery) -> Future[Completion]:
+    def submit_all(self, requests: Sequence[TextQuery]) -> list[Future[Completion]]:
         if self.full:
             raise QueueFull("the queue is full", 2.5)
-        self.requests.append(request)
-        future: Future[Completion] = Future()
-        threading.Thread(target=self._run, args=(request, future), daemon=True).start()
-        return future
+        self.requests += requests
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        for request, future in zip(requests, futures, strict=True):
+            threading.Thread(target=self._run, args=(request, future), daemon=True).start()
+        return futures
 
     def token_capacity(self, model: str) -> int:
         return CONTEXT + 1

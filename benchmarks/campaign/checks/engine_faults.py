@@ -223,6 +223,7 @@ def engine_death(site: Site, budget: Budget) -> Finding:
         for client in (*clients, *writers):
             client.join(2 * HANG_S)
         hung = sum(client.hung + client.is_alive() for client in (*clients, *writers))
+        refused = sum(writer.refused for writer in writers)
         answered = sum(client.answers for client in clients)
     finally:
         server.stop()
@@ -239,6 +240,7 @@ def engine_death(site: Site, budget: Budget) -> Finding:
                 0,
                 judged=lost > 0 or missed <= MISSED,
             ),
+            Figure("batches of events that a ready server refuses", refused, 0),
             Figure("lost devices without exit status 1", wrong_status, 0),
             Figure("passing CUDA errors that fail a request", failed, 0),
         ),

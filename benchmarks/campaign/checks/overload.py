@@ -45,7 +45,12 @@ def overload(site: Site, budget: Budget) -> Finding:
     lengths = random.integers(TOKENS - SPREAD, TOKENS + SPREAD, NUM_TEXTS).tolist()
     texts_of = text_bodies(random, NUM_TEXTS, TOKENS)
     bodies = [{**body, "max_tokens": n} for body, n in zip(texts_of, lengths, strict=True)]
-    limits = {"max_running": MAX_RUNNING, "max_queue": MAX_QUEUE, "kv_bytes": 2**24}
+    limits = {
+        "max_running": MAX_RUNNING,
+        "max_queue": MAX_QUEUE,
+        "queue_share": 1.0,
+        "kv_bytes": 2**24,
+    }
     with site.server(llm=site.llm, **limits) as server:
 
         def texts(seconds: float, **how: float) -> tuple[HttpExchange, ...]:

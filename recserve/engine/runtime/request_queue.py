@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.errors import DeadlineExceeded, QueueFull, TooManyQueries
 from recserve.core.request import (
     LikelihoodQuery,
     PrewarmQuery,
@@ -19,6 +21,7 @@ from recserve.core.request import (
     TextScoreQuery,
 )
 from recserve.core.sequence import Sequence
+from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.scheduler import TURN_S, Scheduler, expired, turn
 from recserve.speculation.completion import TextQuery
 
@@ -27,23 +30,28 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 class RequestQueue:
-    """A bounded queue, ordered by priority and then by age.
+    """A bounded queue for each model, ordered by priority and then by age.
 
-    Background requests come last. As many of them may wait as of all others.
+    Schedulers that share a KV cache serve one model, and their requests wait in one line.
+    Background requests come last. As many of them may wait as of the requests of one model.
 
     Attributes:
-        capacity: Most waiting requests, of both kinds each.
+        capacity: Most waiting requests of each model, and most background requests.
+        share: Share of the places that other clients leave which one client may take.
         waiting: Requests that wait, without background ones.
         background: Background requests that wait, oldest first.
     """
 
-    def __init__(self, capacity: int, schedulers: Mapping[str, Scheduler[Any, Any]]) -> None:
+    def __init__(
+        self, capacity: int, share: float, schedulers: Mapping[str, Scheduler[Any, Any]]
+    ) -> None:
         """Makes an empty queue for the requests of these schedulers, by model."""
-        self.capacity, self.schedulers = capacity, schedulers
-        self.waiting: deque[Sequence] = deque()
+        self.capacity, self.share, self.schedulers = capacity, share, schedulers
+        self.waiting: dict[Sequence, None] = {}
         self.background: deque[Sequence] = deque()
+        self._lock = threading.Lock()  # of `waiting` and of the places
+        self._places: dict[KVCache, Places] = {}
         self._begun: Sequence | None = None
-        self._departures = Departures()
 
     def __len__(self) -> int:
         """Returns the number of waiting requests, without background ones."""
@@ -54,78 +62,116 @@ class RequestQueue:
         """Number of background requests that run, at most one."""
         return int(self._begun is not None and not self._begun.future.done())
 
-    def check(self, others: int = 0) -> None:
-        """Raises QueueFull if the queue is full, or would be with so many others."""
-        if (waiting := len(self.waiting) + others) >= self.capacity:
-            retry_after_s = self._departures.seconds_for(waiting, time.monotonic())
-            raise QueueFull(f"{self.capacity} requests are waiting already", retry_after_s)
+    def check(self, models: Iterable[str], client: bytes, num_ahead: int = 0) -> None:
+        """Raises QueueFull if no queue of these models has room for a request of the client.
 
-    def enqueue(self, sequence: Sequence) -> None:
-        """Adds a request. Raises QueueFull if the queue is full."""
-        if sequence.background:
-            if len(self.background) >= self.capacity:
-                raise QueueFull(f"{self.capacity} requests are waiting already", TURN_S)
-            self.background.append(sequence)
-            return
-        self.check()
-        self.waiting.append(sequence)
+        Args:
+            models: Models of which the request needs one. Those without a scheduler do not count.
+            client: Who sends the request, as in `Sequence`.
+            num_ahead: Requests that are on their way to the queue before it.
+        """
+        full: QueueFull | None = None
+        for model in models:
+            if model in self.schedulers:
+                try:
+                    return self._places_of(model).check(client, 1, num_ahead)
+                except QueueFull as error:
+                    full = error
+        if full is not None:
+            raise full
+
+    def enqueue(self, sequences: Seq[Sequence]) -> None:
+        """Adds the requests of one client, all or none.
+
+        Raises:
+            QueueFull: If the queue of a model lacks room for its requests.
+            TooManyQueries: If it would lack room even with nothing else in it.
+        """
+        with self._lock:
+            needed: dict[Places, int] = {}
+            num_background = 0
+            for sequence in sequences:
+                if sequence.background:
+                    num_background += 1
+                else:
+                    places = self._places_of(sequence.model)
+                    needed[places] = needed.get(places, 0) + 1
+            if num_background and len(self.background) + num_background > self.capacity:
+                raise QueueFull(f"{self.capacity} background requests wait already", TURN_S)
+            for places, count in needed.items():
+                places.check(sequences[0].client, count)
+            for sequence in sequences:
+                if sequence.background:
+                    self.background.append(sequence)
+                else:
+                    self._add(sequence)
 
     def drain(self, error: Exception) -> None:
         """Fails all requests."""
-        for sequences in (self.waiting, self.background):
-            while sequences:
-                self._fail(sequences.popleft(), error)
+        for sequence in list(self.waiting):
+            self._remove(sequence)
+            self._fail(sequence, error)
+        while self.background:
+            self._fail(self.background.popleft(), error)
 
     def admit(self, max_running: int) -> None:
         """Moves requests to their schedulers, by priority and then by age.
 
-        A request that finds no capacity blocks the later requests of the same scheduler. Small
-        requests therefore cannot starve a large one. A running text that is served later gives its
-        place to a waiting text, at most one to each, and waits here again. Running texts that are
-        served later give their pages, as many as a waiting request needs.
+        - A request that finds no pages blocks the later requests of all schedulers that share its
+          KV cache. Small requests therefore cannot starve a large one.
+        - A request that finds no place in its scheduler blocks the later requests of that
+          scheduler.
+        - A running text that is served later gives its place to a waiting text, at most one to
+          each, and waits here again. Running texts that are served later give their pages, as many
+          as a waiting request needs.
 
         Args:
             max_running: Most requests that a scheduler runs at once.
         """
-        full: set[str] = set()
-        left: list[Sequence] = []
-        displaced: list[Sequence] = []
-        sequences = [self.waiting.popleft() for _ in range(len(self.waiting))]
-        for sequence in sorted(sequences, key=turn):
-            if self._left(sequence):
-                continue
-            if sequence.model not in full:
+        full: set[Scheduler[Any, Any] | KVCache] = set()
+        with self._lock:
+            sequences = sorted(self.waiting, key=turn)
+        for sequence in sequences:
+            if not self._left(sequence):
+                scheduler = self.schedulers[sequence.model]
+                if full and (scheduler in full or scheduler.kv in full):
+                    continue
                 try:
-                    admitted = self._admit(sequence, max_running, displaced)
+                    lacking = self._admit(sequence, scheduler, max_running)
                 except Exception as error:
                     self._fail(sequence, error)
-                    continue
-                if admitted:
-                    continue
-            full.add(sequence.model)
-            left.append(sequence)
-        self._departures.add(len(sequences) - len(left), time.monotonic())
-        self.waiting.extendleft(reversed(left + displaced))
+                else:
+                    if lacking is not None:
+                        full.add(lacking)
+                        continue
+            self._remove(sequence)
 
-    def _admit(self, sequence: Sequence, max_running: int, displaced: list[Sequence]) -> bool:
-        """Moves a request to its scheduler. Returns False if that has no capacity.
-
-        A request that loses its place for it is added to `displaced`.
+    def _admit(
+        self, sequence: Sequence, scheduler: Scheduler[Any, Any], max_running: int
+    ) -> Scheduler[Any, Any] | KVCache | None:
+        """Moves a request to its scheduler. Returns None, or what lacks room for it: the scheduler,
+        or the KV cache.
         """
-        scheduler = self.schedulers[sequence.model]
         if scheduler.isolating:
-            return False
+            return scheduler
+        kv = scheduler.kv
+        for one in self.schedulers.values():
+            if one.kv is kv and one.lacks_pages_before(sequence):
+                return kv
         if scheduler.num_running >= max_running:
             last = scheduler.give_way(sequence)
             if last is None:
-                return False
-            displaced.append(last)
+                return scheduler
+            with self._lock:
+                self._add(last)
         if scheduler.admit(sequence):
-            return True
+            return None
         count = scheduler.pages_to_admit(sequence)
-        sharers = [one for one in self.schedulers.values() if one.kv is scheduler.kv]
+        if not count:
+            return scheduler
+        sharers = [one for one in self.schedulers.values() if one.kv is kv]
         freed = any([one.free_pages(count, sequence) for one in sharers])
-        return freed and scheduler.admit(sequence)
+        return None if freed and scheduler.admit(sequence) else kv
 
     def admit_background(self) -> None:
         """Moves the oldest background request to its scheduler, if its pages are free."""
@@ -143,6 +189,24 @@ class RequestQueue:
         else:
             self.background.appendleft(sequence)
 
+    def _places_of(self, model: str) -> Places:
+        kv = self.schedulers[model].kv
+        places = self._places.get(kv)
+        if places is None:
+            places = self._places.setdefault(kv, Places(self.capacity, self.share))
+        return places
+
+    def _add(self, sequence: Sequence) -> None:
+        """Adds a request. The caller holds the lock."""
+        self.waiting[sequence] = None
+        self._places_of(sequence.model).take(sequence.client)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Removes a request, whose place is free from now on."""
+        with self._lock:
+            del self.waiting[sequence]
+            self._places_of(sequence.model).leave(sequence.client)
+
     def _left(self, sequence: Sequence) -> bool:
         """Returns whether nobody waits for a request any more, and fails a late one."""
         if sequence.future.cancelled():
@@ -153,6 +217,81 @@ class RequestQueue:
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         self.schedulers[sequence.model].fail(sequence.future, error)
+
+
+class Places:
+    """The places of one model's queue.
+
+    A client may take a share of the places that other clients leave. With a share of one half, a
+    client that is alone fills half of the queue, and of two clients each fills a third. A place is
+    therefore always left for a client that has none.
+
+    Attributes:
+        capacity: Number of places.
+        share: The share of one client. 1 sets no bound.
+        num_taken: Number of places that waiting requests have.
+        taken_by: The same for each client that has any.
+        departures: How fast places become free.
+    """
+
+    def __init__(self, capacity: int, share: float) -> None:
+        self.capacity, self.share = capacity, share
+        self.num_taken = 0
+        self.taken_by: dict[bytes, int] = {}
+        self.departures = Departures()
+
+    def check(self, client: bytes, count: int, num_ahead: int = 0) -> None:
+        """Raises an error if there is no room for so many requests of a client.
+
+        Args:
+            client: As in `Sequence`. The share does not bind callers in this process.
+            count: Number of requests.
+            num_ahead: Requests that are on their way to the queue before them.
+
+        Raises:
+            QueueFull: If other requests have the places.
+            TooManyQueries: If the requests would find no room in an empty queue.
+        """
+        own = self.taken_by.get(client, 0)
+        left = self.capacity - self.num_taken - num_ahead
+        most = self._most(client, left + own)
+        if count <= left and own + count <= most:
+            return
+        if count > (limit := self._most(client, self.capacity)):
+            raise TooManyQueries(
+                f"this request needs {count} places in the queue of the model; one request gets at "
+                f"most {limit} (max_queue {self.capacity}, queue_share {self.share:g}); split it"
+            )
+        if count > left:
+            message = f"{self.num_taken + num_ahead} requests wait for this model"
+            if count > 1:
+                message += f", and this one needs {count} places"
+            raise self._full(f"{message}; the queue has {self.capacity} places (max_queue)")
+        raise self._full(
+            f"{own} requests of this client wait for this model; it may have {most} of "
+            f"{self.capacity} places (queue_share {self.share:g} of those that others leave)"
+        )
+
+    def take(self, client: bytes) -> None:
+        """Gives a request of a client a place."""
+        self.num_taken += 1
+        self.taken_by[client] = self.taken_by.get(client, 0) + 1
+
+    def leave(self, client: bytes) -> None:
+        """Takes back the place of a request."""
+        self.num_taken -= 1
+        self.taken_by[client] -= 1
+        if not self.taken_by[client]:
+            del self.taken_by[client]
+        self.departures.add(1, time.monotonic())
+
+    def _most(self, client: bytes, places: int) -> int:
+        """Returns how many of these places a client may have."""
+        return max(1, int(places * self.share)) if client else places
+
+    def _full(self, message: str) -> QueueFull:
+        seconds = self.departures.seconds_for(self.num_taken, time.monotonic())
+        return QueueFull(message, seconds)
 
 
 class Departures:

@@ -196,6 +196,15 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """
         return False
 
+    def lacks_pages_before(self, other: Sequence) -> bool:
+        """Returns whether a request that was admitted, and is served before `other`, has no pages.
+
+        `other` may not take the pages that it waits for. Here it is a suspect that found no pages.
+        """
+        if not (self._suspects or self._cleared) or self.num_admitted:
+            return False
+        return any(turn(s) <= turn(other) for s in (*self._suspects, *self._cleared))
+
     def pause(self) -> Seq[SequenceT]:
         """Removes and returns requests that can continue later from what they have computed.
 

@@ -117,10 +117,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         """Takes a request if its pages are free or another text computes its beginning.
 
         Returns:
-            False if the pages are not free or an earlier text waits for pages.
+            False if the pages are not free.
         """
-        if any(not s.waits and turn(s) <= turn(sequence) for s in self.preempted):
-            return False
         request = sequence.request
         if request.params.counts_tokens and sequence.token_counts is None:
             tokens, device = sequence.context.tokens, self.runner.pool.keys.device
@@ -251,6 +249,13 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             self._preempt(last)
         self.preempted.remove(last)
         return last
+
+    def lacks_pages_before(self, other: Sequence) -> bool:
+        """Returns whether a text that is served before `other` waits for pages."""
+        for text in self.preempted:
+            if not text.waits and turn(text) <= turn(other):
+                return True
+        return super().lacks_pages_before(other)
 
     def pages_to_admit(self, sequence: TextSequence) -> int:
         """Returns how many free pages the text needs if nothing is cached."""

@@ -18,7 +18,7 @@ from recserve.server.app_state import AppState, ended, json_response
 from recserve.server.arms.text_answer import TextArm
 from recserve.server.event_stream import EventStream, PieceQueue
 from recserve.server.piece_clock import StreamLatency
-from recserve.server.threads import checked_first, on_thread
+from recserve.server.threads import TEXT_MODELS, checked_first, on_thread
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Listener, Piece
@@ -61,8 +61,9 @@ async def _answer(app_state: AppState, request: Request, body: B, begin: Begin[B
         """Applies the template and tokenises on a thread, because a long prompt takes a while."""
         call = partial(begin, body, trace.request_id, deadline_s, listen)
         engine = app_state.service.engine
-        engine.check_queue()
-        return await on_thread(app_state.threads.text, checked_first(engine, deadline_s, call))
+        engine.check_queue(TEXT_MODELS)
+        checked = checked_first(engine, TEXT_MODELS, deadline_s, call)
+        return await on_thread(app_state.threads.text, checked)
 
     try:
         work = await prepared(arm.body)

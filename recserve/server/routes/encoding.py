@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from recserve.schemas.encoding import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from recserve.server.app_state import AppState, ended, json_response
-from recserve.server.threads import checked_first, on_thread
+from recserve.server.threads import TEXT_MODELS, checked_first, on_thread
 
 EMBEDDINGS_BODY = msgspec.json.Decoder(EmbeddingsRequest)
 TOKENIZE_BODY = msgspec.json.Decoder(TokenizeRequest)
@@ -28,7 +28,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         deadline_s = app_state.text_deadline_s(request, body.timeout_ms)
         call = partial(app_state.service.texts.embeddings.begin, body, deadline_s)
         pool, engine = app_state.threads.text, app_state.service.engine
-        work = await on_thread(pool, checked_first(engine, deadline_s, call))
+        work = await on_thread(pool, checked_first(engine, TEXT_MODELS, deadline_s, call))
         await ended(request, work.futures, deadline_s)
         return json_response(await on_thread(pool, work.answer))
 

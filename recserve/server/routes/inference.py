@@ -19,8 +19,6 @@ from recserve.schemas.inference import (
 from recserve.schemas.items import (
     RankBatchRequest,
     RankResponse,
-    RecommendRequest,
-    RecommendResponse,
 )
 from recserve.server.app_state import AppState, finished, json_response, outcomes
 from recserve.server.binary_tensors import HEADER, check_outputs, read_request, write_response
@@ -38,7 +36,6 @@ from recserve.server.tensors import (
 from recserve.server.transport.trace import trace_of
 from recserve.service import Service
 from recserve.service.errors import UnknownModel
-from recserve.service.pending import Pending
 
 PLATFORM = "recserve"
 EXTENSIONS = ["binary_tensor_data"]
@@ -111,21 +108,7 @@ async def _slates(
     requests = slate_requests(body)
     deadline_s = app_state.deadline_s(request, body.parameters.least_timeout_ms)
 
-    def begin(
-        bodies: list[RecommendRequest], request_id: str, deadline_s: float
-    ) -> list[Pending[RecommendResponse]]:
-        works: list[Pending[RecommendResponse]] = []
-        try:
-            for index, one in enumerate(bodies):
-                name = f"{request_id}.{index}"[-128:]
-                works.append(service.begin_recommend(one, name, deadline_s))
-        except Exception:
-            for work in works:
-                if work.future is not None:
-                    work.future.cancel()
-            raise
-        return works
-
+    begin = service.begin_recommend_batch
     works = await app_state.begin(begin, request, requests, deadline_s)
     found = await outcomes(request, works, deadline_s)
     answers = [finished(trace_of(request.scope), outcome) for outcome in found]

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
 from recserve.server.app_state import AppState, ended, json_response
-from recserve.server.threads import checked_first, on_thread
+from recserve.server.threads import TEXT_MODELS, checked_first, on_thread
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.text_scores import PendingScores
 
@@ -57,7 +57,7 @@ async def _rerank(app_state: AppState, request: Request, version: str) -> Respon
 async def _answer(
     app_state: AppState, request: Request, deadline_s: float, begin: Callable[[], PendingScores]
 ) -> Response:
-    call = checked_first(app_state.service.engine, deadline_s, begin)
+    call = checked_first(app_state.service.engine, TEXT_MODELS, deadline_s, begin)
     work = await on_thread(app_state.threads.text, call)
     await ended(request, work.futures, deadline_s)
     return json_response(work.answer())

@@ -12,12 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from ipaddress import IPv6Address, IPv6Network
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from recserve.core.cache_salt import salted
+from recserve.core.client import client_scope
 from recserve.metrics import Metrics
 from recserve.server.errors import (
     AdminDisabled,
@@ -28,6 +29,7 @@ from recserve.server.errors import (
     row_of,
 )
 from recserve.server.lifecycle import Lifecycle
+from recserve.server.threads import RANK_MODELS, RECOMMEND_MODELS, TEXT_MODELS
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.server.transport.trace import HEADER, SCOPE_KEY, Recorder, Trace, upload_of
@@ -40,13 +42,18 @@ OPEN_PATHS = frozenset(
 UNCOUNTED_PATHS = OPEN_PATHS | {"/metrics"}
 ADMIN = "/admin/"
 CLOSE = (b"connection", b"close")
-# Requests on these paths wait in the engine's queue.
-QUEUED_PATHS = frozenset(
-    {
-        *("/v1/recommend", "/v1/rank", "/v1/rank:batch", "/v1/rerank", "/v2/rerank", "/rerank"),
-        *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generative_scoring"),
-    }
+TEXT_PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generative_scoring"),
+    *("/v1/rerank", "/v2/rerank", "/rerank"),
 )
+# Paths of requests that wait in the queue of one of these models.
+QUEUED_PATHS = {
+    "/v1/recommend": RECOMMEND_MODELS,
+    "/v1/rank": RANK_MODELS,
+    "/v1/rank:batch": RANK_MODELS,
+    **dict.fromkeys(TEXT_PATHS, TEXT_MODELS),
+}
+IPV6_SUBNET = 64  # of one client, who may use all of its addresses
 
 
 @dataclass(frozen=True)
@@ -136,9 +143,10 @@ class Gate:
                 headers = Headers(scope=scope)
                 trace.rename(headers.get(HEADER))
                 key = self._check(scope, headers)
-                if upload.num_ahead and scope["path"] in QUEUED_PATHS:
-                    self._check_queue(upload.num_ahead)
-                with salted(self._salts.get(key, b"")):
+                client = key if self.keys else client_address(scope)
+                with client_scope(client, self._salts.get(key, b"")):
+                    if upload.num_ahead and scope["path"] in QUEUED_PATHS:
+                        self._check_queue(scope["path"], upload.num_ahead)
                     await self.app(routed, receive, answer)
             except Exception as error:
                 row = row_of(error)
@@ -176,10 +184,10 @@ class Gate:
             self.sites.check(scope["method"], headers)
         return given
 
-    def _check_queue(self, num_ahead: int) -> None:
+    def _check_queue(self, path: str, num_ahead: int) -> None:
         """Raises QueueFull if the engine's queue would be full with requests that came earlier."""
         with contextlib.suppress(NotReady):  # the route says so
-            self.lifecycle.service.engine.check_queue(num_ahead)
+            self.lifecycle.service.engine.check_queue(QUEUED_PATHS[path], num_ahead)
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")
@@ -193,6 +201,17 @@ class Gate:
         self.metrics.count_degraded(trace.degraded)
         for record in self.recorders:
             record(scope, trace)
+
+
+def client_address(scope: Scope) -> bytes:
+    """Returns the client's address: of IPv6 the subnet, and a name for connections without one."""
+    host: str = (scope.get("client") or ("",))[0]
+    if ":" in host:
+        with contextlib.suppress(ValueError):
+            address = IPv6Address(host.partition("%")[0])
+            plain = address.ipv4_mapped
+            host = str(plain or IPv6Network((address, IPV6_SUBNET), strict=False))
+    return host.encode() or b"unknown"
 
 
 def _among(given: bytes, keys: tuple[bytes, ...]) -> bool:

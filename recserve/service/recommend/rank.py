@@ -10,7 +10,7 @@ import numpy as np
 from recserve.core.request import Result, Scores
 from recserve.schemas.items import Candidate, InvalidRequest, RankedItem, RankRequest, RankResponse
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.pending import Pending, Stopwatch
+from recserve.service.pending import Pending, Prepared, Stopwatch
 from recserve.service.recommend.scorers import ItemScorer, ScoringQuery
 from recserve.service.runtime import Runtime
 
@@ -47,7 +47,7 @@ class Rankings:
     def begin(
         self, body: RankRequest, request_id: str | None, deadline_s: float | None
     ) -> Pending[RankResponse]:
-        """Looks up the candidates and submits them to the engine.
+        """Prepares a request and submits it to the engine.
 
         Args:
             body: The request.
@@ -57,6 +57,16 @@ class Rankings:
         Raises:
             InvalidRequest: If the body does not match the catalogue or the models.
             QueueFull: If the queue of the engine is full.
+        """
+        return self.prepare(body, request_id, deadline_s).begin(self.runtime.engine)
+
+    def prepare(
+        self, body: RankRequest, request_id: str | None, deadline_s: float | None
+    ) -> Prepared[RankResponse]:
+        """Looks up the candidates and makes the engine's query. Arguments as in `begin`.
+
+        Raises:
+            InvalidRequest: If the body does not match the catalogue or the models.
         """
         watch = Stopwatch()
         name = self._name(body)
@@ -96,13 +106,13 @@ class Rankings:
 
         if not ids:
             watch.features_done()
-            return Pending(None, finish)
+            return Prepared(None, finish)
         scoring = scorer.build_request(
             ScoringQuery(snapshot, history, known.candidates, known.rows, deadline_s)
         )
         degraded += scoring.degraded
         watch.features_done()
-        return Pending(self.runtime.engine.submit(scoring.request), finish)
+        return Prepared(scoring.request, finish)
 
     def _name(self, body: RankRequest) -> str:
         name = next(iter(self.scorers)) if body.scorer == "auto" else body.scorer

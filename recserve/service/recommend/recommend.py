@@ -20,7 +20,7 @@ from recserve.schemas.items import (
 from recserve.search.strategy import strategy_classes
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
-from recserve.service.pending import Pending, Stopwatch
+from recserve.service.pending import Pending, Prepared, Stopwatch
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE, Choice, Chooser
 from recserve.service.recommend.diversity import caps_of
 from recserve.service.recommend.explanation import explanation
@@ -66,7 +66,7 @@ class Recommendations:
     def begin(
         self, body: RecommendRequest, request_id: str | None, deadline_s: float | None
     ) -> Pending[RecommendResponse]:
-        """Reads the history and submits a query to the engine.
+        """Prepares a request and submits it to the engine.
 
         Args:
             body: The request.
@@ -76,6 +76,16 @@ class Recommendations:
         Raises:
             InvalidRequest: If the body does not match the catalogue or the models.
             QueueFull: If the queue of the engine is full.
+        """
+        return self.prepare(body, request_id, deadline_s).begin(self.runtime.engine)
+
+    def prepare(
+        self, body: RecommendRequest, request_id: str | None, deadline_s: float | None
+    ) -> Prepared[RecommendResponse]:
+        """Reads the history and makes the engine's query. Arguments as in `begin`.
+
+        Raises:
+            InvalidRequest: If the body does not match the catalogue or the models.
         """
         watch = Stopwatch()
         snapshot = self.runtime.snapshot
@@ -106,7 +116,7 @@ class Recommendations:
         if not history.rows.size:
             degraded.append("cold_start")
             watch.features_done()
-            return Pending(None, lambda _: self._finish(draft, degraded, watch, None))
+            return Prepared(None, lambda _: self._finish(draft, degraded, watch, None))
         request = SlateQuery(
             self.roots.root(snapshot, history.rows),
             snapshot.trie,
@@ -124,7 +134,6 @@ class Recommendations:
             body.explain,
         )
         watch.features_done()
-        future = self.runtime.engine.submit(request)
 
         def finish(result: Result | None) -> RecommendResponse:
             assert isinstance(result, Slate)
@@ -134,7 +143,7 @@ class Recommendations:
                 made = BEAM
             return self._finish(draft, degraded, watch, result, made)
 
-        return Pending(future, finish)
+        return Prepared(request, finish)
 
     def _choice(self, body: RecommendRequest, width: int, deadline_s: float | None) -> Choice:
         """Resolves the strategy of the request. Raises InvalidRequest for an unknown one."""

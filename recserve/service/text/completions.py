@@ -23,7 +23,7 @@ from recserve.service.text.answers import ChatShape, CompletionShape, Shape
 from recserve.service.text.embeddings import Embeddings
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.pending_texts import PendingTexts
-from recserve.service.text.prompt_scores import scored_prompts
+from recserve.service.text.prompt_scores import ScoredPrompts, scored_prompts
 from recserve.service.text.prompts import (
     COMPLETION_TOKENS,
     Prompt,
@@ -91,8 +91,8 @@ class Texts:
                 most = max(1, min(COMPLETION_TOKENS, room))
             return sampling(body, self.model, prompt, most, body.logprobs)
 
-        scored = scored_prompts(body, prompts, self.engine, self.model, deadline_s)
-        return replace(self._begin(body, prompts, params, shape, call), scored=scored)
+        scored = scored_prompts(body, prompts, self.model, deadline_s)
+        return self._begin(body, prompts, params, shape, call, scored)
 
     def begin_chat(
         self,
@@ -131,7 +131,9 @@ class Texts:
         params: Callable[[Prompt], SamplingParams],
         shape: Shape,
         call: TextReceiver,
+        scored: ScoredPrompts | None = None,
     ) -> PendingTexts:
+        """Builds all requests of a body, and then submits all of them or none."""
         drafting = speculation(body.speculation, body.temperature, self.model)
         stops = stop_strings(body)
         echo = isinstance(body, CompletionRequest) and bool(body.echo)
@@ -171,50 +173,39 @@ class Texts:
             "model": self.model.name,
             "system_fingerprint": self.fingerprint,
         }
-        options = body.stream_options
+        options, exact = body.stream_options, verifiers()[drafting.verifier].exact
+        if body.most_tokens == 0:  # every text is empty and complete
+            requests = []
         call.watch.features_done()
+        scoring = [] if scored is None else scored.queries
+        submitted = self.engine.submit_all([*scoring, *requests])
+        if scored is not None:
+            scored = replace(scored, futures=tuple(submitted[: len(scoring)]))
+        futures: list[Future[Completion]] = submitted[len(scoring) :]
+        if not requests:
+            futures = [_empty_text() for _ in streams]
+        for future, stream in zip(futures, streams, strict=True):
+            future.add_done_callback(stream.end)
         return PendingTexts(
             head=head,
             shape=shape,
             streams=tuple(streams),
-            futures=self._submit([] if body.most_tokens == 0 else requests, streams),
+            futures=tuple(futures),
             copies=copies,
             prompt_tokens=tuple(len(prompt.tokens) for prompt in prompts),
             speculation=drafting,
-            exact=verifiers()[drafting.verifier].exact,
+            exact=exact,
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
             watch=call.watch,
+            scored=scored,
         )
 
-    def _submit(
-        self, requests: Sequence[TextQuery], streams: Sequence[TextStream]
-    ) -> tuple[Future[Completion], ...]:
-        """Submits all requests, or none. Without requests, every text is empty and complete.
 
-        Raises:
-            Exception: What the engine refuses a request with.
-        """
-        futures: list[Future[Completion]] = []
-        if not requests:
-            return tuple(_empty_text(stream) for stream in streams)
-        try:
-            for request, stream in zip(requests, streams, strict=True):
-                future = self.engine.submit(request)
-                future.add_done_callback(stream.end)
-                futures.append(future)
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-        return tuple(futures)
-
-
-def _empty_text(stream: TextStream) -> Future[Completion]:
-    """Ends a text before its first token."""
+def _empty_text() -> Future[Completion]:
+    """Returns the result of a text that ends before its first token."""
     future: Future[Completion] = Future()
     future.set_result(Completion(np.zeros(0, np.int64), "length"))
-    stream.end(future)
     return future
 
 

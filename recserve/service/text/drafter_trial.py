@@ -229,7 +229,7 @@ def _run(
 
 def _completed(engine: Engine, queries: list[TextQuery]) -> list[Completion]:
     """Runs an engine that was not started until it has answered."""
-    futures = [engine.submit(query) for query in queries]
+    futures = engine.submit_all(queries)
     while engine.step():
         pass
     return [future.result() for future in futures]

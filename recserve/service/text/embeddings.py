@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recserve.core.request import PromptScores
+from recserve.core.futures import wait_all
+from recserve.core.request import PromptQuery, PromptScores
 from recserve.schemas.encoding import (
     MAX_INPUTS,
     DetokenizeRequest,
@@ -52,8 +53,8 @@ class PendingEmbeddings:
     def answer(self) -> EmbeddingsResponse:
         """Waits for the vectors and returns the response. Raises what the engine raised."""
         data = []
-        for index, future in enumerate(self.futures):
-            mean = future.result().mean
+        for index, scores in enumerate(wait_all(self.futures)):
+            mean = scores.mean
             assert mean is not None
             vector = mean / max(float(np.linalg.norm(mean)), 1e-12)
             packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
@@ -87,20 +88,16 @@ class Embeddings:
         self.model.check_name(body.model)
         body.check()
         inputs = [self._tokens(number, one) for number, one in enumerate(_inputs(body.input))]
-        futures: list[Future[PromptScores]] = []
+        queries: list[PromptQuery] = []
         before = 0
-        try:
-            for tokens in inputs:
-                query = prompt_query(
-                    tokens, self.model.device, mean=True, deadline_s=deadline_s, before=before
-                )
-                futures.append(self.engine.submit(query))
-                before += len(tokens)
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+        for tokens in inputs:
+            query = prompt_query(
+                tokens, self.model.device, mean=True, deadline_s=deadline_s, before=before
+            )
+            queries.append(query)
+            before += len(tokens)
         sizes = tuple(map(len, inputs))
+        futures = self.engine.submit_all(queries)
         return PendingEmbeddings(
             tuple(futures), sizes, self.model.name, body.encoding_format == "base64"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,11 +18,11 @@ from recserve.tokenizer.tokenizer import TextTokenizer
 class TextEngine(Protocol):
     """The part of the engine that the text service needs; `engine.Engine` implements it."""
 
-    def submit(self, request: Any) -> Future[Any]:
-        """Queues a TextQuery or a TextScoreQuery.
+    def submit_all(self, requests: Sequence[Any]) -> list[Future[Any]]:
+        """Queues a TextQuery, TextScoreQuery or PromptQuery for each part of a body, all or none.
 
         Returns:
-            Future of its Completion or its Scores.
+            Futures of their Completion, Scores or PromptScores.
         """
         ...
 

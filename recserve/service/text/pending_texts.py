@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from recserve.core.futures import wait_all
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import TimingMs
 from recserve.schemas.speculation import SpeculationMetrics
@@ -61,14 +62,14 @@ class PendingTexts:
         return self.futures if self.scored is None else (*self.futures, *self.scored.futures)
 
     def cancel(self) -> None:
-        """Cancels all texts."""
-        for future in self.futures:
+        """Cancels all texts and the scores of their prompts."""
+        for future in self.all_futures:
             future.cancel()
 
     def answer(self) -> TextResponse:
         """Waits for all texts and returns the response. Raises what the engine raised."""
-        for future, stream in zip(self.futures, self.streams, strict=True):
-            future.result()
+        wait_all(self.all_futures)
+        for stream in self.streams:
             stream.wait()
         if self.scored is not None:
             self.scored.fill(self.streams, self.copies)

@@ -14,7 +14,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.logprobs import PromptLogprob, PromptLogprobs
 from recserve.schemas.text import CompletionRequest
-from recserve.service.text.model import TextEngine, TextModel
+from recserve.service.text.model import TextModel
 from recserve.service.text.prompts import Prompt
 from recserve.service.text.stream import TextStream, WrittenToken
 from recserve.speculation.completion import TokenLogprobs
@@ -29,7 +29,8 @@ class ScoredPrompts:
 
     Attributes:
         prompts: The prompts.
-        futures: Engine results, in the same order.
+        queries: Their requests.
+        futures: Engine results, in the same order. Empty until they are submitted.
         model: The served model.
         num_echoed: Number of likeliest tokens that `logprobs` reports, for the prompt's tokens too;
             None leaves them out.
@@ -37,10 +38,11 @@ class ScoredPrompts:
     """
 
     prompts: Sequence[Prompt]
-    futures: tuple[Future[PromptScores], ...]
+    queries: Sequence[PromptQuery]
     model: TextModel
     num_echoed: int | None
     num_top: int | None
+    futures: tuple[Future[PromptScores], ...] = ()
 
     def fill(self, streams: Sequence[TextStream], copies: int) -> None:
         """Adds what is known about the prompts to their texts, of which each has `copies`."""
@@ -59,15 +61,13 @@ class ScoredPrompts:
 def scored_prompts(
     body: CompletionRequest,
     prompts: Sequence[Prompt],
-    engine: TextEngine,
     model: TextModel,
     deadline_s: float | None,
 ) -> ScoredPrompts | None:
-    """Submits the prompts if the request wants their log-probabilities; None if it does not.
+    """Returns the prompts if the request wants their log-probabilities; None if it does not.
 
     Raises:
         InvalidRequest: If the request is a stream, whose chunks have no place for them.
-        Exception: What the engine refuses a prompt with.
     """
     num_echoed = body.logprobs if body.echo else None
     if num_echoed is None and body.prompt_logprobs is None:
@@ -76,20 +76,15 @@ def scored_prompts(
         name = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
         raise InvalidRequest(name, "log-probabilities of a prompt are not streamed")
     num_top = max(num_echoed or 0, body.prompt_logprobs or 0)
-    futures: list[Future[PromptScores]] = []
+    queries: list[PromptQuery] = []
     before = 0
-    try:
-        for prompt in prompts:
-            query = prompt_query(
-                prompt.tokens, model.device, num_top, deadline_s=deadline_s, before=before
-            )
-            futures.append(engine.submit(query))
-            before += len(prompt.tokens)
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
-    return ScoredPrompts(prompts, tuple(futures), model, num_echoed, body.prompt_logprobs)
+    for prompt in prompts:
+        query = prompt_query(
+            prompt.tokens, model.device, num_top, deadline_s=deadline_s, before=before
+        )
+        queries.append(query)
+        before += len(prompt.tokens)
+    return ScoredPrompts(prompts, queries, model, num_echoed, body.prompt_logprobs)
 
 
 def prompt_query(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from recserve.core.futures import wait_all
 from recserve.core.request import GROUP_TOKENS, Prefix, Scores, TextScoreQuery
 from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import InvalidRequest
@@ -75,7 +76,7 @@ class PendingScores:
 
     def answer(self) -> Any:
         """Waits for the scores and returns the response. Raises what the engine raised."""
-        results = [future.result() for future in self.futures]
+        results = wait_all(self.futures)
         usage = Usage(
             prompt_tokens=self.num_tokens,
             completion_tokens=0,
@@ -204,18 +205,13 @@ class TextScores:
         which = [places.setdefault(tuple(branch), len(places)) for branch in branches]
         keys = np.array(root, np.int64)
         shared = Prefix(NodeInputs(torch.from_numpy(keys).to(self.model.device)), keys)
-        futures: list[Future[Scores]] = []
-        try:
-            for number, group in enumerate(_groups(list(places))):
-                tokens = np.array([token for branch in group for token in branch], np.int64)
-                offsets = np.cumsum([0, *map(len, group)])
-                request = TextScoreQuery(shared, tokens, offsets, labels, deadline_s, number)
-                futures.append(self.engine.submit(request))
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+        requests: list[TextScoreQuery] = []
+        for number, group in enumerate(_groups(list(places))):
+            tokens = np.array([token for branch in group for token in branch], np.int64)
+            offsets = np.cumsum([0, *map(len, group)])
+            requests.append(TextScoreQuery(shared, tokens, offsets, labels, deadline_s, number))
         num_tokens = len(root) + sum(map(len, branches))
+        futures = self.engine.submit_all(requests)
         return PendingScores(tuple(futures), num_tokens, lambda v, usage: finish(v[which], usage))
 
     def _question(self, instruction: str, query: str) -> Question:

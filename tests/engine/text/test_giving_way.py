@@ -237,7 +237,7 @@ def test_a_text_that_gives_way_often_still_ends(model):
 
     def submit(request: TextQuery, submitted_s: float):
         future = engine.submit(request)
-        engine.queue.waiting[-1].submitted_s = submitted_s
+        list(engine.queue.waiting)[-1].submitted_s = submitted_s
         future.add_done_callback(lambda _: ended.append(submitted_s))
         return future
 

@@ -75,8 +75,8 @@ def test_many_items_are_several_groups_and_the_same_scores(server, network, monk
     monkeypatch.setattr(text_scores, "GROUP_TOKENS", 50)
     submitted = []
     engine = server.app.state.lifecycle.service.engine
-    submit = engine.submit
-    monkeypatch.setattr(engine, "submit", lambda r: submitted.append(r) or submit(r))
+    submit_all = engine.submit_all
+    monkeypatch.setattr(engine, "submit_all", lambda rs: submitted.extend(rs) or submit_all(rs))
     many = server.post("/generative_scoring", json=body).json()["data"]
     assert len(submitted) == 9
     np.testing.assert_allclose([d["scores"] for d in one], [d["scores"] for d in many], rtol=1e-3)

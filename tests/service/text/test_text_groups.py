@@ -20,9 +20,9 @@ class Recorder:
     def __init__(self) -> None:
         self.requests: list[TextQuery] = []
 
-    def submit(self, request):
-        self.requests.append(request)
-        return Future()
+    def submit_all(self, requests):
+        self.requests += requests
+        return [Future() for _ in requests]
 
 
 @pytest.fixture
