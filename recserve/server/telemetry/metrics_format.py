@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
-TEXT_1 = "text/plain; version=1.0.0; charset=utf-8"
+TEXT = "text/plain; version=1.0.0; charset=utf-8"
+OLD_TEXT = "text/plain; version=0.0.4; charset=utf-8"  # the same bytes under the older version
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 OPENMETRICS_TYPE = "application/openmetrics-text"
 TEXT_TYPES = ("text/plain", "text/*", "*/*")
@@ -28,7 +28,7 @@ def choose_format(accept: str) -> str:
         if kind == OPENMETRICS_TYPE and (version == "" or _is_first(version)):
             found = OPENMETRICS
         elif kind in TEXT_TYPES:
-            found = TEXT_1 if _is_first(version) else TEXT
+            found = OLD_TEXT if version.startswith("0.") else TEXT
         else:
             continue
         q = _quality(given.get("q", "1"))

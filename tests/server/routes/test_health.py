@@ -69,8 +69,8 @@ def test_health_is_described(server):
     assert described["paths"]["/health"]["get"]["operationId"] == "health"
 
 
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
-TEXT_1 = "text/plain; version=1.0.0; charset=utf-8"
+TEXT = "text/plain; version=1.0.0; charset=utf-8"
+OLD_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
@@ -93,8 +93,8 @@ PROMETHEUS = (
         ("application/openmetrics-text;q=0, text/plain", TEXT),
         ("application/openmetrics-text;q=0.1, text/plain;q=0.9", TEXT),
         ("text/plain;q=0.1, application/openmetrics-text;q=0.9", OPENMETRICS),
-        ("text/plain;version=1.0.0", TEXT_1),
-        ("text/plain;version=0.0.4", TEXT),
+        ("text/plain;version=1.0.0", TEXT),
+        ("text/plain;version=0.0.4", OLD_TEXT),
         ("application/json", TEXT),
         ("application/openmetrics-text;version=1.x;q=high, ;;,=", TEXT),
     ],
