@@ -69,7 +69,7 @@ def test_what_a_filter_leaves_is_exact(service, strategy, left):
     ids = service.runtime.snapshot.catalog.items.ids
     tree = {"in": ["item_id", [*ids[20 : 20 + left], "no such item"]]}
     answer = service.recommend(body(service, strategy=strategy, filter=tree))
-    assert answer.degraded == ["fewer_than_k"] and answer.exact
+    assert answer.degraded == ["unknown_filter_values", "fewer_than_k"] and answer.exact
     assert sources(answer) == ["model"] * left
     assert {item.item_id for item in answer.items} == set(ids[20 : 20 + left])
 
@@ -100,4 +100,8 @@ def test_a_filter_that_leaves_nothing_is_not_the_models_fault(service, monkeypat
     finding(service, [], monkeypatch)
     tree = {"eq": ["item_id", "no such item"]}
     answer = service.recommend(body(service, filter=tree))
-    assert answer.degraded == ["fewer_than_k"] and answer.exact and answer.items == []
+    assert (
+        answer.degraded == ["unknown_filter_values", "fewer_than_k"]
+        and answer.exact
+        and answer.items == []
+    )
