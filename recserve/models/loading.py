@@ -7,6 +7,7 @@ rejected by name. Nothing that would change the logits is ignored.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -322,7 +323,8 @@ def _positive(fields: dict[str, Any], name: str, default: float | None = None) -
     """Returns a number of a configuration; a missing one or null gives the default."""
     value = fields.get(name)
     value = default if value is None else value
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    finite = isinstance(value, int | float) and value <= sys.float_info.max
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (finite and value > 0):
         raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; a number above 0 is needed")
     return float(value)
 

@@ -171,7 +171,7 @@ def read_eagle_config(
             "no tensor 'layers.0.self_attn.q_norm.weight'"
         )
     para = bool(fields.get("add_para_norm", False))
-    layers = (FINAL_LAYER,)
+    layers: tuple[int, ...] = (FINAL_LAYER,)
     if fused:
         layers = read_target_layers(fields, decoder.num_layers).layers
     return EagleConfig(
