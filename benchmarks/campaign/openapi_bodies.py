@@ -97,9 +97,10 @@ class RequestSource:
         if "$ref" in schema:
             named = schema["$ref"].rpartition("/")[2]
             return self.value(self.document["components"]["schemas"][named], depth + 1)
-        if "anyOf" in schema and "properties" in schema:  # one of several fields is required
-            rest = {name: one for name, one in schema.items() if name != "anyOf"}
-            needed = [*schema.get("required", ()), *draw.choice(schema["anyOf"])["required"]]
+        if "not" in schema and "properties" in schema:  # one of several fields is required
+            rest = {name: one for name, one in schema.items() if name != "not"}
+            choice = draw.choice(schema["not"]["allOf"])["not"]
+            needed = [*schema.get("required", ()), *choice["required"]]
             return self._object({**rest, "required": needed}, depth)
         if "anyOf" in schema:
             simple = [one for one in schema["anyOf"] if one.get("type") == "null"]

@@ -193,13 +193,8 @@ def _attributes(source: InputTable, split: Mapping[str, str]) -> dict[str, pa.Ch
         elif pa.types.is_null(field.type):
             source.uses[name] = NO_VALUE + source.suggestion(name)
         else:
-            values, note = source.table.column(name), ""
-            if pa.types.is_timestamp(field.type) and field.type.unit == "ns":
-                # A time in Python has microseconds.
-                values = pc.cast(values, pa.timestamp("us", field.type.tz), safe=False)
-                note = "; nanoseconds cut to microseconds"
-            others[name] = values
-            source.uses[name] = ATTRIBUTE + note + source.suggestion(name)
+            others[name] = source.table.column(name)
+            source.uses[name] = ATTRIBUTE + source.suggestion(name)
     return others
 
 

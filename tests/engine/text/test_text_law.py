@@ -35,6 +35,8 @@ class DrawingDrafter(Drafter):
     drawing: `chain` of two, `independent` siblings or `distinct` siblings, three of them.
     """
 
+    draws = True
+
     def __init__(self, drawing: str, honest: bool = True) -> None:
         self.drawing, self.honest = drawing, honest
 

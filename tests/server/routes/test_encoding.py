@@ -295,11 +295,6 @@ def test_rerank_has_the_third_name_of_vllm(server):
             "unsupported",
             "messages[0].refusal",
         ),
-        (
-            {"role": "assistant", "content": "a", "colour": "no"},
-            "unknown_field",
-            "messages[0].colour",
-        ),
         ({"role": "function", "content": "a"}, "out_of_range", "messages[0].role"),
     ],
 )
