@@ -72,6 +72,7 @@ def test_two_workers_write_the_bytes_of_one(recipe, calm, tmp_path):
     assert files(tmp_path / "out") == files(output)
 
 
+@pytest.mark.slow
 def test_batches_of_arrow_have_the_rows_of_the_job(recipe, calm):
     """The function that Spark's mapInArrow calls, in a process of its own as Spark has it."""
     source, output = calm
@@ -107,6 +108,7 @@ def test_a_bad_row_fails_a_batch_of_arrow_unless_dropped(recipe, tmp_path):
         slates(recipe, on_error="ignore")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_job_and_says_how_to_continue(recipe, calm, tmp_path):
     """Later parts are computed by a process that has not computed the earlier ones."""
     source, output = calm
@@ -131,6 +133,7 @@ def test_the_job_records_what_determines_its_bytes(recipe, calm):
     assert from_json(to_json(recipe)) == recipe
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_command_and_the_same_command_continues(recipe, calm, tmp_path):
     source, output = calm
     arguments = {

@@ -244,6 +244,7 @@ def test_batch_writes_the_answers_of_recommend(bundle, store, tmp_path):
     assert done.exit_code == 0 and "in 2 parts (2 by earlier runs)" in done.stdout
 
 
+@pytest.mark.slow
 def test_batch_called_wrongly_ends_with_2(bundle, store, tmp_path):
     source = tmp_path / "users.parquet"
     pq.write_table(pa.table({"user": ["a"]}), source)

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle
 
 HIDDEN = """
@@ -40,6 +42,7 @@ def run(code, *arguments):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_serving_install_serves_and_runs_its_commands(tmp_path):
     """Also where a change to the catalogue has text to encode."""
     folder = tiny_bundle(tmp_path)
@@ -55,6 +58,7 @@ def test_a_serving_install_serves_and_runs_its_commands(tmp_path):
     assert done.stderr.count("status 0") == len(commands), done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_names_the_missing_extra():
     """Before it reads or computes anything."""
     bundle = str(shared_bundle())

@@ -15,6 +15,7 @@ from recserve.search.strategy import Heads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.draft_heads import make_head
+from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, draw_root, make
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 
@@ -73,9 +74,10 @@ class Counting(TableDrafter):
         return super().propose(contexts, budgets)
 
 
-@pytest.mark.parametrize("load_aware", [False, True])
-@pytest.mark.parametrize("verifier", ["sample", "rejection"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "load_aware,verifier,temperature",
+    covering((False, True), ("sample", "rejection"), (0.0, 0.9)),
+)
 def test_a_drafter_that_is_always_wrong_is_paused(verifier, temperature, load_aware):
     """By its break-even, or by what its drafts cost. Drafts that shape a text are always made."""
     model = drawn_model(1)

@@ -80,6 +80,7 @@ def test_a_plan_of_more_blocks_widens_early_looks():
     assert confidence_sequence(observed, "mean", planned_blocks=500)[-1].share == 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("runs", "most"), [(40, 6), MANY])
 def test_a_run_that_may_stop_early_seldom_stops_without_a_difference(runs, most):
     drawn, stopped, planned = np.random.default_rng(11), 0, 60

@@ -362,6 +362,7 @@ sys.exit(serve(config))
 """
 
 
+@pytest.mark.slow
 def test_the_command_reloads_on_sighup_and_uses_the_folders_of_bundles_dir(bundles):
     (bundles / "current").symlink_to("one")
     port = free_port()

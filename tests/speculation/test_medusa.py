@@ -129,6 +129,7 @@ def own_text(model, rows: int, length: int) -> np.ndarray:
     return tokens.flatten().numpy()
 
 
+@pytest.mark.slow
 def test_training_makes_drafts_longer(tmp_path):
     model = tiny_model().float()
     text = own_text(model, 240, 32)

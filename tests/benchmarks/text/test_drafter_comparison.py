@@ -95,6 +95,7 @@ def test_the_table_has_a_line_for_each_drafter_and_tree():
     ]
 
 
+@pytest.mark.slow
 def test_tables_and_plot_of_all_rows(capsys, tmp_path):
     rows = [row("short", "tree", 1), row("none", "chain", 1, drafts=0)]
     rows += [row("long", "tree", 1, heat, tokens_per_step=3.0) for heat in (0.0, 1.0)]

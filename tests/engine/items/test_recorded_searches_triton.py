@@ -23,6 +23,7 @@ from recserve.kernels.trie import triton_topk
 SHAPES = (SearchShape(3, 8, 24, weighed=True), SearchShape(3, 8, 24), SearchShape(3, 8, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", chosen(("plain", "filters", "weighed"), "weighed"))
 def test_kernels_find_what_the_twins_find(variant, monkeypatch):
     """Two requests of three places, roots in a table whose rows lie apart."""

@@ -10,6 +10,7 @@ from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import verifiers
+from tests.support.grids import chosen
 from tests.support.text_engines import MAKERS, assert_no_leak, engine_for, shared_model
 from tests.support.text_plain import VOCABULARY, drawn_model
 
@@ -23,6 +24,7 @@ MORE_MAKERS = {
     ),
 }
 EVERY_MAKER = MAKERS | MORE_MAKERS
+SOME = ("suffix", "draft_model", "eagle", "mask_tokens", "model_and_ngram", "all_chosen")
 
 
 def drawn_request(random, drafter: str, rule: str):
@@ -70,7 +72,7 @@ def drawn_request(random, drafter: str, rule: str):
     return TextQuery(prompt, params, Speculation(drafter, rule, *drafting))
 
 
-@pytest.mark.parametrize("drafter", EVERY_MAKER)
+@pytest.mark.parametrize("drafter", chosen(list(EVERY_MAKER), *SOME))
 def test_a_request_is_refused_at_once_or_runs_to_its_end(drafter):
     random = np.random.default_rng(list(EVERY_MAKER).index(drafter))
     model, refused, pending = shared_model(), 0, []

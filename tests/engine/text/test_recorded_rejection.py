@@ -77,6 +77,7 @@ def assert_same_texts(engines, requests):
     return answers, counted.replays - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["close", "far"])
 @pytest.mark.parametrize("name", chosen(DRAWN, "everything"))
 def test_replays_write_the_launched_text(name, drafter, engines):

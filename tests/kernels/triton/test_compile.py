@@ -27,6 +27,7 @@ def compiled(folder, *arguments: str) -> int:
     return run.stdout.count("compiled")
 
 
+@pytest.mark.slow
 def test_a_few_compile_to_machine_code(tmp_path):
     """Attention over FP8, one acceptance kernel and the search of children."""
     assert compiled(tmp_path, "90", "--few") == 3

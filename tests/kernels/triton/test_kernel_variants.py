@@ -97,6 +97,7 @@ def batches(count, seed=0):
         yield TreeBatch(tree, None, own, roots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, fp8.FP8], ids=["halves", "fp8"])
 def test_attention_over_a_day_of_texts(dtype, keys, monkeypatch):
     """Rows of a block 16 to 128, with parts of a split root and without: eight codes, no more."""

@@ -47,6 +47,7 @@ def load(server, name, **options):
     return found
 
 
+@pytest.mark.slow
 def test_a_bundle_that_an_arm_does_not_fit_is_refused(server):
     found = load(server, "two")
     assert found["state"] == "failed" and found["current"]["path"] == "one"

@@ -134,6 +134,7 @@ def settled(page, client):
     raise AssertionError("the state of the server kept changing")
 
 
+@pytest.mark.slow
 def test_the_arms_of_the_server_stand_in_the_table(page, client):
     found, rows = settled(page, client)
     for name, one in found.items():

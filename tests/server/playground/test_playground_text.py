@@ -119,6 +119,7 @@ def test_an_error_shows_the_servers_message(page, client):
     engine.failure = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width, dark", covering((400, 1400), {"light": False, "dark": True}))
 def test_the_tab_fits_the_screen_in_light_and_dark(page, width, dark):
     page.size(width, 800, dark)

@@ -54,6 +54,7 @@ def test_redis_that_stops_degrades_answers_and_loses_no_event(started):
             assert after["degraded"] == [] and after["items"] == before["items"]
 
 
+@pytest.mark.slow
 def test_the_setting_reaches_the_store_and_lmdb_needs_none(started, tmp_path):
     settings = {"bundle": str(shared_bundle()), "journal": str(tmp_path / "items")}
     for store, given, expected_s in (

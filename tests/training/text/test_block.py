@@ -109,6 +109,7 @@ def accepted(model, network, chain: bool = False) -> float:
     return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", chosen(KINDS, "jetspec", "dspark"))
 def test_training_makes_drafts_longer(kind, model, text, tmp_path):
     own, cut = recipe(kind), (ROWS - 20) * WINDOW

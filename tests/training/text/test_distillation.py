@@ -267,6 +267,7 @@ def run(*arguments):
     return CliRunner().invoke(app, ["train", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_the_commands_from_text_to_heads(llm, text, tmp_path, monkeypatch):
     monkeypatch.setattr(distilled_text, "PART_TOKENS", 2**16)
     out, heads = tmp_path / "own", tmp_path / "heads"

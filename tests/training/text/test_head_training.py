@@ -36,6 +36,7 @@ def text(model) -> np.ndarray:
     return tokens.flatten().numpy()
 
 
+@pytest.mark.slow
 def test_older_heads_are_the_start(model, text, tmp_path):
     """The target was trained again: its old heads are a better start than new ones."""
     one = MedusaRecipe(3, 1, WINDOW, 10, 20, FAST)

@@ -114,6 +114,7 @@ def accepted(model, network, kind=MaskTokensDrafter, prompts=tuple([n] for n in 
     return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
 
 
+@pytest.mark.slow
 def test_training_makes_drafts_longer(model, text, trained):
     cut = (ROWS - HELD_OUT) * WINDOW
     fresh = MaskTokensTrainee(RECIPE, model, text[:cut], text[cut:], seed=0).model

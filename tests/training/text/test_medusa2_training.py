@@ -51,6 +51,7 @@ def few(texts) -> tuple[np.ndarray, np.ndarray]:
     return texts[0][: CUT // 5 * WINDOW], texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distill", chosen({"text": False, "distilled": True}, "distilled"))
 def test_the_new_target_stays_good_and_its_heads_serve_losslessly(distill, model, texts, tmp_path):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -76,6 +77,7 @@ def test_the_new_target_stays_good_and_its_heads_serve_losslessly(distill, model
     assert sum(answer.counts.num_accepted_tokens for answer in drafted) > 0
 
 
+@pytest.mark.slow
 def test_the_target_s_loss_is_what_holds_it(model, texts, tmp_path, capsys):
     """Heads that outweigh the target drive it away, and the report says so."""
     careless = replace(RECIPE, weight=100.0, schedule=replace(JOINT, learning_rate=3e-4))

@@ -66,6 +66,7 @@ def accepted(model, network, prompts, length: int = 30) -> float:
     return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
 
 
+@pytest.mark.slow
 def test_training_makes_drafts_longer(model, text, tmp_path):  # noqa: F811
     cut = (ROWS - 20) * WINDOW
     prompts = [np.array([n]) for n in range(8)]

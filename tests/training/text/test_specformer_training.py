@@ -159,6 +159,7 @@ def accepted(target, network, prompts, length: int = 30) -> float:
     return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
 
 
+@pytest.mark.slow
 def test_a_trained_network_accepts_more_than_chance(tmp_path):
     """On a published model, compared with the best guess that reads nothing."""
     target = load_language_model(reference("stories260k"))
@@ -179,6 +180,7 @@ def test_a_trained_network_accepts_more_than_chance(tmp_path):
     assert accepted(target, load_specformer(tmp_path, target), prompts) > before + 0.4
 
 
+@pytest.mark.slow
 def test_an_older_network_is_the_start(model, tmp_path):
     """The target was trained again: its old head is a better start than a new one."""
     text = written(model, 120, WINDOW, 0.3)

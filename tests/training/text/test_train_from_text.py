@@ -38,6 +38,7 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_drafts_for_a_model_shares_its_tokens(text, tmp_path, monkeypatch):
     monkeypatch.setattr(language_model, "BOOKS", TINY)
     monkeypatch.setattr(language_model, "DRAFT", TINY)
