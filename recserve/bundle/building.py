@@ -15,7 +15,7 @@ from recserve.bundle import bundle as names
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.bundle.new_folder import new_folder
 from recserve.features.catalog.catalog import Catalog
-from recserve.features.catalog.filters import CATEGORY, ItemFilters
+from recserve.features.catalog.filters import ItemFilters
 from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.event_table import find_problems, read_events
 from recserve.features.tables.events import EventLog
@@ -215,12 +215,10 @@ def _column_lines(report: BadRows, filterable: Sequence[str]) -> list[str]:
     for column in report.columns:
         use = column.use
         if use.startswith(ATTRIBUTE):
-            if column.name == CATEGORY:
-                note = f", not filterable: filters read {CATEGORY} from the column categories"
-            elif column.name in filterable:
+            if column.name in filterable:
                 note = ", filterable"
             else:
-                note = ", not filterable: filters read text, numbers, booleans and lists of text"
+                note = ", not filterable: filters read texts, lists of them, numbers and times"
             use = ATTRIBUTE + note + use.removeprefix(ATTRIBUTE)
         lines.append(f"{report.file}: column {column.name} ({column.type}): {use}")
     return lines

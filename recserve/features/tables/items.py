@@ -40,7 +40,7 @@ from recserve.features.tables.parquet import (
 RESERVED = ("item_id", "title", "categories")
 OWN_COLUMNS = ("__semantic_id", "__popularity")  # of the catalogue in a bundle
 ATTRIBUTE = "attribute"
-CATEGORY_USE = "categories, filterable as category"
+CATEGORY_USE = "categories, filterable"
 PATHS = pa.list_(pa.string())
 # Units of an Arrow timestamp or date in a day.
 PER_DAY = {"d": 1} | {unit: 86_400 * per_s for unit, per_s in ARROW_UNITS.items()}
