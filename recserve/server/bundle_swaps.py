@@ -14,6 +14,7 @@ from typing import Protocol
 from prometheus_client import Counter
 
 from recserve.bundle.bundle import MANIFEST, Bundle, BundleError, Manifest
+from recserve.files import UnreadableFile, read_bytes
 from recserve.schemas.admin import BundleStatus, ServedBundle
 from recserve.server.errors import AdminDisabled, NotReady, SwapConflict, UnknownBundle
 from recserve.server.lifecycle import EXPECTED_ERRORS, Lifecycle
@@ -50,8 +51,11 @@ class BundleVersion:
 
     @staticmethod
     def of(folder: Path) -> BundleVersion:
-        """Reads the manifest of a folder. Raises OSError or BundleError."""
-        manifest = Manifest.from_json((folder / MANIFEST).read_bytes())
+        """Reads the manifest of a folder. Raises BundleError."""
+        try:
+            manifest = Manifest.from_json(read_bytes(folder / MANIFEST))
+        except UnreadableFile as error:
+            raise BundleError(str(error)) from error
         return BundleVersion(folder.resolve(), _digest(manifest))
 
 

@@ -198,12 +198,19 @@ def _template(
     if file is not None:
         if not file.is_file():
             raise TemplateError(f"chat template {file} does not exist")
-        source = file.read_text(encoding="utf-8")
+        source = _read_template(file)
     elif template_file.exists():
-        source = template_file.read_text(encoding="utf-8")
+        source = _read_template(template_file)
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     return None if source is None else ChatTemplate(source, names)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return read_bytes(path).decode("utf-8")
+    except (UnreadableFile, UnicodeDecodeError) as error:
+        raise TemplateError(f"chat template {path} cannot be used: {error}") from error
 
 
 def _special_tokens(file: str, fields: Mapping[str, Any]) -> dict[str, str]:

@@ -29,7 +29,9 @@ from recserve.models.recommender import load_recommender
 from recserve.models.sasrec import load_sasrec
 from recserve.models.saving import save_language_model
 from recserve.service.text.drafter_kind import drafter_files
+from recserve.tokenizer.template_sandbox import TemplateError
 from recserve.tokenizer.tokenizer import TextTokenizer
+from tests.support.scripted_text import byte_tokenizer
 from tests.support.text_engines import eagle
 from tests.support.text_plain import VOCABULARY, drawn_model
 
@@ -192,3 +194,17 @@ def test_the_reader_names_what_it_found(tmp_path):
     path.write_text("[]")
     with pytest.raises(UnreadableFile, match="holds a list; a JSON object is needed"):
         read_json_object(path)
+
+
+@pytest.mark.parametrize("what", ["FIFO", "folder", "bytes"])
+def test_a_chat_template_that_is_no_text_is_refused(what, tmp_path):
+    folder = byte_tokenizer(tmp_path)
+    path = folder / "chat_template.jinja"
+    if what == "FIFO":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(TemplateError, match=r"chat template .*chat_template\.jinja cannot be used"):
+        TextTokenizer.open(folder)
