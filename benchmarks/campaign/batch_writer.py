@@ -27,12 +27,13 @@ class BatchWriter(threading.Thread):
     Attributes:
         url: Address of the server.
         hung: Batches without an answer or a closed connection within ATTEMPT_S.
-        refused: Batches that were answered and do not count. A server that loads may refuse them.
+        refused: Batches that were answered and do not count, by status and code. A server that
+            loads may refuse them.
     """
 
     def __init__(self, name: str, url: str) -> None:
         super().__init__(daemon=True, name=name)
-        self.url, self.hung, self.refused = url, 0, 0
+        self.url, self.hung, self.refused = url, 0, Counter[str]()
         self._sent = self._batches = 0
         self._acknowledged: list[list[Event]] = []
         self._stopped = threading.Event()
@@ -56,8 +57,10 @@ class BatchWriter(threading.Thread):
         else:
             if answer.status_code == 200 and not answer.json()["rejected"]:
                 self._acknowledged.append(batch)
-            elif answer.status_code != 503 or answer.json()["error"]["code"] != "not_ready":
-                self.refused += 1
+            else:
+                code = "rejected" if answer.status_code == 200 else _code(answer)
+                if code not in ("not_ready", None):
+                    self.refused[f"{answer.status_code} {code}"] += 1
 
     def stop(self) -> None:
         """Lets the writer end after its batch."""
@@ -82,6 +85,14 @@ class BatchWriter(threading.Thread):
             (f"{self.name}-{number // NUM_ITEMS}-{number % NUM_USERS}", item(number))
             for number in numbers
         ]
+
+
+def _code(answer: httpx.Response) -> str | None:
+    """Returns the code of an error; None for the bare text of a server that ends by force."""
+    try:
+        return str(answer.json()["error"]["code"])
+    except ValueError:
+        return None
 
 
 def wait_for_batches(writers: Sequence[BatchWriter], most: int, seconds: float = 30.0) -> None:

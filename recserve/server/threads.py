@@ -13,6 +13,7 @@ from typing import TypeVar
 from recserve.core.errors import DeadlineExceeded
 from recserve.engine.engine import Engine
 from recserve.schemas.items import RankBatchRequest, RankRequest, RecommendRequest
+from recserve.server.errors import NotReady
 
 A = TypeVar("A")
 # From these sizes on, a request is prepared and answered on a thread: it takes milliseconds.
@@ -46,9 +47,23 @@ class Threads:
 
 
 async def on_thread(pool: ThreadPoolExecutor, function: Callable[[], A]) -> A:
-    """Returns what a function returns on a thread of the pool."""
+    """Returns what a function returns on a thread of the pool.
+
+    Raises:
+        NotReady: If the pool takes no more work.
+    """
     run = partial(contextvars.copy_context().run, function)
-    return await asyncio.get_running_loop().run_in_executor(pool, run)
+    try:
+        result = asyncio.get_running_loop().run_in_executor(pool, run)
+    except RuntimeError as error:
+        raise NotReady("the server is closing") from error
+    try:
+        return await result
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise NotReady("the server is closing") from None  # the pool dropped what had not begun
 
 
 def checked_first(

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -223,7 +224,7 @@ def engine_death(site: Site, budget: Budget) -> Finding:
         for client in (*clients, *writers):
             client.join(2 * HANG_S)
         hung = sum(client.hung + client.is_alive() for client in (*clients, *writers))
-        refused = sum(writer.refused for writer in writers)
+        refused = sum((writer.refused for writer in writers), Counter[str]())
         answered = sum(client.answers for client in clients)
     finally:
         server.stop()
@@ -240,12 +241,12 @@ def engine_death(site: Site, budget: Budget) -> Finding:
                 0,
                 judged=lost > 0 or missed <= MISSED,
             ),
-            Figure("batches of events that a ready server refuses", refused, 0),
+            Figure("batches of events that a ready server refuses", refused.total(), 0),
             Figure("lost devices without exit status 1", wrong_status, 0),
             Figure("passing CUDA errors that fail a request", failed, 0),
         ),
         "the engine is a thread of the server: a dead engine ends the process, and a supervisor "
         f"starts it again; first start {load_s:.1f} s, {answered} answers; {events:,} events "
         f"acknowledged in {len(batches):,} batches, so a loss of {LOSS:.0%} of them is missed with "
-        f"a probability of {missed:.0e}",
+        f"a probability of {missed:.0e}; refused batches: {dict(refused) or 'none'}",
     )
