@@ -1,7 +1,7 @@
-"""Fixtures of every folder: the reference data, and a real redis-server."""
+"""Fixtures of every folder: forced kernels, the reference data, and a real redis-server."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 # Before a signature takes the default size of a cache.
 shrink_default_caches()
+
+
+@pytest.fixture
+def force_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that forces `auto`, `c`, `torch` or `triton` kernels until the test ends."""
+
+    def force(kernels: str) -> None:
+        monkeypatch.setattr("recserve.kernels.backend.FORCED", kernels)
+
+    return force
 
 
 @pytest.fixture(scope="session")

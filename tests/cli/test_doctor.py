@@ -3,7 +3,6 @@
 import pytest
 
 from recserve.cli import doctor
-from recserve.kernels import backend
 from recserve.kernels.native import native, processor
 from recserve.service import kernel_comparison
 from tests.support.tiny_llm import tiny_llm
@@ -24,14 +23,14 @@ def test_this_machine_passes():
     assert not [f for f in findings if f.state == "fail"]
 
 
-def test_who_computes_is_shown(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "auto")
+def test_who_computes_is_shown(monkeypatch, force_kernels):
+    force_kernels("auto")
     monkeypatch.setattr(native, "library", lambda: object())
     monkeypatch.setattr(processor, "instruction_set", lambda: "x86-64-v4-bf16")
     assert doctor.check_kernels().detail == "C, compiled for x86-64-v4-bf16"
     monkeypatch.setattr(native, "library", lambda: None)
     assert doctor.check_kernels().detail.startswith("torch: no compiled C kernels")
-    monkeypatch.setattr(backend, "FORCED", "torch")
+    force_kernels("torch")
     assert doctor.check_kernels().detail == "torch: RECSERVE_KERNELS is torch"
 
 
@@ -46,8 +45,8 @@ def test_c_and_torch_are_compared_on_demand(monkeypatch):
         assert len(lines) == 6 and all(": C " in line and " ms, torch " in line for line in lines)
 
 
-def test_kernels_of_served_models_are_listed_for_the_weights_that_serve(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "torch")
+def test_kernels_of_served_models_are_listed_for_the_weights_that_serve(tmp_path, force_kernels):
+    force_kernels("torch")
     folder = tiny_llm(tmp_path / "llm")
     for weights, shown in ((None, False), ("int8", True)):
         (finding,) = (f for f in doctor.examine(llm=folder, weights=weights) if "served" in f.name)

@@ -8,7 +8,6 @@ import torch
 
 from recserve.core.allowed import AllowedItems, packed_rows
 from recserve.core.request import LikelihoodQuery, SlateQuery
-from recserve.kernels import backend
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import LeafFilter, build_trie
 from recserve.search.filters import RequestFilters, leaf_filter
@@ -64,9 +63,9 @@ def draw_filters(changed, draw):
 
 
 @pytest.mark.parametrize("kernels", PATHS)
-def test_what_is_left_at_every_node_is_counted(changed, kernels, monkeypatch):
+def test_what_is_left_at_every_node_is_counted(changed, kernels, force_kernels):
     """By a request's own lists, and in the bits that requests of all kinds share a table of."""
-    monkeypatch.setattr(backend, "FORCED", kernels)
+    force_kernels(kernels)
     draw = np.random.default_rng(1)
     filters, usable = draw_filters(changed, draw)
     together = RequestFilters(changed.trie, tuple(filters)).in_bits()
@@ -159,11 +158,11 @@ def _trie(codes):
 @pytest.mark.parametrize("kernels", PATHS)
 @pytest.mark.parametrize("shape", ["drawn", "deep", "narrow"])
 @pytest.mark.parametrize("dense_weight", [0.0, 0.5], ids=["plain", "dense"])
-def test_slates_are_the_best_of_all_scored_items(shape, kernels, dense_weight, monkeypatch):
+def test_slates_are_the_best_of_all_scored_items(shape, kernels, dense_weight, force_kernels):
     """In one batch: a filter, exclusions, both, another filter with few items, nothing at all;
     beams wide enough for all, and narrow ones that the filter must not starve.
     """
-    monkeypatch.setattr(backend, "FORCED", kernels)
+    force_kernels(kernels)
     changed = Changed(*SHAPES[shape])
     model, engine = engine_of(changed)
     model.pack()

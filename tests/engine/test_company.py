@@ -8,7 +8,6 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels import backend
 from recserve.kernels.linear import products
 from recserve.kernels.linear.formats import FORMATS
 from recserve.kernels.native import native
@@ -27,9 +26,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(params=["auto", "torch"])
-def kernels(request, monkeypatch):
+def kernels(request, force_kernels):
     """Products in C where there is a compiler, and oneDNN's."""
-    monkeypatch.setattr(backend, "FORCED", request.param)
+    force_kernels(request.param)
     return request.param
 
 

@@ -16,9 +16,9 @@ FORWARD = {"rope_kernel", "_attend", "add_norm_kernel", "gate_kernel"}
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(monkeypatch, force_kernels):
     """Kernels launched, by name."""
-    monkeypatch.setattr(backend, "FORCED", "triton")
+    force_kernels("triton")
     return triton_interpreter.interpret_pretended(monkeypatch)
 
 

@@ -216,11 +216,11 @@ def test_it_is_a_setting_of_the_server(tmp_path):
 
 
 @pytest.fixture
-def rounding_worlds(monkeypatch):
+def rounding_worlds(monkeypatch, force_kernels):
     """Tiny engines of both devices over FP8, kernels interpreted; what was launched."""
     monkeypatch.setattr(device_worlds, "SMALL", replace(device_worlds.SMALL, kv_dtype="fp8"))
     monkeypatch.setattr(device_worlds, "EngineConfig", partial(EngineConfig, kv_dtype="fp8"))
-    monkeypatch.setattr(backend, "FORCED", "triton")
+    force_kernels("triton")
     return triton_interpreter.interpret_pretended(monkeypatch)
 
 

@@ -10,7 +10,6 @@ from recserve.engine.runtime.cuda_graphs import (
     PrefillGraphs,
 )
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
-from recserve.kernels import backend
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
@@ -75,8 +74,8 @@ def test_what_is_no_chain_is_launched():
     assert graphs(piece_of(tokens, slots, 0, 1)) is not None
 
 
-def test_a_replay_waits_for_nothing(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "torch")
+def test_a_replay_waits_for_nothing(force_kernels):
+    force_kernels("torch")
     with PretendCuda() as device, torch.inference_mode():
         model = drawn_model(1).to("cuda")
         graph = PrefillGraph(runner_of(model), model, PrefillBucket(17))

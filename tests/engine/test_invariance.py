@@ -13,7 +13,6 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime import invariance
 from recserve.engine.runtime.invariance import NotInvariant
-from recserve.kernels import backend
 from recserve.kernels.attention.exact import ExactTreeAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import PackedLinear, packable
@@ -57,9 +56,9 @@ def test_scores_of_texts_have_the_same_bits_in_one_step_and_in_many():
     "kernels,dtype", covering(("auto", "torch"), (torch.bfloat16, torch.float32))
 )
 def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_preempted(
-    dtype, kernels, monkeypatch
+    dtype, kernels, force_kernels
 ):
-    monkeypatch.setattr(backend, "FORCED", kernels)
+    force_kernels(kernels)
     if not packable(torch.empty(1, 1, dtype=dtype)):
         pytest.skip(f"this processor has no packed products of {dtype}")
     model = packed(long_sums(dtype))

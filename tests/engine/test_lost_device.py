@@ -11,7 +11,6 @@ import pytest
 
 from recserve.core.errors import EngineStopped
 from recserve.engine.runtime.runner import DeviceLost
-from recserve.kernels import backend
 from tests.support.device_worlds import ranking, recommending, text_engine, text_scores, texts
 from tests.support.pretend_cuda import PretendCuda
 
@@ -20,8 +19,8 @@ STRATEGIES = ("beam", "speculative", "nezha", "dense", "specgr")
 
 
 @pytest.fixture
-def device(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "torch")
+def device(force_kernels):
+    force_kernels("torch")
     with PretendCuda() as pretended:
         yield pretended
 

@@ -22,7 +22,6 @@ from recserve.engine.items.beam_search_graph import (
 from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
-from recserve.kernels import backend
 from recserve.kernels.cache.fp8 import parts
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
@@ -224,10 +223,10 @@ def test_scores_that_are_not_finite_are_no_ranking(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_a_request_that_fails_alone_leaves_nothing_in_its_pages(kernels, monkeypatch):
+def test_a_request_that_fails_alone_leaves_nothing_in_its_pages(kernels, force_kernels):
     """Who gets the pages next may weigh what lies there by zero, which is NaN for NaN."""
     if kernels == "torch":
-        monkeypatch.setattr(backend, "FORCED", "torch")
+        force_kernels("torch")
     world = recommending("cpu")
     scheduler = world.engine.schedulers["recommender"]
     everything = queries_of(world, "beam")
@@ -236,10 +235,10 @@ def test_a_request_that_fails_alone_leaves_nothing_in_its_pages(kernels, monkeyp
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_a_fault_inside_the_network_stays_with_its_request(kernels, monkeypatch):
+def test_a_fault_inside_the_network_stays_with_its_request(kernels, monkeypatch, force_kernels):
     """One row of a root goes wrong before the first layer: attention must not carry it over."""
     if kernels == "torch":
-        monkeypatch.setattr(backend, "FORCED", "torch")
+        force_kernels("torch")
     world = recommending("cpu")
     engine, requests = world.engine, queries_of(world, "beam")
     wanted = outcomes(engine, requests)
@@ -270,8 +269,8 @@ ON_DEVICE = {"written": False}
 
 
 @pytest.fixture
-def plain_kernels(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "torch")
+def plain_kernels(force_kernels):
+    force_kernels("torch")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.kernels import backend
 from recserve.kernels.native import native
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -34,8 +33,8 @@ def stored_types(model: LanguageModel) -> set[torch.dtype]:
 
 
 @pytest.mark.parametrize("tied,invariant", [(False, False), (True, True)])
-def test_texts_and_scores_are_those_of_float32_weights(tied, invariant, monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "c")
+def test_texts_and_scores_are_those_of_float32_weights(tied, invariant, force_kernels):
+    force_kernels("c")
     wide = halves_of(tied).float()
     model = copy.deepcopy(wide)
     pack_weights(wide)
@@ -49,8 +48,8 @@ def test_texts_and_scores_are_those_of_float32_weights(tied, invariant, monkeypa
     assert report(build_engine(EngineModels(text=model), size), text_queries()) == expected
 
 
-def test_only_a_float16_folder_in_float32_is_packed_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "c")
+def test_only_a_float16_folder_in_float32_is_packed_so(tmp_path, force_kernels):
+    force_kernels("c")
     for stored in (torch.float16, torch.bfloat16, torch.float32):
         folder = tmp_path / str(stored)
         save_language_model(halves_of().to(stored), folder)

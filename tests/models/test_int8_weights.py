@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.kernels import backend
 from recserve.kernels.linear.int8 import Int8Weight
 from recserve.kernels.native import native
 from recserve.models.attention import DenseAttention
@@ -21,9 +20,9 @@ from tests.support.text_plain import TableDrafter
 
 
 @pytest.fixture(params=["c", "torch"])
-def kernels(request, monkeypatch):
+def kernels(request, force_kernels):
     """Products in C where there is a compiler, and in torch."""
-    monkeypatch.setattr(backend, "FORCED", request.param)
+    force_kernels(request.param)
     return request.param
 
 
@@ -63,9 +62,9 @@ def test_logits_are_those_of_the_rounded_weights(tied, kernels):
 
 @pytest.mark.skipif(native.library() is None, reason="the sums of torch depend on the rows")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_text_has_the_same_bits_alone_together_and_drafted(dtype, monkeypatch):
+def test_a_text_has_the_same_bits_alone_together_and_drafted(dtype, force_kernels):
     """In the invariant mode, whose test at the start covers these weights too."""
-    monkeypatch.setattr(backend, "FORCED", "c")
+    force_kernels("c")
     model = long_sums(dtype)
     pack_weights(model, "int8")
     alone = [
@@ -101,8 +100,8 @@ def test_a_recommender_keeps_its_codes_and_packs_its_decoder(kernels):
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_layers_in_one_call_give_the_bits_of_one_by_one(dtype, monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "c")
+def test_all_layers_in_one_call_give_the_bits_of_one_by_one(dtype, force_kernels):
+    force_kernels("c")
     torch.manual_seed(0)
     decoder = DecoderConfig(64, 2, 4, 2, 32, 96, max_positions=64)
     model = LanguageModel(LanguageModelConfig(decoder, 40)).requires_grad_(False).eval().to(dtype)

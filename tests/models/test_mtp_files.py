@@ -4,99 +4,23 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
 from recserve.models.loading import UnsupportedModel, load_language_model
 from recserve.models.saving import save_language_model
 from tests.support.mtp_drafter import mtp
+from tests.support.published_mtp import (
+    LAYOUTS,
+    TARGET_SIZES,
+    deepseek,
+    draw_layer,
+    draw_weight,
+    qwen3_next,
+    write_folder,
+)
 from tests.support.text_plain import VOCABULARY, drawn_model
-
-# drawn_model(): hidden size 32, 2 layers, 4 query heads and 2 KV heads of 8, gate 48.
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 2048,
-    "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "float16",
-}
-
-
-def weight(*shape: int) -> torch.Tensor:
-    return torch.randn(shape) * shape[-1] ** -0.5
-
-
-def norm(size: int = 32, centred: bool = False) -> torch.Tensor:
-    return 0.3 * torch.randn(size) + (0.0 if centred else 1.0)
-
-
-def layer(prefix: str, gated: bool = False, centred: bool = False) -> dict[str, torch.Tensor]:
-    shapes = {
-        "self_attn.q_proj": (64 if gated else 32, 32),
-        "self_attn.k_proj": (16, 32),
-        "self_attn.v_proj": (16, 32),
-        "self_attn.o_proj": (32, 32),
-        "mlp.gate_proj": (48, 32),
-        "mlp.up_proj": (48, 32),
-        "mlp.down_proj": (32, 48),
-    }
-    weights = {f"{prefix}{name}.weight": weight(*shape) for name, shape in shapes.items()}
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        weights[f"{prefix}{name}.weight"] = norm(centred=centred)
-    return weights
-
-
-def deepseek(number: int = 2) -> tuple[dict, dict]:
-    at = f"model.layers.{number}."
-    weights = layer(at) | {
-        f"{at}enorm.weight": norm(),
-        f"{at}hnorm.weight": norm(),
-        f"{at}eh_proj.weight": weight(32, 64),
-        f"{at}shared_head.norm.weight": norm(),
-        f"{at}shared_head.head.weight": weight(VOCABULARY, 32) * 2,
-    }
-    return SIZES | {"model_type": "llama", "num_nextn_predict_layers": 1}, weights
-
-
-def qwen3_next() -> tuple[dict, dict]:
-    weights = layer("mtp.layers.0.", gated=True, centred=True) | {
-        "mtp.pre_fc_norm_embedding.weight": norm(centred=True),
-        "mtp.pre_fc_norm_hidden.weight": norm(centred=True),
-        "mtp.fc.weight": weight(32, 64),
-        "mtp.norm.weight": norm(centred=True),
-    }
-    for name in "qk":
-        weights[f"mtp.layers.0.self_attn.{name}_norm.weight"] = norm(8, centred=True)
-    fields = {"model_type": "qwen3_next", "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 4}
-    return SIZES | fields, weights
-
-
-def speculators() -> tuple[dict, dict]:
-    at = "mtp_layers.0."
-    weights = layer(at) | {
-        f"{at}token_layernorm.weight": norm(),
-        f"{at}hidden_layernorm.weight": norm(),
-        f"{at}input_proj.weight": weight(32, 64),
-        f"{at}final_layernorm.weight": norm(),
-    }
-    for name in "qk":
-        weights[f"{at}self_attn.{name}_norm.weight"] = norm(8)
-    fields = {
-        "speculators_model_type": "mtp",
-        "speculators_config": {"algorithm": "mtp"},
-        "num_nextn_predict_layers": 1,
-        "transformer_layer_config": SIZES | {"model_type": "qwen3"},
-    }
-    return fields, weights
-
-
-LAYOUTS = {"deepseek": deepseek, "qwen3-next": qwen3_next, "speculators": speculators}
 
 
 @pytest.fixture(scope="module")
@@ -104,26 +28,19 @@ def target():
     return drawn_model(0)
 
 
-def written(folder, fields, weights):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(fields))
-    save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors")
-    return folder
-
-
 def beside(folder, target, fields, weights):
     """Writes the target's folder and adds a module to it."""
     save_language_model(target, folder)
     own = json.loads((folder / "config.json").read_text())
     stored = load_file(folder / "model.safetensors")
-    return written(folder, own | fields, stored | weights)
+    return write_folder(folder, own | fields, stored | weights)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_tensor_lies_in_its_place(name, tmp_path, target):
     torch.manual_seed(0)
     fields, weights = LAYOUTS[name]()
-    network = load_mtp(written(tmp_path, fields, weights), target)
+    network = load_mtp(write_folder(tmp_path, fields, weights), target)
     config = network.config
     assert config.decoder.max_positions == target.config.decoder.max_positions
     assert config.feeds_norm == config.first_token == (name != "deepseek")
@@ -154,9 +71,9 @@ def test_a_target_s_folder_holds_both(name, tmp_path, target):
     """The target ignores the module, and the module's loader ignores the target's tensors."""
     torch.manual_seed(0)
     fields, weights = LAYOUTS[name]()
-    fields = {k: v for k, v in fields.items() if k not in (*SIZES, "model_type")}
+    fields = {k: v for k, v in fields.items() if k not in (*TARGET_SIZES, "model_type")}
     if name == "qwen3-next":  # a plain target: its family has neither gates nor centred norms
-        weights |= layer("mtp.layers.0.")
+        weights |= draw_layer("mtp.layers.0.")
         fields["partial_rotary_factor"] = 1.0
     folder = beside(tmp_path, target, fields, weights)
     again = load_language_model(folder)
@@ -275,7 +192,7 @@ def test_a_fault_is_named(fault, tmp_path, target):
     fields, weights = deepseek()
     fault(fields, weights)
     with pytest.raises((UnsupportedModel, ValueError), match=FAULTS[fault]):
-        load_mtp(written(tmp_path, fields, weights), target)
+        load_mtp(write_folder(tmp_path, fields, weights), target)
 
 
 def test_what_is_saved_is_what_was_there(tmp_path, target):
@@ -294,10 +211,10 @@ def test_fields_of_this_project_override_the_layout(tmp_path, target):
     """What is fed back and which state goes in: no layout says so."""
     fields, weights = deepseek()
     own = {"norm_output": True, "target_layer_ids": [2]}
-    network = load_mtp(written(tmp_path, fields | own, weights), target)
+    network = load_mtp(write_folder(tmp_path, fields | own, weights), target)
     assert network.config.feeds_norm and network.config.target_layers == (2,)
     with pytest.raises(UnsupportedModel, match=r"target_layer_ids is \[1\]"):
-        load_mtp(written(tmp_path, fields | {"target_layer_ids": [1]}, weights), target)
+        load_mtp(write_folder(tmp_path, fields | {"target_layer_ids": [1]}, weights), target)
     with pytest.raises(ValueError, match="layout holds modules"):
         save_mtp(network, tmp_path, 2)
 
@@ -354,11 +271,11 @@ QWEN3_5 = {
 
 def test_published_configurations_of_qwen_are_read(tmp_path, target):
     fields, weights = qwen3_next()
-    expected = load_mtp(written(tmp_path / "plain", fields, weights), target)
-    next_ = load_mtp(written(tmp_path / "next", fields | QWEN3_NEXT, weights), target)
+    expected = load_mtp(write_folder(tmp_path / "plain", fields, weights), target)
+    next_ = load_mtp(write_folder(tmp_path / "next", fields | QWEN3_NEXT, weights), target)
     text = {n: v for n, v in fields.items() if n not in ("model_type", "partial_rotary_factor")}
     outside = QWEN3_5 | {"text_config": text | QWEN3_5["text_config"]}
-    dense = load_mtp(written(tmp_path / "dense", outside, weights), target)
+    dense = load_mtp(write_folder(tmp_path / "dense", outside, weights), target)
     for network in (next_, dense):
         assert network.config == expected.config
         assert torch.equal(network._frequencies, expected._frequencies)
@@ -367,20 +284,20 @@ def test_published_configurations_of_qwen_are_read(tmp_path, target):
 
 
 def test_modules_of_mimo_are_named(tmp_path, target):
-    weights = {"model.mtp_layers.0.input_proj.weight": weight(32, 64)}
+    weights = {"model.mtp_layers.0.input_proj.weight": draw_weight(32, 64)}
     with pytest.raises(UnsupportedModel, match="MiMo"):
-        load_mtp(written(tmp_path, dict(SIZES), weights), target)
+        load_mtp(write_folder(tmp_path, dict(TARGET_SIZES), weights), target)
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, "half", True])
 def test_a_wrong_rotary_share_is_refused(share, tmp_path, target):
     fields, weights = qwen3_next()
     with pytest.raises(UnsupportedModel, match="partial_rotary_factor is"):
-        load_mtp(written(tmp_path, fields | {"partial_rotary_factor": share}, weights), target)
+        load_mtp(write_folder(tmp_path, fields | {"partial_rotary_factor": share}, weights), target)
 
 
 def test_windows_of_a_module_are_refused(tmp_path, target):
     fields, weights = deepseek()
     fields |= {"layer_types": ["sliding_attention"], "sliding_window": 8}
     with pytest.raises(UnsupportedModel, match="layer_types has windows of 8 positions"):
-        load_mtp(written(tmp_path, fields, weights), target)
+        load_mtp(write_folder(tmp_path, fields, weights), target)

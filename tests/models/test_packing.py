@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.kernels import backend
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -24,9 +23,9 @@ TYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(params=["auto", "torch"], autouse=True)
-def kernels(request, monkeypatch):
+def kernels(request, force_kernels):
     """Products in C where there is a compiler, and oneDNN's."""
-    monkeypatch.setattr(backend, "FORCED", request.param)
+    force_kernels(request.param)
 
 
 def skip_unless_packable(dtype: torch.dtype) -> None:

@@ -121,3 +121,35 @@ def test_other_folders_are_packages():
         if linked & {folder, *folder.parents}:
             continue
         assert (folder / "__init__.py").exists(), f"{folder.relative_to(ROOT)} has no __init__.py"
+
+
+def imported_tests(source: str) -> list[int]:
+    """Lines that import a test file, or a name of one."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            if any(part.startswith("test_") for name in names for part in name.split(".")):
+                lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import tests.engine.test_engine",
+        "from tests.engine.test_engine import model",
+        "from tests.engine import test_engine",
+        "from . import test_engine",
+        "from .test_engine import model",
+    ],
+)
+def test_an_imported_test_file_is_found(line):
+    assert imported_tests(line) == [1]
+
+
+def test_no_test_file_is_imported():
+    """What several tests use is in tests/support, and a shared fixture in a conftest.py."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    wrong = {path: imported_tests(path.read_text("utf-8")) for path in files}
+    assert not {str(path): lines for path, lines in wrong.items() if lines}

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from recserve.kernels import backend
 from recserve.search.trie_prefixes import root_scores
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recommenders import make
@@ -14,9 +13,9 @@ CODES = torch.tensor([[i, i % 3, 0] for i in range(FIRST)] + [[0, 1, 0], [0, 1, 
 
 @pytest.mark.parametrize("normalization", ["children", "vocabulary"])
 @torch.inference_mode()
-def test_first_codes_are_scored_on_every_device(normalization, monkeypatch):
+def test_first_codes_are_scored_on_every_device(normalization, force_kernels):
     """A GPU pads to the widest node of the level; a CPU to the widest of the given nodes."""
-    monkeypatch.setattr(backend, "FORCED", "torch")
+    force_kernels("torch")
     model, trie = make(CODES, "codes", normalization)
     assert trie.widths[0] > max(trie.widths[1:])
     state = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))

@@ -26,6 +26,7 @@ from recserve.service import Service, ServiceOptions
 from tests.support.bundle_shelf import shelf
 from tests.support.live_server import live
 from tests.support.redis_server import free_port
+from tests.support.waiting import until
 
 KEY = "an-admin-key-of-some-length"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
@@ -341,10 +342,7 @@ def test_sighup_loads_what_a_symbolic_link_points_to(bundles):
             link.unlink()
             link.symlink_to("two")
             os.kill(os.getpid(), signal.SIGHUP)
-            end = time.monotonic() + 60
-            while status(server)["current"]["path"] != "two":
-                assert time.monotonic() < end, status(server)
-                time.sleep(0.02)
+            until(lambda: status(server)["current"]["path"] == "two")
         finally:
             signal.signal(signal.SIGHUP, before)
         assert ended(server)["state"] == "ready"
@@ -379,18 +377,18 @@ def test_the_command_reloads_on_sighup_and_uses_the_folders_of_bundles_dir(bundl
         except httpx.TransportError:
             return None
 
-    def until(wanted: str) -> None:
+    def wait_for_version(wanted: str) -> None:
         end = time.monotonic() + 60
         while version() != wanted:
             assert time.monotonic() < end and server.poll() is None
             time.sleep(0.05)
 
     try:
-        until(Bundle.open(bundles / "one").manifest.model_version)
+        wait_for_version(Bundle.open(bundles / "one").manifest.model_version)
         (bundles / "current").unlink()
         (bundles / "current").symlink_to("two")
         server.send_signal(signal.SIGHUP)
-        until(Bundle.open(bundles / "two").manifest.model_version)
+        wait_for_version(Bundle.open(bundles / "two").manifest.model_version)
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0
     finally:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import httpx
 import pytest
@@ -22,6 +21,7 @@ from recserve.server.lifecycle import Lifecycle
 from recserve.service import Service
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
+from tests.support.waiting import until
 
 SERVE = """
 import sys
@@ -45,13 +45,6 @@ def ask(url: str) -> int | None:
         return httpx.get(url, timeout=5, verify=False).status_code
     except httpx.TransportError:
         return None
-
-
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:

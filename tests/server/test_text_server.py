@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -18,6 +17,7 @@ from recserve.service.text.loader import TextSettings, load_text, open_drafters
 from tests.support.live_server import live
 from tests.support.paths import reference
 from tests.support.tiny_bundle import shared_bundle
+from tests.support.waiting import until
 
 KNOWN = (
     ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
@@ -188,10 +188,7 @@ def test_clients_that_leave_leave_no_page_behind(server, client):
 
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(leave, drawn))
-    end = time.monotonic() + 20
-    while engine.stats().running or server.app.state.lifecycle.in_flight:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: not engine.stats().running and not server.app.state.lifecycle.in_flight)
     lane = engine.schedulers["text"]
     with engine.held():
         lane.kv.prefixes.evict(lane.kv.allocator.num_pages)

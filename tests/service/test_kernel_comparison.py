@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from recserve.kernels import backend
 from recserve.kernels.native import native
 from recserve.service import kernel_comparison
 from recserve.service.kernel_comparison import Comparison, compare, compare_kernels
@@ -36,8 +35,8 @@ def test_the_ratio_weighs_few_rows_and_many_alike():
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_do_the_work(dtype, monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "auto")
+def test_both_do_the_work(dtype, monkeypatch, force_kernels):
+    force_kernels("auto")
     monkeypatch.setattr(kernel_comparison, "BUDGET_S", 0.0)
     found = compare_kernels(dtype)
     assert list(found) == ["products", "int8 products", "attention"]

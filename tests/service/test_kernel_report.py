@@ -5,7 +5,6 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels import backend
 from recserve.kernels.native import native
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -32,8 +31,8 @@ def report(model: LanguageModel, config: EngineConfig | None = None) -> dict[str
 
 @pytest.mark.parametrize("stored", [None, "int8"])
 @pytest.mark.parametrize("kernels", ["c", "torch"])
-def test_a_forced_choice_is_named_for_every_shape(kernels, stored, monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", kernels)
+def test_a_forced_choice_is_named_for_every_shape(kernels, stored, force_kernels):
+    force_kernels(kernels)
     model = small()
     pack_weights(model, stored)
     found = report(model)
@@ -52,8 +51,8 @@ def test_a_forced_choice_is_named_for_every_shape(kernels, stored, monkeypatch):
     assert set(found.values()) == {said}
 
 
-def test_what_c_does_not_compute_is_said(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "c")
+def test_what_c_does_not_compute_is_said(force_kernels):
+    force_kernels("c")
     plain = report(small())
     assert {kernel for work, kernel in plain.items() if work != "attention"} == {
         "torch: not packed"

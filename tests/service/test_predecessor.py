@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.service import Service, ServiceOptions
 from recserve.service.predecessor import Predecessor
 from tests.support.tiny_bundle import shared_bundle
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -38,10 +38,7 @@ def test_it_holds_one_service_and_gives_it_away_once(opened):
 def test_it_closes_the_service_after_some_time(opened):
     held, service = Predecessor(kept_s=0.05), opened("only")
     held.keep(service)
-    end = time.monotonic() + 30
-    while service.alive:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not service.alive)
     assert held.take() is None
 
 

@@ -16,8 +16,8 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.drafters.registry import build_drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.speculation.test_eagle import paths_of, rms, target_states, turned
 from tests.support.block_drafter import VARIANTS, block
+from tests.support.eagle_transcription import paths_of, rms, rotate, target_states
 from tests.support.text_engines import (
     SPREAD,
     among_others,
@@ -36,7 +36,7 @@ def rotated(x, network, positions):
     """Rotates x [n, H, D] at positions [n]."""
     whole = x.new_zeros(int(positions.max()) + 1, *x.shape[1:])
     whole[positions] = x
-    return turned(whole, network)[positions]
+    return rotate(whole, network)[positions]
 
 
 def convolved(conv, x, delta, side):

@@ -29,6 +29,7 @@ from recserve.speculation.drafters.mask_tokens import (
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.eagle_transcription import rms
 from tests.support.mask_tokens_drafter import mask_network, mask_tokens
 from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import (
@@ -49,10 +50,6 @@ KINDS = [MaskTokensDrafter, LinearMaskTokensDrafter]
 @pytest.fixture(scope="module")
 def model():
     return drawn_model(1)
-
-
-def rms(x, norm):
-    return x * (x.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight
 
 
 def transcribed_states(model, network, tokens: list[int]) -> torch.Tensor:

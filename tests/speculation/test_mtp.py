@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from recserve.models.drafters.feature_network import LayerView
 from recserve.models.drafters.mtp import Mtp
@@ -19,16 +18,16 @@ from recserve.speculation.drafters.mtp import MtpDrafter
 from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.text.drafters.eagle import UnrolledAttention
-from tests.models.test_mtp_files import LAYOUTS, written
-from tests.speculation.test_eagle import (
+from tests.support.eagle_transcription import (
     PlainEagle,
     assert_as_transcribed,
     plain_layer,
-    recording,
+    record_drafts,
     rms,
     target_states,
 )
 from tests.support.mtp_drafter import SIZES, mtp, peagle
+from tests.support.published_mtp import LAYOUTS, Published, write_folder
 from tests.support.text_engines import (
     PARAMETERS,
     assert_forgotten,
@@ -39,84 +38,10 @@ from tests.support.text_engines import (
 )
 from tests.support.text_plain import drawn_model
 
-HEADS, KEYS, DIM = 4, 2, 8
-
 
 @pytest.fixture(scope="module")
 def model():
     return drawn_model(1)
-
-
-class Published:
-    """A module as its authors wrote it, on the tensors of a checkpoint."""
-
-    def __init__(self, name: str, weights: dict[str, torch.Tensor], number: int = 0) -> None:
-        self.weights, self.qwen = weights, name == "qwen3-next"
-        self.module, self.layer = {
-            "deepseek": (f"model.layers.{2 + number}.", f"model.layers.{2 + number}."),
-            "qwen3-next": ("mtp.", "mtp.layers.0."),
-            "speculators": ("mtp_layers.0.", "mtp_layers.0."),
-        }[name]
-        self.names = {
-            "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
-            "qwen3-next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
-            "speculators": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
-        }[name]
-        self.feeds_norm = name != "deepseek"
-
-    def norm(self, x, name):
-        weight = self.weights[f"{name}.weight"] + (1.0 if self.qwen else 0.0)
-        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-
-    def linear(self, x, name):
-        return x @ self.weights[f"{name}.weight"].T
-
-    def turned(self, x):
-        """Rotates x [n, H, D] at 0..n-1; Qwen3-Next only the first half of a head here."""
-        dim = DIM // 2 if self.qwen else DIM
-        angles = torch.arange(len(x))[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        low, high = x[..., : dim // 2], x[..., dim // 2 : dim]
-        return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., dim:]], dim=-1)
-
-    def outputs(self, features, embedded, first=True):
-        """Returns what n rows feed back; `first` says that row 0 is a text's."""
-        token, state, fc, last = (self.module + name for name in self.names)
-        if first and not self.feeds_norm:
-            embedded = embedded.clone()
-            embedded[0] = 0.0
-        both = [self.norm(embedded, token), self.norm(features, state)]
-        x = self.linear(torch.cat(both, dim=-1), fc)
-        inner = self.norm(x, f"{self.layer}input_layernorm")
-        x = x + self.attention(inner)
-        inner = self.norm(x, f"{self.layer}post_attention_layernorm")
-        gate, up = (self.linear(inner, f"{self.layer}mlp.{n}_proj") for n in ("gate", "up"))
-        x = x + self.linear(F.silu(gate) * up, f"{self.layer}mlp.down_proj")
-        return self.norm(x, last) if self.feeds_norm else x
-
-    def attention(self, x):
-        at, count = f"{self.layer}self_attn.", len(x)
-        query = self.linear(x, f"{at}q_proj").view(count, HEADS, -1)
-        gate = None
-        if self.qwen:
-            query, gate = query.chunk(2, dim=-1)
-        key, value = (self.linear(x, f"{at}{n}_proj").view(count, KEYS, DIM) for n in "kv")
-        if f"{at}q_norm.weight" in self.weights:
-            query, key = self.norm(query, f"{at}q_norm"), self.norm(key, f"{at}k_norm")
-        query, key = self.turned(query), self.turned(key)
-        key, value = (one.repeat_interleave(HEADS // KEYS, 1) for one in (key, value))
-        scores = torch.einsum("nhd,mhd->hnm", query, key) * DIM**-0.5
-        scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), float("-inf"))
-        mixed = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), value).flatten(1)
-        if gate is not None:
-            mixed = mixed * gate.flatten(1).sigmoid()
-        return self.linear(mixed, f"{at}o_proj")
-
-    def logits(self, output, model):
-        if self.feeds_norm:
-            return model.logits(output)
-        read = self.norm(output, self.module + self.names[3])
-        return self.linear(read, f"{self.module}shared_head.head")
 
 
 class PlainStates(PlainEagle):
@@ -155,9 +80,9 @@ def test_drafts_equal_the_transcription(name, model, tmp_path):
     """Four texts at once, prompts in chunks; then cached prompts."""
     torch.manual_seed(3)
     fields, weights = LAYOUTS[name]()
-    loaded = MtpDrafter.from_folders([written(tmp_path, fields, weights)], model)
+    loaded = MtpDrafter.from_folders([write_folder(tmp_path, fields, weights)], model)
     drafter = MtpDrafter(loaded.network, model, **SIZES)
-    notes = recording(drafter)
+    notes = record_drafts(drafter)
     engine = engine_for(model, 300, {"mtp": drafter})
     texts = prompts(4, low=4)
     engine.run_many(greedy(texts, "mtp"))
@@ -173,7 +98,7 @@ def test_features_equal_the_transcription(name, model, tmp_path):
     """What the rows feed back, to 1e-4: DeepSeek's before its norm, the others' after it."""
     torch.manual_seed(4)
     fields, weights = LAYOUTS[name]()
-    loaded = MtpDrafter.from_folders([written(tmp_path, fields, weights)], model)
+    loaded = MtpDrafter.from_folders([write_folder(tmp_path, fields, weights)], model)
     drafter = MtpDrafter(loaded.network, model, **SIZES)
     engine = engine_for(model, 300, {"mtp": drafter})
     seen = {}
@@ -203,7 +128,7 @@ def test_feeding_back_the_other_state_shows_below_the_first_level(name, model, t
     """The first level's logits are the same, so only the deeper levels tell the two apart."""
     torch.manual_seed(6)
     fields, weights = LAYOUTS[name]()
-    network = load_mtp(written(tmp_path, fields, weights), model)
+    network = load_mtp(write_folder(tmp_path, fields, weights), model)
     other = Mtp(replace(network.config, feeds_norm=not network.config.feeds_norm)).eval()
     other.load_state_dict(network.state_dict())
     states, words = torch.randn(1, 6, 32), model.tokens(torch.arange(7)[None])
@@ -255,9 +180,9 @@ def test_level_k_reads_module_k_mod_n(count, model, tmp_path):
     for number in range(1, count):
         weights |= LAYOUTS["deepseek"](2 + number)[1]
     fields["num_nextn_predict_layers"] = count
-    folder = written(tmp_path, fields, weights)
+    folder = write_folder(tmp_path, fields, weights)
     drafter = MtpDrafter(MtpDrafter.from_folders([folder], model).network, model, **SIZES)
-    notes = recording(drafter)
+    notes = record_drafts(drafter)
     engine = engine_for(model, 300, {"mtp": drafter})
     texts = prompts(4, low=4)
     answers = engine.run_many(greedy(texts, "mtp"))
@@ -303,7 +228,7 @@ class PlainPeagle(PlainEagle):
 @torch.inference_mode()
 def test_parallel_drafts_equal_the_transcription(model):
     drafter = peagle(model, seed=3)
-    notes = recording(drafter)
+    notes = record_drafts(drafter)
     engine = engine_for(model, 300, {"eagle": drafter})
     engine.run_many(greedy(prompts(8), "eagle"))
     assert_as_transcribed(notes, drafter, model, least=20, plain=PlainPeagle)
@@ -320,7 +245,7 @@ def test_windows_equal_the_masks_of_speculators(kind, window, model):
         drafter = peagle(model, seed=3, fields={"views": (view, LayerView())})
     else:
         drafter = eagle(model, fused=True, seed=3, fields={"views": (view,)})
-    notes = recording(drafter)
+    notes = record_drafts(drafter)
     engine = engine_for(model, 300, {"eagle": drafter})
     asked = greedy(prompts(4, low=9), "eagle")
     undrafted = engine.run_many(greedy(prompts(4, low=9), "none"))

@@ -19,7 +19,7 @@ from recserve.speculation.drafter import TextContext
 from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.drafters.rank_tree import rank_tree
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.speculation.test_eagle import paths_of, rms, target_states, turned
+from tests.support.eagle_transcription import paths_of, rms, rotate, target_states
 from tests.support.specformer_drafter import specformer
 from tests.support.text_engines import (
     SPREAD,
@@ -41,7 +41,7 @@ def attended(block, x, network, causal: bool, rotary: bool) -> torch.Tensor:
     )
     query, key, value = (part.view(len(x), -1, c.head_dim) for part in (query, key, value))
     if rotary:
-        query, key = turned(query, network), turned(key, network)
+        query, key = rotate(query, network), rotate(key, network)
     group = c.num_heads // c.num_kv_heads
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("nhd,mhd->hnm", query, key) * c.head_dim**-0.5

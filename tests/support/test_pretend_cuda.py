@@ -130,9 +130,9 @@ def test_the_line_is_named(device):
     assert device.table().split()[:2] == ["1", "read"]
 
 
-def test_a_twin_s_own_waiting_is_not_recorded(device, monkeypatch):
+def test_a_twin_s_own_waiting_is_not_recorded(device, force_kernels):
     """On a GPU the Triton kernel runs instead of the torch reference."""
-    monkeypatch.setattr(backend, "FORCED", "torch")
+    force_kernels("torch")
     pool = torch.zeros(2, 1, 5, 1, 2, device="cuda")
     path = numbers()[None, :2]
     length = path.sum(1)
@@ -140,8 +140,8 @@ def test_a_twin_s_own_waiting_is_not_recorded(device, monkeypatch):
     assert kinds(device) == []
 
 
-def test_an_operator_without_a_triton_kernel_waits_on_a_gpu_too(device, monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "torch")
+def test_an_operator_without_a_triton_kernel_waits_on_a_gpu_too(device, force_kernels):
+    force_kernels("torch")
     for triton, expected in ((None, ["read"]), ("kernels:sum", [])):
         operator = backend.Operator(lambda x: x.sum().item(), triton=triton)
         operator(numbers())

@@ -19,7 +19,6 @@ from benchmarks.gpu import suite as gpu
 from benchmarks.gpu.checks import far_slots, kernel_checks, long_root, many_nodes
 from benchmarks.kernels import attention_rows, small_kernels, tuning
 from benchmarks.support.timing import Deadline
-from recserve.kernels import backend
 from tests.support import triton_interpreter
 from tests.support.compile_kernels import CHECKED
 from tests.support.paths import ROOT
@@ -94,9 +93,9 @@ class HostGenerator(torch.Generator):
 
 
 @pytest.fixture
-def pretended(monkeypatch):
+def pretended(monkeypatch, force_kernels):
     """A GPU whose kernels are interpreted and whose clock stands still."""
-    monkeypatch.setattr(backend, "FORCED", "triton")
+    force_kernels("triton")
     monkeypatch.setattr(torch, "Generator", HostGenerator)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     for module in (attention_rows, small_kernels, tuning):
@@ -143,9 +142,9 @@ def test_kernels_are_measured_on_a_pretended_gpu(part, pretended, monkeypatch):
         assert len(flexed) == 3 and all("does not compile" in r["flex_error"] for r in flexed)
 
 
-def test_engines_are_checked_and_measured_on_a_pretended_gpu(pretended, monkeypatch):
+def test_engines_are_checked_and_measured_on_a_pretended_gpu(pretended, force_kernels):
     """With plain kernels: interpreted ones are in test_device_kernels.py."""
-    monkeypatch.setattr(backend, "FORCED", "torch")
+    force_kernels("torch")
     tasks = {task.name: task for task in gpu.engine_checks("cuda", smoke=True)}
     for name in ("strategy beam of items", "strategy rank", "text medusa, sample, everything"):
         check = tasks[f"{name}: as on the CPU"].checked()

@@ -2,7 +2,6 @@
 
 import pytest
 
-from recserve.kernels import backend
 from tests.support.device_worlds import assert_same, ranking, recommending
 from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
@@ -15,8 +14,8 @@ HOW = {
 
 
 @pytest.fixture(autouse=True)
-def plain_kernels(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "torch")
+def plain_kernels(force_kernels):
+    force_kernels("torch")
 
 
 @pytest.mark.parametrize("strategy,form", covering((*RECOMMEND, "warm"), tuple(HOW)))

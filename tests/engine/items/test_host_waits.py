@@ -7,7 +7,6 @@ avoided. The engine is warmed first: what is read once for a catalogue version i
 import pytest
 import torch
 
-from recserve.kernels import backend
 from tests.support.device_worlds import ranking, recommending
 from tests.support.grids import covering
 from tests.support.host_waits import RANK, WAITS, assert_waits
@@ -19,8 +18,8 @@ RECORDED = {"read": 2}
 
 
 @pytest.fixture(autouse=True)
-def plain_kernels(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "torch")
+def plain_kernels(force_kernels):
+    force_kernels("torch")
 
 
 @pytest.mark.parametrize("strategy,variant", covering(tuple(WAITS), ("plain", "filters", "live")))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from recserve.engine.items.beam_search_graph import SearchShape
-from recserve.kernels import backend
 from recserve.kernels.attention import attention
 from recserve.kernels.layers import operators
 from recserve.kernels.tree_batch import PrefixTable
@@ -25,7 +24,7 @@ SHAPES = (SearchShape(3, 8, 24, weighed=True), SearchShape(3, 8, 24), SearchShap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", chosen(("plain", "filters", "weighed"), "weighed"))
-def test_kernels_find_what_the_twins_find(variant, monkeypatch):
+def test_kernels_find_what_the_twins_find(variant, monkeypatch, force_kernels):
     """Two requests of three places, roots in a table whose rows lie apart."""
     launched, levels = [], []
 
@@ -44,7 +43,7 @@ def test_kernels_find_what_the_twins_find(variant, monkeypatch):
         launching, world = recommending("cpu"), recommending("cpu")
         world.trie = launching.trie
         wanted = launching.engine.run_many(launching.ask("beam", variant))
-        monkeypatch.setattr(backend, "FORCED", "torch")
+        force_kernels("torch")
         world.engine.schedulers["recommender"].runner.attention = kernel_attention
         graphs = with_searches(world, world.trie, lambda step: step, SHAPES)
     monkeypatch.setattr(operators, "rope_write", triton_rope_write.rope_write)

@@ -5,7 +5,6 @@ Launched steps upload without waiting: a blocking copy waits for the forward pas
 
 import pytest
 
-from recserve.kernels import backend
 from tests.support.device_worlds import (
     TEXT_PARAMETERS,
     assert_same,
@@ -23,8 +22,8 @@ DRAFTERS = (
 
 
 @pytest.fixture(autouse=True)
-def plain_kernels(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "torch")
+def plain_kernels(force_kernels):
+    force_kernels("torch")
 
 
 def both(names, requests, pages=200):

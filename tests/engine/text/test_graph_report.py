@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from recserve.cli import doctor
 from recserve.engine.items.beam_search_graph import SearchShape
 from recserve.engine.text.text_step_graph import StepShape
-from recserve.kernels import backend
 from recserve.metrics import Metrics
 from recserve.service.runtime import gauges_of
 from recserve.speculation.completion import TextQuery
@@ -82,9 +81,9 @@ def test_metrics_name_the_buckets(engine):
     assert set(found["recserve_graph_steps_total"]) == {(name,) for name in results}
 
 
-def test_metrics_name_the_searches(monkeypatch):
+def test_metrics_name_the_searches(force_kernels):
     """Of a recommender: one that is replayed, one that is too wide."""
-    monkeypatch.setattr(backend, "FORCED", "torch")
+    force_kernels("torch")
     world = recommending("cpu")
     with_searches(
         world, world.trie, lambda step: step, (SearchShape(2, 8), SearchShape(1, 8, None))
@@ -124,9 +123,9 @@ def test_the_doctor_names_them_too(engine):
     assert doctor.describe_graphs(bare).state == "warn"
 
 
-def test_the_doctor_names_searches_and_what_is_launched(monkeypatch):
+def test_the_doctor_names_searches_and_what_is_launched(force_kernels):
     """The third record fails: two are there, two are launched, each by its name."""
-    monkeypatch.setattr(backend, "FORCED", "torch")
+    force_kernels("torch")
     world, made = recommending("cpu"), []
 
     def record(step):

@@ -10,7 +10,6 @@ import torch
 from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
-from recserve.kernels import backend
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -161,11 +160,11 @@ def test_texts_of_two_drafters_with_heads_step_without_them(model):
     assert min(drafter.num_contexts for drafter in drafters.values()) > 2
 
 
-def test_the_host_waits_once_a_step(monkeypatch):
+def test_the_host_waits_once_a_step(monkeypatch, force_kernels):
     """On a pretended device: one look, no upload that is waited for, whatever is drafted."""
     from tests.support import triton_interpreter
 
-    monkeypatch.setattr(backend, "FORCED", "triton")
+    force_kernels("triton")
     launches = triton_interpreter.interpret_pretended(monkeypatch)
     with PretendCuda() as device:
         engine = text_engine("cuda", ["medusa"])

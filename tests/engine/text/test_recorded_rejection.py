@@ -12,7 +12,6 @@ from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.text_step_graph import SHAPES as ALL
 from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
-from recserve.kernels import backend
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter
@@ -220,11 +219,11 @@ class DeviceDrafts(Drafter):
 
 
 @pytest.mark.slow
-def test_the_host_waits_once_a_step(monkeypatch):
+def test_the_host_waits_once_a_step(monkeypatch, force_kernels):
     """On a pretended device: one look, no upload that is waited for."""
     from tests.support import triton_interpreter
 
-    monkeypatch.setattr(backend, "FORCED", "triton")
+    force_kernels("triton")
     launches = triton_interpreter.interpret_pretended(monkeypatch)
     with PretendCuda() as device:
         engine = text_engine("cuda", [])

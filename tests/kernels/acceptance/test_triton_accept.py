@@ -12,7 +12,6 @@ from tests.support.grids import covering
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from recserve.kernels import backend  # noqa: E402
 from recserve.kernels.acceptance import (  # noqa: E402
     acceptance,  # noqa: E402
     noise,  # noqa: E402
@@ -158,10 +157,10 @@ def test_a_refusal_says_nothing_where_p_is_q(monkeypatch):
     ("multi_step", ("independent",) * 3),
 ])  # fmt: skip
 def test_rules_on_a_device_call_the_kernel_and_keep_what_the_host_keeps(
-    rule, drawings, monkeypatch
+    rule, drawings, monkeypatch, force_kernels
 ):
     """Chains, and trees of several children, over 1,100 tokens; 4 seeds of the noise."""
-    monkeypatch.setattr(backend, "FORCED", "triton")
+    force_kernels("triton")
     called = []
     kernel = triton_accept_drawn.accept_drawn
     monkeypatch.setattr(

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
-from recserve.kernels import backend
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.layers import operators, reference, triton_norms, triton_rope_write
 from recserve.kernels.layers.reference import HeadNorms
@@ -70,7 +69,7 @@ def test_norms_of_heads(rows, heads, kv_heads, dim, dtype):
     assert torch.equal(pools[0][1], pools[2][1])
 
 
-def test_layers_with_fused_kernels_compute_the_same(monkeypatch):
+def test_layers_with_fused_kernels_compute_the_same(monkeypatch, force_kernels):
     """A decoder with norms of heads, through the pool: states, taps' ranges, keys and values."""
     torch.manual_seed(0)
     config = DecoderConfig(32, 3, 4, 2, 8, 48, qk_norm=True)
@@ -88,7 +87,7 @@ def test_layers_with_fused_kernels_compute_the_same(monkeypatch):
 
     monkeypatch.setattr(triton_interpreter.interpreter.GridExecutor, "__call__", counted)
     for kernels in ("torch", "triton"):
-        monkeypatch.setattr(backend, "FORCED", kernels)
+        force_kernels(kernels)
         adapter = DecoderAdapter(model)
         pool = KVPool(adapter.kv_shape, 2, 16, torch.float32, torch.device("cpu"))
         piece = BatchSlice(
@@ -104,8 +103,8 @@ def test_layers_with_fused_kernels_compute_the_same(monkeypatch):
     }  # fmt: skip
 
 
-def test_training_keeps_its_gradients(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "triton")
+def test_training_keeps_its_gradients(force_kernels):
+    force_kernels("triton")
     x = torch.randn(2, 6, requires_grad=True)
     total, normed = operators.add_rms_norm(x, x, torch.ones(6), 1e-5)
     (operators.silu_mul(x).sum() + total.sum() + normed.sum()).backward()

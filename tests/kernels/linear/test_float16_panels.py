@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from recserve.kernels import backend
 from recserve.kernels.linear import float16
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.native import native
@@ -44,7 +43,7 @@ def test_products_have_the_bits_of_float32_weights(inner, size):
 
 
 @pytest.mark.parametrize("wrong", [0.1, 1e-9, 65536.0, float("inf"), float("nan")])
-def test_weights_that_float16_rounds_are_not_stored_in_it(wrong, monkeypatch):
+def test_weights_that_float16_rounds_are_not_stored_in_it(wrong, force_kernels):
     weight, _ = drawn(8, 16)
     layers = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4, bias=False))
     layers[0].weight.copy_(weight)
@@ -52,7 +51,7 @@ def test_weights_that_float16_rounds_are_not_stored_in_it(wrong, monkeypatch):
     assert float16.c_supports(weight)
     weight[3, 5] = wrong
     assert not float16.c_supports(weight) and not float16.c_supports(weight.half())
-    monkeypatch.setattr(backend, "FORCED", "c")
+    force_kernels("c")
     layers[1].weight[0, 0] = wrong
     pack_weights(layers, "float16")
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from recserve.kernels import backend
 from recserve.kernels.linear.int8 import Int8Weight
 from recserve.kernels.linear.products import DecodedProduct
 from recserve.kernels.linear.triton_int8 import MAX_ROWS, TritonInt8Product
@@ -50,12 +49,12 @@ def test_many_rows_are_those_of_the_reference():
     torch.testing.assert_close(product(x[:MAX_ROWS]), reference(x)[:MAX_ROWS])
 
 
-def test_a_model_on_a_gpu_reads_eight_bits(monkeypatch):
+def test_a_model_on_a_gpu_reads_eight_bits(force_kernels):
     decoder = DecoderConfig(32, 2, 4, 2, 8, 48, attention_bias=True)
     tokens, positions = torch.randint(0, 40, (1, 9)), torch.arange(9)[None]
     found = {}
     for kernels in ("torch", "triton"):
-        monkeypatch.setattr(backend, "FORCED", kernels)
+        force_kernels(kernels)
         torch.manual_seed(0)
         model = LanguageModel(LanguageModelConfig(decoder, 40)).eval().requires_grad_(False)
         pack_weights(model, "int8")

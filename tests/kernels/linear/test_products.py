@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from recserve.kernels import backend
 from recserve.kernels.attention.attention import tree_attention
 from recserve.kernels.attention.cpu import CpuTreeAttention
 from recserve.kernels.attention.native import HeadLayout
@@ -36,8 +35,8 @@ def machine(monkeypatch):
 @needs_compiler
 @needs_onednn
 @pytest.mark.parametrize("kernels", ["auto", "c", "torch"])
-def test_c_multiplies_and_attends_wherever_it_can(kernels, monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", kernels)
+def test_c_multiplies_and_attends_wherever_it_can(kernels, force_kernels):
+    force_kernels(kernels)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 6)).eval()
     x = torch.randn(3, 8)
     with torch.inference_mode():
@@ -54,17 +53,17 @@ def test_c_multiplies_and_attends_wherever_it_can(kernels, monkeypatch):
 
 @needs_compiler
 @needs_onednn
-def test_a_weight_that_c_cannot_hold_does_not_decide_for_the_others(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "auto")
+def test_a_weight_that_c_cannot_hold_does_not_decide_for_the_others(force_kernels):
+    force_kernels("auto")
     layers = torch.nn.Sequential(torch.nn.Linear(7, 8), torch.nn.Linear(8, 4)).eval()
     pack_weights(layers)
     assert [layer.panels is not None for layer in layers] == [False, True]
 
 
 @needs_compiler
-def test_the_codes_and_their_parts_are_packed_alike_without_onednn(monkeypatch):
+def test_the_codes_and_their_parts_are_packed_alike_without_onednn(monkeypatch, force_kernels):
     """A bfloat16 model once failed here on processors without AVX-512."""
-    monkeypatch.setattr(backend, "FORCED", "auto")
+    force_kernels("auto")
     for module in ("recserve.models.packing", "recserve.kernels.linear.products"):
         monkeypatch.setattr(f"{module}.onednn_multiplies", lambda dtype: False)
     for size in (1, 4, 2048):
@@ -75,9 +74,9 @@ def test_the_codes_and_their_parts_are_packed_alike_without_onednn(monkeypatch):
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_bfloat16_is_the_fastest_type_where_c_has_an_instruction_for_it(
-    kernels, machine, monkeypatch
+    kernels, machine, force_kernels
 ):
-    monkeypatch.setattr(backend, "FORCED", kernels)
+    force_kernels(kernels)
     in_c = kernels == "auto" and native.library() is not None
     for level in [*LEVELS, None]:
         machine(level)

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from recserve.kernels import backend
 from recserve.kernels.attention.native import NativeTreeAttention
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.layers import native as layers_native
@@ -74,8 +73,8 @@ def test_without_a_compiler_torch_does_the_same(compiler, tmp_path):
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_gradients_take_torchs_way(monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "c")
+def test_gradients_take_torchs_way(force_kernels):
+    force_kernels("c")
     x = torch.ones(1, 32)
     assert backend_of(x) is Backend.C
     with torch.inference_mode(False), torch.enable_grad():

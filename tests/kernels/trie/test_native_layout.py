@@ -7,7 +7,6 @@ import torch
 
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence
-from recserve.kernels import backend
 from recserve.kernels.native import native
 from recserve.kernels.trie.trie import build_trie
 from recserve.search.beam_search import Beams, BeamSearch
@@ -45,10 +44,10 @@ def scored_of(trie, keys, share, seed):
     )
 
 
-def both(call, monkeypatch):
+def both(call, force_kernels):
     answers = []
     for path in ("auto", "torch"):
-        monkeypatch.setattr(backend, "FORCED", path)
+        force_kernels(path)
         answers.append(call())
     return answers
 
@@ -65,7 +64,7 @@ def same_drafts(one, two):
 
 @pytest.mark.parametrize("name", TRIES)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_trees_of_sets_of_nodes(name, seed, monkeypatch):
+def test_the_trees_of_sets_of_nodes(name, seed, force_kernels):
     trie = trie_of(name)
     paths = drawn_paths(trie, 15, seed)[:, : 1 + seed % trie.num_levels]
     owners = torch.tensor([0, 2, 3]).repeat(5)[:, None]  # the second and the last have no node
@@ -73,7 +72,7 @@ def test_the_trees_of_sets_of_nodes(name, seed, monkeypatch):
     sizes = torch.tensor(trie.codebook_sizes)
     offsets = 1 + torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)[:-1]])
     before = scored_of(trie, keys, 0.4, seed) if seed % 2 else None
-    same_drafts(*both(lambda: draft_of_keys(trie, keys, 5, offsets, before), monkeypatch))
+    same_drafts(*both(lambda: draft_of_keys(trie, keys, 5, offsets, before), force_kernels))
 
 
 def test_no_node_at_all():
@@ -84,7 +83,7 @@ def test_no_node_at_all():
 
 @pytest.mark.parametrize("skip_single", [True, False])
 @pytest.mark.parametrize("name", TRIES)
-def test_what_a_round_scores(name, skip_single, monkeypatch):
+def test_what_a_round_scores(name, skip_single, monkeypatch, force_kernels):
     """At every level, with and without the levels below, some beams dead, some scored before."""
     trie, batch, width = trie_of(name), 2, 6
     g = torch.Generator().manual_seed(0)
@@ -116,12 +115,12 @@ def test_what_a_round_scores(name, skip_single, monkeypatch):
             )  # fmt: skip
             for closing in (level, trie.num_levels):
                 monkeypatch.setitem(trie.__dict__, "closing_level", closing)
-                same_drafts(*both(lambda s=search: s.propose(offsets), monkeypatch))
+                same_drafts(*both(lambda s=search: s.propose(offsets), force_kernels))
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tables_of_scored_prefixes(dtype, monkeypatch):
+def test_tables_of_scored_prefixes(dtype, force_kernels):
     """Round after round, with and without keys, and from an empty table."""
     g = torch.Generator().manual_seed(0)
     keys = torch.randperm(200, generator=g)
@@ -134,7 +133,7 @@ def test_tables_of_scored_prefixes(dtype, monkeypatch):
             table = table.add(keys[part], slots[part], hidden[part])
         return table
 
-    mine, theirs = both(grown, monkeypatch)
+    mine, theirs = both(grown, force_kernels)
     assert mine.keys.tolist() == list(range(200))
     for name in ("keys", "slots", "hidden"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name

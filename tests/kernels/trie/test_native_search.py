@@ -10,7 +10,6 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.kernels import backend
 from recserve.kernels.native import native
 from recserve.kernels.trie.level_search import ChildQuery, best_children
 from recserve.kernels.trie.native import KNOWN, MISSING, LevelCodes, NativeDescent
@@ -49,11 +48,11 @@ def work_of(slate):
     return slate.rows.tolist(), slate.rounds, slate.timing.nodes, slate.exact
 
 
-def same_as_in_torch(model, head, requests, monkeypatch):
+def same_as_in_torch(model, head, requests, force_kernels):
     """The slates in C, after they were compared with torch's."""
     answers = []
     for path in ("auto", "torch"):
-        monkeypatch.setattr(backend, "FORCED", path)
+        force_kernels(path)
         answers.append(
             build_engine(EngineModels(model, heads=Heads(head, head)), CONFIG).run_many(requests)
         )
@@ -67,7 +66,7 @@ def same_as_in_torch(model, head, requests, monkeypatch):
     "codes,form,kind",
     covering(CATALOGUES, FORMS, ("drawn", "from-target", "adversarial"), pairs=True),
 )
-def test_the_same_slates_rounds_and_nodes_as_in_torch(codes, form, kind, monkeypatch):
+def test_the_same_slates_rounds_and_nodes_as_in_torch(codes, form, kind, force_kernels):
     model, trie = make(codes, "items", "children")
     head = make_head(model, kind)
     model.pack()
@@ -75,12 +74,12 @@ def test_the_same_slates_rounds_and_nodes_as_in_torch(codes, form, kind, monkeyp
     asked = asked_of(model, trie, form)
     for strategy in ("beam", "speculative", "nezha"):
         requests = [replace(request, strategy=strategy) for request in asked]
-        same_as_in_torch(model, head, requests, monkeypatch)
+        same_as_in_torch(model, head, requests, force_kernels)
 
 
 @pytest.mark.parametrize("dense_weight", [0.0, 0.5], ids=["plain", "dense"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, monkeypatch):
+def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, force_kernels):
     changed = Changed(*shape)
     model, _ = engine_of(changed)
     head = SelfDraftHead(SelfDraftConfig(32, changed.base.codebook_sizes)).eval()
@@ -96,13 +95,13 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, monkeypatch
             )
             for k, width in ((1, 4), (4, 4), (5, 60))
         ]  # fmt: skip
-        for mine in same_as_in_torch(model, head, requests, monkeypatch):
+        for mine in same_as_in_torch(model, head, requests, force_kernels):
             assert not set(mine.rows.tolist()) & {*changed.hidden, *excluded.tolist()}
 
 
-def test_a_score_does_not_know_its_company(monkeypatch):
+def test_a_score_does_not_know_its_company(force_kernels):
     """Bit for bit: alone, among other requests, drafted and not."""
-    monkeypatch.setattr(backend, "FORCED", "c")
+    force_kernels("c")
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     head = make_head(model, "from-target")
     model.pack()

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.kernels import backend
 from recserve.kernels.acceptance import triton_accept, triton_accept_drawn
 from recserve.kernels.acceptance.acceptance import DraftProbs, Keys
 from recserve.kernels.attention import triton_attention
@@ -128,9 +127,9 @@ def test_attention_over_a_day_of_texts(dtype, keys, monkeypatch):
     assert all(len(keys.eager[name]) > n for name, n in counts.items())
 
 
-def test_attention_of_an_engine(keys, monkeypatch):
+def test_attention_of_an_engine(keys, monkeypatch, force_kernels):
     """Prefills and steps of drafted texts on a pretended device: nothing beside the same forms."""
-    monkeypatch.setattr(backend, "FORCED", "triton")
+    force_kernels("triton")
     triton_interpreter.interpret_pretended(monkeypatch)
     launch = GridExecutor.__call__
 

@@ -1,6 +1,5 @@
 """An arm with a second live server: versions, labels, modes, loops, metrics."""
 
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -9,6 +8,7 @@ from recserve.experiments.assignment import ArmSplit
 from recserve.service import Service
 from tests.support.bundle_shelf import DROPPED, shelf
 from tests.support.live_server import live
+from tests.support.waiting import until
 
 NAME = "versions"
 K = 8
@@ -134,11 +134,8 @@ def test_shadow_sends_copies_to_the_other_server(folder, there):
     with server(folder, there, "shadow") as client:
         for user in there.users[:12]:
             assert ids(ask(client, user)) == ids(alone(client, user))
-        end = time.monotonic() + 20
         dropped = metric(client, "compared_dropped", f'experiment="{NAME}"')
-        while counts(client)["there"][0] + dropped < 12:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: counts(client)["there"][0] + dropped >= 12)
         assert counts(client)["there"][1] == 0 < forwarded(client, "answered")
 
 

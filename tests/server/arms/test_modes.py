@@ -1,6 +1,5 @@
 """The modes paired, shadow and interleaved of a live server, with and without faults."""
 
-import time
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +8,7 @@ from recserve.service import Service
 from recserve.service.recommend.recommend import Recommendations
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
+from tests.support.waiting import until
 
 ARMS = [
     {"name": "wide", "fields": {"strategy": "beam", "beam_width": 40}},
@@ -120,10 +120,7 @@ def test_paired_without_the_control_is_an_error(tmp_path, monkeypatch):
 
 
 def wait_for_copies(client, count):
-    end = time.monotonic() + 20
-    while status(client)["narrow"]["requests"] + metric(client, "dropped") < count:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: status(client)["narrow"]["requests"] + metric(client, "dropped") >= count)
 
 
 def test_a_shadow_copy_is_never_returned(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.live_server import live
 from tests.support.scripted_text import BEGIN, CONTEXT, END, scripted
+from tests.support.waiting import until
 
 STORY = "Zoë paid 3 € for a 👩‍👩‍👧 cake.\n\nUser: more"
 BEFORE_STOP = "Zoë paid 3 € for a 👩‍👩‍👧 cake."
@@ -53,13 +54,6 @@ def run_async(server, function):
 
 ASK = {"model": "toy", "prompt": "a", "max_tokens": 150}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
-
-
-def until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 def test_a_completion(client, engine):

@@ -6,7 +6,6 @@ import random
 import re
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -22,6 +21,7 @@ from recserve.service import Service, ServiceOptions
 from tests.support.live_server import live
 from tests.support.paths import ROOT
 from tests.support.tiny_bundle import shared_bundle
+from tests.support.waiting import until
 
 KEY, OTHER = "a-key-of-sixteen", "another-key-of-24-chars!"
 ENVELOPE = {
@@ -65,13 +65,6 @@ def error_of(answer):
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert answer.headers["x-request-id"]
     return body["error"]
-
-
-def until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 def test_recommend_answers_with_the_whole_envelope(client, user):

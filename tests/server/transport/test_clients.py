@@ -1,7 +1,6 @@
 """One client cannot fill a queue, and texts leave the queue of recommendations alone."""
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,6 +17,7 @@ from recserve.service.text.loader import TextSettings, load_text
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 from tests.support.tiny_llm import tiny_llm
+from tests.support.waiting import until
 
 ONE, TWO = "the-first-key-of-two", "the-second-key-of-two"
 ITEMS = [f"item{number:06d}" for number in (3, 7, 31)]
@@ -31,8 +31,7 @@ def service(tmp_path):
 
 
 def wait_for_depth(service, depth):
-    while service.engine.stats().queue_depth != depth:
-        time.sleep(0.002)
+    until(lambda: service.engine.stats().queue_depth == depth)
 
 
 def test_each_key_has_its_share_and_each_model_its_queue(service):

@@ -1,7 +1,6 @@
 """The number of connections is limited; a further client gets 503 and is closed."""
 
 import json
-import time
 
 import pytest
 
@@ -9,6 +8,7 @@ from recserve.server.transport import connection_limits
 from tests.support.live_server import live
 from tests.support.raw_http import all_of, connect, one_of
 from tests.support.scripted_text import scripted
+from tests.support.waiting import until
 
 BODY = json.dumps({"model": "toy", "prompt": "a", "max_tokens": 4}).encode()
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY)
@@ -20,13 +20,6 @@ def client(tmp_path):
     served = scripted(tmp_path, lambda prompt, seed: "yes, and no")
     with live(served, max_connections=3, header_timeout_s=3600) as running:
         yield running
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 def is_answered(client):

@@ -1,7 +1,6 @@
 """Pipelined requests are all answered, and only a bounded number of them is queued."""
 
 import asyncio
-import time
 
 import httpx
 import pytest
@@ -14,6 +13,7 @@ from recserve.server.transport.connection_limits import ConnectionLimits
 from tests.support.live_server import live
 from tests.support.raw_http import Wire, connect
 from tests.support.scripted_text import scripted
+from tests.support.waiting import until
 
 SMALLEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -22,13 +22,6 @@ SMALLEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 def server(tmp_path_factory):
     with live(scripted(tmp_path_factory.mktemp("toy"), lambda prompt, seed: "yes")) as running:
         yield running
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 def test_two_thousand_pipelined_requests_have_two_thousand_answers_in_order(server):

@@ -32,6 +32,7 @@ from recserve.service.errors import UnknownItem, UnknownVersion
 from tests.support.live_catalogues import base_of, item_like, lonely, opened, put, scores, slate
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
+from tests.support.waiting import until
 
 
 def rank(service, *ids, scorer="ranker", history=None):
@@ -286,7 +287,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     engine.record(first.trie)
 
     def recorded(base):
-        wait_until(lambda: graphs._trie.base is base)
+        until(lambda: graphs._trie.base is base)
         before = graphs.counts["replayed"]
         found = slate(service, k=20, dense_weight=0.5, strategy="beam")
         assert graphs.counts["replayed"] == before + 1, graphs.counts
@@ -309,14 +310,6 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     service.rollback_items(RollbackRequest(catalog_version=base_of(service).version))
     assert service.runtime.snapshot.base_trie is first.base_trie
     recorded(first.base_trie)
-
-
-def wait_until(true, seconds=30.0):
-    """Polls."""
-    limit = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def test_changes_survive_a_restart(tmp_path):

@@ -9,7 +9,6 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.models.attention import DenseAttention
 from recserve.models.drafters.block_files import load_block
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
@@ -17,35 +16,14 @@ from recserve.speculation.drafter import StateSpan, TextContext
 from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
-from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.block import BlockTrainee, train_block
 from recserve.training.text.drafters.block_recipe import BlockRecipe
+from tests.support.drafter_training import FAST, ROWS, WINDOW, accepted_per_draft
 from tests.support.grids import chosen
 from tests.support.paths import reference
-from tests.support.text_plain import drawn_model
 
 KINDS = ("dflash", "jetspec", "dspark", "dflash2")
-WINDOW, ROWS = 24, 160
-FAST = Schedule(8, 1e-2, weight_decay=0.0, averaging=0.0)
 OPTIONS = TrainOptions(device="cpu", precision="float32")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return drawn_model(0)
-
-
-@pytest.fixture(scope="module")
-def text(model) -> np.ndarray:
-    """What the target writes by itself, many rows side by side."""
-    tokens = torch.arange(ROWS)[:, None] % model.config.vocab_size
-    draws = torch.Generator().manual_seed(1)
-    with torch.inference_mode():
-        for _ in range(WINDOW - 1):
-            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())
-            shares = (model.logits(hidden[:, -1]) / 0.3).softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=draws)], 1)
-    return tokens.flatten().numpy()
 
 
 def recipe(kind: str, **more) -> BlockRecipe:
@@ -92,36 +70,20 @@ def test_a_packed_block_is_a_draft(kind, model, text):
             torch.testing.assert_close(packed[row, number], own, rtol=1e-4, atol=1e-4)
 
 
-def accepted(model, network, chain: bool = False) -> float:
-    """Returns accepted tokens per draft, and checks that the texts are the plain ones."""
-    drafter = BlockDrafter(network, model, num_nodes=12)
-    engine = build_engine(
-        EngineModels(text=model, drafters={"block": drafter}), EngineConfig(load_aware=False)
-    )
-    params = [SamplingParams(temperature=0.0, max_tokens=30) for _ in range(8)]
-    prompts = [np.array([n]) for n in range(8)]
-    plain = engine.run_many([TextQuery(p, own) for p, own in zip(prompts, params, strict=True)])
-    rule = Speculation("block", verifier="block" if chain else "sample")
-    drafted = engine.run_many([TextQuery(p, o, rule) for p, o in zip(prompts, params, strict=True)])
-    for one, other in zip(plain, drafted, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-    counts = [answer.counts for answer in drafted]
-    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", chosen(KINDS, "jetspec", "dspark"))
 def test_training_makes_drafts_longer(kind, model, text, tmp_path):
     own, cut = recipe(kind), (ROWS - 20) * WINDOW
     fresh = BlockTrainee(own, model, text[:cut], text[cut:], seed=0).model.requires_grad_(False)
-    before = accepted(model, fresh.eval())
+    before = accepted_per_draft(model, BlockDrafter(fresh.eval(), model, num_nodes=12))
     report = train_block(model, text[:cut], text[cut:], tmp_path, OPTIONS, own)
     assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
     trained = load_block(tmp_path, model)
     assert trained.config == fresh.config
-    drafted = accepted(model, trained)
+    drafted = accepted_per_draft(model, BlockDrafter(trained, model, num_nodes=12))
     assert drafted > before + 0.3
-    assert drafted > accepted(model, trained, chain=True)
+    chain = BlockDrafter(trained, model, num_nodes=12)
+    assert drafted > accepted_per_draft(model, chain, verifier="block")
 
 
 def test_an_older_network_is_the_start(model, text, tmp_path):
@@ -171,19 +133,9 @@ def test_a_network_for_a_story_model_beats_chance(tmp_path):
         if trained:
             train_block(model, text[:-2000], text[-2000:], tmp_path, OPTIONS, own)
             network = load_block(tmp_path, model)
-        engine = build_engine(
-            EngineModels(text=model, drafters={"block": BlockDrafter(network, model)}),
-            EngineConfig(load_aware=False),
-        )
-        params = SamplingParams(temperature=0.0, max_tokens=60)
-        asked = [
+        prompts = [
             np.array([1, *answer.tokens[:20]])
             for answer in stories(model, 8, 1000, temperature=1.0, max_tokens=20)
         ]
-        drafted = engine.run_many([TextQuery(p, params, Speculation("block")) for p in asked])
-        plain = engine.run_many([TextQuery(p, params) for p in asked])
-        assert [a.tokens.tolist() for a in drafted] == [a.tokens.tolist() for a in plain]
-        counts = [answer.counts for answer in drafted]
-        accepted = sum(c.num_accepted_tokens for c in counts)
-        lengths.append(accepted / sum(c.num_drafts for c in counts))
+        lengths.append(accepted_per_draft(model, BlockDrafter(network, model), prompts, 60))
     assert lengths[1] > lengths[0] + 0.5, lengths

@@ -25,6 +25,7 @@ from recserve.training.text.drafters.boost import (
     train_boost,
 )
 from recserve.training.text.language_model import LanguageRecipe
+from tests.support.drafter_training import write_rows
 from tests.support.paths import reference
 
 WINDOW, ROWS, CUT, SPAN = 32, 160, 140, 3
@@ -51,12 +52,7 @@ def target():
 @pytest.fixture(scope="module")
 def texts(target) -> tuple[np.ndarray, np.ndarray]:
     """What the target writes by itself, for training and validation."""
-    tokens, draws = torch.ones(ROWS, 1, dtype=torch.int64), torch.Generator().manual_seed(1)
-    with torch.inference_mode():
-        for _ in range(WINDOW - 1):
-            hidden = target(tokens, torch.arange(tokens.shape[1]), DenseAttention())
-            shares = (target.logits(hidden[:, -1]) / 0.5).softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=draws)], 1)
+    tokens = write_rows(target, torch.ones(ROWS, dtype=torch.int64), WINDOW, 0.5)
     return tokens[:CUT].flatten().numpy(), tokens[CUT:].flatten().numpy()
 
 

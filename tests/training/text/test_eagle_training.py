@@ -4,44 +4,17 @@ import copy
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 
-from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.engine_config import EngineConfig
-from recserve.models.attention import DenseAttention
 from recserve.models.drafters.eagle_files import load_eagle
-from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.eagle import EagleDrafter
-from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
-from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee, train_eagle
-from tests.speculation.test_eagle import transcribed
-from tests.support.text_plain import drawn_model
+from tests.support.drafter_training import FAST, ROWS, WINDOW, accepted_per_draft
+from tests.support.eagle_transcription import eagle_outputs
 
-WINDOW, ROWS = 24, 160
-FAST = Schedule(8, 1e-2, weight_decay=0.0, averaging=0.0)
 OPTIONS = TrainOptions(device="cpu", precision="float32")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return drawn_model(0)
-
-
-@pytest.fixture(scope="module")
-def text(model) -> np.ndarray:
-    """What the target writes by itself, many rows side by side."""
-    tokens = torch.arange(ROWS)[:, None] % model.config.vocab_size
-    draws = torch.Generator().manual_seed(1)
-    with torch.inference_mode():
-        for _ in range(WINDOW - 1):
-            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())
-            shares = (model.logits(hidden[:, -1]) / 0.3).softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=draws)], 1)
-    return tokens.flatten().numpy()
 
 
 def recipe(kind: str, words: int | None = None) -> EagleRecipe:
@@ -73,28 +46,14 @@ def test_an_unrolled_step_is_a_draft(kind, model, text):
     for row in (0, 4, 11):
         inputs, words = features[: row + 1], embedded[1 : row + 2]
         for step in range(3):
-            output = transcribed(network, inputs, words)[-1:]
+            output = eagle_outputs(network, inputs, words)[-1:]
             torch.testing.assert_close(unrolled[step][0, row], output[0], rtol=1e-4, atol=1e-4)
             inputs = torch.cat([inputs, output])
             words = torch.cat([words, embedded[row + 2 + step][None]])
 
 
-def accepted(model, network) -> float:
-    """Returns accepted tokens per draft, and checks that the texts are the plain ones."""
-    drafter = EagleDrafter(network, model, width=3, depth=3, num_nodes=12)
-    engine = build_engine(
-        EngineModels(text=model, drafters={"eagle": drafter}), EngineConfig(load_aware=False)
-    )
-    params = [SamplingParams(temperature=0.0, max_tokens=30) for _ in range(8)]
-    prompts = [np.array([n]) for n in range(8)]
-    plain = engine.run_many([TextQuery(p, own) for p, own in zip(prompts, params, strict=True)])
-    drafted = engine.run_many(
-        [TextQuery(p, o, Speculation("eagle")) for p, o in zip(prompts, params, strict=True)]
-    )
-    for one, other in zip(plain, drafted, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-    counts = [answer.counts for answer in drafted]
-    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
+def eagle_drafter(network, model) -> EagleDrafter:
+    return EagleDrafter(network, model, width=3, depth=3, num_nodes=12)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +65,13 @@ def test_training_makes_drafts_longer(kind, words, model, text, trained):
     cut = (ROWS - 20) * WINDOW
     torch.manual_seed(0)
     fresh = EagleTrainee(own, model, text[:cut], text[cut:], seed=0).model.requires_grad_(False)
-    before = accepted(model, fresh.eval())
+    before = accepted_per_draft(model, eagle_drafter(fresh.eval(), model))
     folder, report = trained(kind, words)
     assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
     network = load_eagle(folder, model)
     if words is not None:
         assert network.token_map.shape == (30,)
-    assert accepted(model, network) > before + 0.3
+    assert accepted_per_draft(model, eagle_drafter(network, model)) > before + 0.3
 
 
 def test_an_older_network_is_the_start(model, text, trained, tmp_path):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.models.attention import DenseAttention
 from recserve.models.loading import load_language_model
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.medusa import MedusaRecipe, train_medusa
+from tests.support.drafter_training import write_rows
 from tests.support.paths import reference
 
 WINDOW, ROWS, CUT = 32, 160, 140
@@ -27,12 +27,7 @@ def model():
 @pytest.fixture(scope="module")
 def text(model) -> np.ndarray:
     """What the target writes by itself, many rows side by side."""
-    tokens, draws = torch.ones(ROWS, 1, dtype=torch.int64), torch.Generator().manual_seed(1)
-    with torch.inference_mode():
-        for _ in range(WINDOW - 1):
-            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())
-            shares = (model.logits(hidden[:, -1]) / 0.7).softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=draws)], 1)
+    tokens = write_rows(model, torch.ones(ROWS, dtype=torch.int64), WINDOW, 0.7)
     return tokens.flatten().numpy()
 
 

@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.gated_lora import MaskRows
 from recserve.models.drafters.mask_tokens_files import load_mask_tokens
 from recserve.models.loading import load_language_model
-from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
-from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.mask_tokens import (
@@ -23,11 +19,11 @@ from recserve.training.text.drafters.mask_tokens import (
     MaskTokensTrainee,
     train_mask_tokens,
 )
+from tests.support.drafter_training import ROWS, WINDOW, accepted_per_draft, write_text
 from tests.support.mask_tokens_drafter import mask_network
 from tests.support.paths import reference
-from tests.support.text_plain import drawn_model
 
-WINDOW, ROWS, HELD_OUT = 24, 160, 20
+HELD_OUT = 20
 OPTIONS = TrainOptions(device="cpu", precision="float32")
 RECIPE = MaskTokensRecipe(
     num_masks=3,
@@ -39,28 +35,6 @@ RECIPE = MaskTokensRecipe(
     validation_rows=20,
     schedule=Schedule(10, 1e-2, weight_decay=0.0, averaging=0.0),
 )
-
-
-@pytest.fixture(scope="module")
-def model():
-    return drawn_model(0)
-
-
-def written(model, rows: int, length: int, heat: float) -> np.ndarray:
-    """Returns what the target writes by itself, many rows side by side."""
-    tokens = torch.arange(rows)[:, None] % model.config.vocab_size
-    draws = torch.Generator().manual_seed(1)
-    with torch.inference_mode():
-        for _ in range(length - 1):
-            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())
-            shares = (model.logits(hidden[:, -1]) / heat).softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=draws)], 1)
-    return tokens.flatten().numpy()
-
-
-@pytest.fixture(scope="module")
-def text(model) -> np.ndarray:
-    return written(model, ROWS, WINDOW, 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -98,34 +72,18 @@ def test_the_target_gets_no_gradient(model, text):
     assert grads["lora.layers.0.qkv.ups.0"].any() and grads["sampler.0.linear.weight"].any()
 
 
-def accepted(model, network, kind=MaskTokensDrafter, prompts=tuple([n] for n in range(8))) -> float:
-    """Returns accepted tokens per step, and checks that the texts are the plain ones."""
-    engine = build_engine(
-        EngineModels(text=model, drafters={kind.name: kind(network, model)}),
-        EngineConfig(load_aware=False),
-    )
-    params = SamplingParams(temperature=0.0, max_tokens=30)
-    plain = engine.run_many([TextQuery(np.array(p), params) for p in prompts])
-    speculation = Speculation(kind.name)
-    drafted = engine.run_many([TextQuery(np.array(p), params, speculation) for p in prompts])
-    for one, other in zip(plain, drafted, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-    counts = [answer.counts for answer in drafted]
-    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
-
-
 @pytest.mark.slow
 def test_training_makes_drafts_longer(model, text, trained):
     cut = (ROWS - HELD_OUT) * WINDOW
     fresh = MaskTokensTrainee(RECIPE, model, text[:cut], text[cut:], seed=0).model
-    before = accepted(model, fresh.requires_grad_(False).eval())
+    before = accepted_per_draft(model, MaskTokensDrafter(fresh.requires_grad_(False).eval(), model))
     folder, report = trained
     assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
     network = load_mask_tokens(folder, model)
-    quadratic = accepted(model, network)
+    quadratic = accepted_per_draft(model, MaskTokensDrafter(network, model))
     assert quadratic > before + 0.3
     # A rejection costs the linear layout a step without a draft.
-    linear = accepted(model, network, LinearMaskTokensDrafter)
+    linear = accepted_per_draft(model, LinearMaskTokensDrafter(network, model))
     assert 0 < linear < quadratic
 
 
@@ -153,13 +111,15 @@ def test_older_mask_tokens_are_the_start(model, text, trained, tmp_path):
 def test_a_trained_model_accepts_more_than_chance(tmp_path):
     """stories260k: 25 seconds of training on its own text."""
     target = load_language_model(reference("stories260k"))
-    text = written(target, 272, 65, 0.5)
+    text = write_text(target, 272, 65, 0.5)
     recipe = MaskTokensRecipe(
         window=65, batch=16, blocks=16, schedule=Schedule(6, 1e-2, 0.0, averaging=0.95)
     )
     cut = 256 * 65
     fresh = MaskTokensTrainee(recipe, target, text[:cut], text[cut:], 0).model
     prompts = tuple(row[:6].tolist() for row in text[cut:].reshape(-1, 65)[:8])
-    before = accepted(target, fresh.requires_grad_(False).eval(), prompts=prompts)
+    drafter = MaskTokensDrafter(fresh.requires_grad_(False).eval(), target)
+    before = accepted_per_draft(target, drafter, prompts)
     train_mask_tokens(target, text[:cut], text[cut:], tmp_path, OPTIONS, recipe)
-    assert accepted(target, load_mask_tokens(tmp_path, target), prompts=prompts) > before + 0.2
+    drafter = MaskTokensDrafter(load_mask_tokens(tmp_path, target), target)
+    assert accepted_per_draft(target, drafter, prompts) > before + 0.2

@@ -8,7 +8,6 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.models.attention import DenseAttention
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.registry import build_drafter
@@ -17,6 +16,7 @@ from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.medusa import MedusaRecipe
 from recserve.training.text.drafters.medusa2 import Medusa2Recipe, Medusa2Trainee, train_medusa2
+from tests.support.drafter_training import write_rows
 from tests.support.grids import chosen
 from tests.support.paths import reference
 
@@ -36,12 +36,7 @@ def model():
 @pytest.fixture(scope="module")
 def texts(model) -> tuple[np.ndarray, np.ndarray]:
     """What the target writes by itself, for training and validation."""
-    tokens, draws = torch.ones(ROWS, 1, dtype=torch.int64), torch.Generator().manual_seed(1)
-    with torch.inference_mode():
-        for _ in range(WINDOW - 1):
-            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())
-            shares = model.logits(hidden[:, -1]).softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=draws)], 1)
+    tokens = write_rows(model, torch.ones(ROWS, dtype=torch.int64), WINDOW, 1.0)
     return tokens[:CUT].flatten().numpy(), tokens[CUT:].flatten().numpy()
 
 

@@ -9,32 +9,25 @@ import torch
 from safetensors.torch import load_file
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.mtp import MtpDrafter
-from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.speculation.sampling_params import SamplingParams
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.eagle import EagleRecipe
 from recserve.training.text.drafters.mtp import MtpTrainee, train_mtp
-from tests.speculation.test_mtp import Published
+from tests.support.drafter_training import FAST, ROWS, WINDOW, accepted_per_draft
 from tests.support.paths import reference
-from tests.support.text_plain import drawn_model
-from tests.training.text.test_eagle_training import FAST, ROWS, WINDOW, text  # noqa: F401
+from tests.support.published_mtp import Published
 
 RECIPE = EagleRecipe("mtp", 3, None, WINDOW, 16, 20, FAST)
 OPTIONS = TrainOptions(device="cpu", precision="float32")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return drawn_model(0)
-
-
 @torch.inference_mode()
-def test_an_unrolled_step_is_a_draft(model, text, tmp_path):  # noqa: F811
+def test_an_unrolled_step_is_a_draft(model, text, tmp_path):
     """Row t of step i equals a chain of i tokens drafted after t committed ones."""
     trainee = MtpTrainee(RECIPE, model, text, text, seed=3)
     save_mtp(trainee.model, tmp_path, 2)
@@ -51,32 +44,20 @@ def test_an_unrolled_step_is_a_draft(model, text, tmp_path):  # noqa: F811
             words = torch.cat([words, embedded[row + 2 + step][None]])
 
 
-def accepted(model, network, prompts, length: int = 30) -> float:
-    """Returns accepted tokens per draft, and checks that the texts are the plain ones."""
-    drafter = MtpDrafter(network, model, width=3, depth=3, num_nodes=12)
-    engine = build_engine(
-        EngineModels(text=model, drafters={"mtp": drafter}), EngineConfig(load_aware=False)
-    )
-    queries = [TextQuery(p, SamplingParams(0.0, max_tokens=length)) for p in prompts]
-    plain = engine.run_many(queries)
-    drafted = engine.run_many([replace(q, speculation=Speculation("mtp")) for q in queries])
-    for one, other in zip(plain, drafted, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-    counts = [answer.counts for answer in drafted]
-    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
+def mtp_drafter(network, model) -> MtpDrafter:
+    return MtpDrafter(network, model, width=3, depth=3, num_nodes=12)
 
 
 @pytest.mark.slow
-def test_training_makes_drafts_longer(model, text, tmp_path):  # noqa: F811
+def test_training_makes_drafts_longer(model, text, tmp_path):
     cut = (ROWS - 20) * WINDOW
-    prompts = [np.array([n]) for n in range(8)]
     fresh = MtpTrainee(RECIPE, model, text[:cut], text[cut:], seed=0).model.requires_grad_(False)
-    before = accepted(model, fresh.eval(), prompts)
+    before = accepted_per_draft(model, mtp_drafter(fresh.eval(), model))
     report = train_mtp(model, text[:cut], text[cut:], tmp_path, OPTIONS, RECIPE)
     assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["num_nextn_predict_layers"] == 1
-    assert accepted(model, load_mtp(tmp_path, model), prompts) > before + 0.3
+    assert accepted_per_draft(model, mtp_drafter(load_mtp(tmp_path, model), model)) > before + 0.3
     healed = replace(OPTIONS, epochs=1, start_from=tmp_path)
     again = train_mtp(model, text[:cut], text[cut:], tmp_path / "again", healed, RECIPE)
     assert again.metrics["accept_length"] > report.history[0].metrics["accept_length"]
@@ -94,4 +75,5 @@ def test_a_module_of_a_trained_model(tmp_path):
     cut = len(written) * 9 // 10
     train_mtp(model, written[:cut], written[cut:], tmp_path, OPTIONS, recipe)
     prompts = [np.array([1, 403, 407, 261, 378]), np.array([1])]
-    assert accepted(model, load_mtp(tmp_path, model), prompts, length=60) > 0.8
+    drafter = mtp_drafter(load_mtp(tmp_path, model), model)
+    assert accepted_per_draft(model, drafter, prompts, max_tokens=60) > 0.8

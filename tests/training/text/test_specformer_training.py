@@ -9,34 +9,27 @@ import torch
 from torch import nn
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.specformer_files import load_specformer
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.specformer import SpecformerDrafter
-from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.speculation.sampling_params import SamplingParams
 from recserve.training.options import TrainOptions
-from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.specformer import (
     SpecformerRecipe,
     SpecformerTrainee,
     train_specformer,
 )
+from tests.support.drafter_training import FAST, accepted_per_draft
 from tests.support.paths import reference
-from tests.support.text_plain import VOCABULARY, drawn_model
+from tests.support.text_plain import VOCABULARY
 
 WINDOW = 32
-FAST = Schedule(8, 1e-2, weight_decay=0.0, averaging=0.0)
 OPTIONS = TrainOptions(device="cpu", precision="float32")
 
 
 def recipe(slots: int = 3, rows: int = 4096, window: int = WINDOW) -> SpecformerRecipe:
     return SpecformerRecipe(slots, rows, window, 8, 16, FAST)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return drawn_model(0)
 
 
 @pytest.fixture(scope="module")
@@ -144,21 +137,6 @@ def test_memory_does_not_grow_with_the_draft_length(model, noise):
     assert peaks[0] < plain[0] / 3
 
 
-def accepted(target, network, prompts, length: int = 30) -> float:
-    """Returns accepted tokens per draft, and checks that the texts are the plain ones."""
-    engine = build_engine(
-        EngineModels(text=target, drafters={"specformer": SpecformerDrafter(network, target)}),
-        EngineConfig(load_aware=False),
-    )
-    params = SamplingParams(temperature=0.0, max_tokens=length)
-    plain = engine.run_many([TextQuery(p, params) for p in prompts])
-    drafted = engine.run_many([TextQuery(p, params, Speculation("specformer")) for p in prompts])
-    for one, other in zip(plain, drafted, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-    counts = [answer.counts for answer in drafted]
-    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
-
-
 @pytest.mark.slow
 def test_a_trained_network_accepts_more_than_chance(tmp_path):
     """On a published model, compared with the best guess that reads nothing."""
@@ -170,14 +148,15 @@ def test_a_trained_network_accepts_more_than_chance(tmp_path):
     fresh = SpecformerTrainee(own, target, text[:cut], text[cut:], seed=0)
     fresh.model.requires_grad_(False).eval()
     prompts = [np.array([1 + n]) for n in range(40, 46)]
-    before = accepted(target, fresh.model, prompts)
+    before = accepted_per_draft(target, SpecformerDrafter(fresh.model, target), prompts)
     report = train_specformer(target, text[:cut], text[cut:], tmp_path, OPTIONS, own)
     metrics = report.metrics
     assert set(metrics) == {"accept_length", "slot_0", "slot_1", "slot_2"}
     constant = np.bincount(text[cut:]).max() / len(text[cut:])
     assert metrics["slot_0"] > 2 * constant and metrics["slot_2"] > constant
     assert metrics["accept_length"] > 2 * constant
-    assert accepted(target, load_specformer(tmp_path, target), prompts) > before + 0.4
+    drafter = SpecformerDrafter(load_specformer(tmp_path, target), target)
+    assert accepted_per_draft(target, drafter, prompts) > before + 0.4
 
 
 @pytest.mark.slow

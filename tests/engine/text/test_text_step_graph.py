@@ -10,7 +10,6 @@ import torch
 
 from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
-from recserve.kernels import backend
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -161,8 +160,8 @@ def test_preemption_keeps_rows_and_counts(model):
     assert_no_leak(engine)
 
 
-def test_packed_weights_are_replayed(expected, monkeypatch):
-    monkeypatch.setattr(backend, "FORCED", "torch")
+def test_packed_weights_are_replayed(expected, force_kernels):
+    force_kernels("torch")
     model = drawn_model(1)
     pack_weights(model)
     counted = Counted()

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from recserve.core.allowed import AllowedItems
-from recserve.kernels import backend
 from recserve.kernels.native import native
 from tests.support.device_worlds import recommending
 
@@ -16,11 +15,11 @@ if native.library() is None:
 
 @pytest.mark.parametrize("trie", ["trie", "live"])
 @pytest.mark.parametrize("strategy", ["beam", "nezha", "speculative"])
-def test_dense_candidates_are_scored_alike_in_c_and_in_torch(strategy, trie, monkeypatch):
+def test_dense_candidates_are_scored_alike_in_c_and_in_torch(strategy, trie, force_kernels):
     """A search that only they may pass, and path by path; hidden and new items, none and few."""
     slates = {}
     for kernels in ("auto", "torch"):
-        monkeypatch.setattr(backend, "FORCED", kernels)
+        force_kernels(kernels)
         world = recommending("cpu")
         asked = world.ask(strategy, "live" if trie == "live" else "plain", events=(3, 9, 1, 5))
         few = AllowedItems.of(np.arange(getattr(world, trie).num_rows) % 9 == 2)
