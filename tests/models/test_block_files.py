@@ -11,20 +11,11 @@ from recserve.models.drafters.block_files import load_block, save_block
 from recserve.models.drafters.block_heads import ConvConfig, MarkovConfig, SelectorConfig
 from recserve.models.loading import UnsupportedModel
 from tests.support.block_drafter import VARIANTS, block_network
-from tests.support.text_plain import VOCABULARY, drawn_model
+from tests.support.text_plain import DRAWN_SIZES, VOCABULARY, drawn_model
 
 # drawn_model(0): hidden size 32, 2 layers, 4 query heads and 2 KV heads of 8, gate 48.
-SIZES = {
+SIZES = DRAWN_SIZES | {
     "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 2048,
-    "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "layer_types": ["full_attention"] * 2,
     "torch_dtype": "bfloat16",

@@ -25,22 +25,10 @@ from recserve.models.loading import UnsupportedModel
 from tests.support.mtp_drafter import mtp
 from tests.support.mtp_drafter import peagle as parallel
 from tests.support.text_engines import eagle
-from tests.support.text_plain import VOCABULARY, drawn_model
+from tests.support.text_plain import DRAWN_SIZES, VOCABULARY, drawn_model
 
 # drawn_model(0): hidden size 32, 2 layers, 4 query heads and 2 KV heads of 8, gate 48.
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 2048,
-    "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-6,
-    "model_type": "llama",
-    "torch_dtype": "float16",
-}
+SIZES = DRAWN_SIZES | {"num_hidden_layers": 1, "model_type": "llama"}
 LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
 
 

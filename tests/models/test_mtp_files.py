@@ -13,14 +13,13 @@ from recserve.models.saving import save_language_model
 from tests.support.mtp_drafter import mtp
 from tests.support.published_mtp import (
     LAYOUTS,
-    TARGET_SIZES,
     deepseek,
     draw_layer,
     draw_weight,
     qwen3_next,
     write_folder,
 )
-from tests.support.text_plain import VOCABULARY, drawn_model
+from tests.support.text_plain import DRAWN_SIZES, VOCABULARY, drawn_model
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_a_target_s_folder_holds_both(name, tmp_path, target):
     """The target ignores the module, and the module's loader ignores the target's tensors."""
     torch.manual_seed(0)
     fields, weights = LAYOUTS[name]()
-    fields = {k: v for k, v in fields.items() if k not in (*TARGET_SIZES, "model_type")}
+    fields = {k: v for k, v in fields.items() if k not in (*DRAWN_SIZES, "model_type")}
     if name == "qwen3-next":  # a plain target: its family has neither gates nor centred norms
         weights |= draw_layer("mtp.layers.0.")
         fields["partial_rotary_factor"] = 1.0
@@ -286,7 +285,7 @@ def test_published_configurations_of_qwen_are_read(tmp_path, target):
 def test_modules_of_mimo_are_named(tmp_path, target):
     weights = {"model.mtp_layers.0.input_proj.weight": draw_weight(32, 64)}
     with pytest.raises(UnsupportedModel, match="MiMo"):
-        load_mtp(write_folder(tmp_path, dict(TARGET_SIZES), weights), target)
+        load_mtp(write_folder(tmp_path, dict(DRAWN_SIZES), weights), target)
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, "half", True])

@@ -6,22 +6,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from tests.support.text_plain import VOCABULARY
+from tests.support.text_plain import DRAWN_SIZES, VOCABULARY
 
 # drawn_model(): hidden size 32, 2 layers, 4 query heads and 2 KV heads of 8, gate 48.
 HEADS, KEYS, DIM = 4, 2, 8
-TARGET_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 2048,
-    "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "float16",
-}
 
 
 def draw_weight(*shape: int) -> torch.Tensor:
@@ -57,7 +45,7 @@ def deepseek(number: int = 2) -> tuple[dict, dict]:
         f"{at}shared_head.norm.weight": draw_norm(),
         f"{at}shared_head.head.weight": draw_weight(VOCABULARY, 32) * 2,
     }
-    return TARGET_SIZES | {"model_type": "llama", "num_nextn_predict_layers": 1}, weights
+    return DRAWN_SIZES | {"model_type": "llama", "num_nextn_predict_layers": 1}, weights
 
 
 def qwen3_next() -> tuple[dict, dict]:
@@ -70,7 +58,7 @@ def qwen3_next() -> tuple[dict, dict]:
     for name in "qk":
         weights[f"mtp.layers.0.self_attn.{name}_norm.weight"] = draw_norm(8, centred=True)
     fields = {"model_type": "qwen3_next", "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 4}
-    return TARGET_SIZES | fields, weights
+    return DRAWN_SIZES | fields, weights
 
 
 def speculators() -> tuple[dict, dict]:
@@ -87,7 +75,7 @@ def speculators() -> tuple[dict, dict]:
         "speculators_model_type": "mtp",
         "speculators_config": {"algorithm": "mtp"},
         "num_nextn_predict_layers": 1,
-        "transformer_layer_config": TARGET_SIZES | {"model_type": "qwen3"},
+        "transformer_layer_config": DRAWN_SIZES | {"model_type": "qwen3"},
     }
     return fields, weights
 

@@ -18,6 +18,19 @@ from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_params import SamplingParams
 
 VOCABULARY = 40
+# config.json of `drawn_model`, with a larger bound of positions.
+DRAWN_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float16",
+}
 
 
 def drawn_model(seed: int = 0, positions: int = 64, spread: float = 2.0) -> LanguageModel:
