@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from recserve.bounds import MAX_TIME_US, MAX_USER_ID_BYTES, MAX_VALUE
+from recserve.bounds import MAX_ID_LENGTH, MAX_TIME_US, MAX_USER_ID_BYTES, MAX_VALUE
 from recserve.features.history.type_names import MAX_EVENT_TYPES
 
 EVENT_DTYPE = np.dtype(
@@ -281,6 +281,14 @@ def user_key(user_id: str) -> bytes:
     if not 1 <= len(key) <= MAX_USER_ID_BYTES:
         raise ValueError(f"user id has {len(key)} bytes; expected 1..{MAX_USER_ID_BYTES}")
     return key
+
+
+def mark_id(name: str) -> str:
+    """Returns the id of a pseudo-user whose history is a mark of the service.
+
+    It is longer than any id that a route accepts, so no client can use it.
+    """
+    return f"recserve:{name}:".ljust(MAX_ID_LENGTH + 44, ".")
 
 
 def records(events: Sequence[StoredEvent]) -> np.ndarray:

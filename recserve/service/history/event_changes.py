@@ -22,6 +22,7 @@ from recserve.features.history.history import (
     Replacement,
     StoredEvent,
     event_key,
+    mark_id,
     user_key,
 )
 from recserve.features.tables.rfc3339 import parse_timestamp
@@ -33,9 +34,7 @@ from recserve.service.history.event_types import EventTypes
 log = logging.getLogger(__name__)
 
 DAY_US = 86_400_000_000
-# A pseudo-user that records which imports are done. Its id is longer than any id that a route
-# accepts, so no client can use it.
-IMPORT_MARKER = "recserve:imported:".ljust(MAX_ID_LENGTH + 44, ".")
+IMPORT_MARKER = mark_id("imported")  # its history records which imports are done
 USERS_PER_WRITE = 2000
 
 

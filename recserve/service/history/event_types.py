@@ -24,12 +24,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from recserve.bounds import MAX_ID_LENGTH
 from recserve.features.history.history import (
     CorruptHistory,
     HistoryStore,
     StoredEvent,
     StoreUnavailable,
+    mark_id,
 )
 from recserve.features.history.type_names import (
     EVENT_TYPES,
@@ -41,8 +41,7 @@ from recserve.features.history.type_names import (
 
 log = logging.getLogger(__name__)
 
-# A pseudo-user. Its id is longer than any id that a route accepts, so no client can use it.
-TYPE_TABLE = "recserve:event-types:".ljust(MAX_ID_LENGTH + 44, ".")
+TYPE_TABLE = mark_id("event-types")
 PARTS = MAX_TYPE_BYTES // 8
 MAX_LISTED, NEAR = 20, 3  # names in the message about an unknown one, nearest of them
 
