@@ -22,8 +22,8 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.strategy import Heads
+from recserve.service.auto_strategy import AUTO, BEAM, Chooser
 from recserve.service.model_loader import item_index, load_heads
-from recserve.service.recommend.auto_strategy import AUTO, BEAM, Chooser
 from recserve.training.evaluation.cases import leave_one_out_cases
 
 HISTORY_TOKENS = 200

@@ -108,7 +108,7 @@ def exchange(connection: socket.socket, path: str, body: bytes) -> bytes:
 def measure(service: Service, port: int, path: str, bodies: list[bytes]) -> list[Sample]:
     """Sends the requests one after the other."""
     engine_ms: list[float] = []
-    submit = service.runtime.engine.submit
+    submit = service.engine.submit
 
     def noted(request):
         future = submit(request)
@@ -120,7 +120,7 @@ def measure(service: Service, port: int, path: str, bodies: list[bytes]) -> list
         future.add_done_callback(note)
         return future
 
-    service.runtime.engine.submit = noted
+    service.engine.submit = noted
     samples = []
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -130,7 +130,7 @@ def measure(service: Service, port: int, path: str, bodies: list[bytes]) -> list
             client_ms = (time.perf_counter() - began) * 1e3
             timing = msgspec.json.decode(raw)["timing_ms"]
             samples.append(Sample(client_ms, engine_ms[-1], timing["total"], timing["features"]))
-    service.runtime.engine.submit = submit
+    service.engine.submit = submit
     return samples[WARM_UP:]
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bundle = make_bundle(Path(folder), options.items)
         service = Service.open(bundle, f"lmdb:{folder}/store", "cpu")
-        ids = service.runtime.snapshot.catalog.items.ids
+        ids = service.catalog.current.catalog.items.ids
         server, thread, port = serve(service)
         users = [f"user-{n}" for n in range(options.users)]
         for user in users:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,11 +19,11 @@ from recserve.bundle.bundle import CATALOG, Bundle
 from recserve.schemas.items import Candidate, RankRequest, RecommendRequest
 from recserve.service.catalog.carry_over import CarriedItems, carry_over
 from recserve.service.catalog.live_items import LiveItems
+from recserve.service.errors import UnknownModel
 from recserve.service.low_priority import at_low_priority
 from recserve.service.memory import SERVED, available_bytes, needed_bytes
 from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions
-from recserve.service.parts import ItemParts, open_parts
 from recserve.service.service import Service
 
 MIN_SHARED_ITEMS = 0.5  # share of the current items that a new bundle must have
@@ -48,8 +49,7 @@ def check_successor(old: Service, bundle: Bundle, options: ServiceOptions, force
             bundle, or lacks more than half of its items.
         BundleError: If the catalogue is damaged.
     """
-    parts = _parts(old)
-    needed, free = needed_bytes(bundle, options.engine), available_bytes(parts.runtime.device)
+    needed, free = needed_bytes(bundle, options.engine), available_bytes(old.device)
     if free is not None and needed > free:
         raise UnfitBundle(
             f"the bundle needs about {needed / 1e6:,.0f} MB beside the current one, and "
@@ -58,13 +58,13 @@ def check_successor(old: Service, bundle: Bundle, options: ServiceOptions, force
     if force:
         return
     for name in SERVED:
-        if parts.bundle.has(name) and not bundle.has(name):
+        if old.bundle.has(name) and not bundle.has(name):
             raise UnfitBundle(f"the bundle has no {name}, which the current one has; train it")
     try:
         ids = pq.read_table(bundle.path(CATALOG), columns=["item_id"])[0].cast(pa.string())
     except (pa.ArrowException, OSError) as error:
         raise UnfitBundle(f"the catalogue of the bundle is damaged: {error}") from error
-    current = pa.array(parts.runtime.snapshot.catalog.items.ids, pa.string())
+    current = pa.array(old.catalog.current.catalog.items.ids, pa.string())
     share = pc.sum(pc.is_in(current, ids)).as_py() / len(current)
     if share < MIN_SHARED_ITEMS:
         raise UnfitBundle(
@@ -97,10 +97,9 @@ def open_successor(
     options = options or ServiceOptions()
     if options.text is None and "text" in old.engine.schedulers:
         raise UnfitBundle("the new service would have no language model; pass one in the options")
-    parts = at_low_priority(lambda: open_parts(bundle, None, device, options, _parts(old)))
-    parts.runtime.engine.start()  # here, so that the engine's thread has the usual priority
-    text = None if options.text is None else options.text.model
-    return Service(parts.runtime.engine, parts, text)
+    new = at_low_priority(lambda: Service.open(bundle, None, device, options, replaced=old))
+    new.engine.start()  # here, so that the engine's thread has the usual priority
+    return new
 
 
 def probe(service: Service) -> None:
@@ -109,11 +108,10 @@ def probe(service: Service) -> None:
     Raises:
         Exception: The error of the request.
     """
-    parts = _parts(service)
     (item,) = service.samples(0, 1)["items"]
-    if parts.recommendations is not None:
+    with suppress(UnknownModel):
         service.recommend(RecommendRequest(history=[item], k=1))
-    if parts.rankings is not None:
+    with suppress(UnknownModel):
         service.rank(RankRequest(history=[item], candidates=[Candidate(item_id=item)]))
 
 
@@ -138,30 +136,30 @@ def hand_over(
     Raises:
         JournalError: If the new journal cannot be written. The old service goes on then.
     """
-    before, after = _parts(old), _parts(new)
+    before, after = old.catalog, new.catalog
     carried, seen = NOTHING, None
-    after.items.successor = after.users.successor = None  # it may have been replaced before
+    after.successor = new.histories.successor = None  # it may have been replaced before
     for _ in range(PASSES):
-        if seen is before.runtime.snapshot.items:
+        if seen is before.current.items:
             break
-        seen = before.runtime.snapshot.items
-        carried = _sum(carried, _carry(before.items, after.items, override))
-    with before.items.frozen():
-        if seen is not before.runtime.snapshot.items:
-            carried = _sum(carried, _carry(before.items, after.items, override))
-        if after.items.journal is None:  # both catalogues have one journal file
-            after.items.journal, before.items.journal = before.items.journal, None
-        after.items.recent.clear()
-        before.items.successor, before.users.successor = after.items, after.runtime
-        before.runtime.histories.owns_store = False
-        after.runtime.histories.owns_store = True
+        seen = before.current.items
+        carried = _sum(carried, _carry(before, after, override))
+    with before.frozen():
+        if seen is not before.current.items:
+            carried = _sum(carried, _carry(before, after, override))
+        if after.journal is None:  # both catalogues have one journal file
+            after.journal, before.journal = before.journal, None
+        after.recent.clear()
+        before.successor, old.histories.successor = after, new.engine
+        old.histories.histories.owns_store = False
+        new.histories.histories.owns_store = True
         publish()
     return carried
 
 
 def _carry(old: LiveItems, new: LiveItems, override: bool) -> CarriedItems:
-    version = old.runtime.snapshot.items
-    if version.base.version != new.runtime.snapshot.catalog.version:
+    version = old.current.items
+    if version.base.version != new.current.catalog.version:
         return carry_over(old, new, old.recent if override else ())
     new.adopt(version)
     return NOTHING
@@ -172,10 +170,3 @@ def _sum(one: CarriedItems, other: CarriedItems) -> CarriedItems:
     return dataclasses.replace(
         one, put=one.put + other.put, hidden=one.hidden + other.hidden, refused=refused
     )
-
-
-def _parts(service: Service) -> ItemParts:
-    """Returns the parts of the bundle. Raises UnknownModel without one."""
-    _ = service.bundle
-    assert service.item_parts is not None
-    return service.item_parts

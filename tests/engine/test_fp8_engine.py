@@ -193,7 +193,7 @@ def test_it_is_a_setting_of_the_server(tmp_path):
         )  # fmt: skip
         service = ServiceLoader(config).first()
         try:
-            user, ids = UserRef(id="me"), service.runtime.snapshot.catalog.items.ids
+            user, ids = UserRef(id="me"), service.catalog.current.catalog.items.ids
             events = [EventInput(user_id="me", item_id=item) for item in ids[50:61]]
             service.add_events(EventsRequest(events=events))
             candidates = [Candidate(item_id=item) for item in ids[:40]]

@@ -194,7 +194,7 @@ def test_answers_of_a_service_have_the_same_bits_warm_and_cold(tmp_path):
         return [{i.item_id: i.score for i in answer.items} for answer in (slate, ranked)]
 
     with opened("cold") as cold, opened("warm") as warm:
-        ids = cold.runtime.snapshot.catalog.items.ids
+        ids = cold.catalog.current.catalog.items.ids
         for item in ids[:11]:
             events = EventsRequest(events=[EventInput(user_id="me", item_id=item)])
             cold.add_events(events)

@@ -260,7 +260,7 @@ def test_training_lowers_the_loss_and_beats_popularity(product):
 
 def test_the_service_answers_from_it(product, tmp_path):
     with Service.open(product[0], f"lmdb:{tmp_path}/history", "cpu") as service:
-        assert service.runtime.snapshot.graph is not None
+        assert service.catalog.current.graph is not None
         user = UserRef(id=service.samples(1, 1)["users"][0])
         answer = service.recommend(RecommendRequest(user=user, k=8, explain=True))
         assert answer.strategy == "rpg" and not answer.exact and answer.rounds == 0

@@ -13,7 +13,7 @@ from recserve.service import Service
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import Histories
 from recserve.service.pending import Pending
-from recserve.service.recommend.rank import Rankings
+from recserve.service.rank import Rankings
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -93,8 +93,8 @@ class HangingStore(HistoryStore):
 
 def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
     store = HangingStore()
-    owned = service.runtime.histories
-    service.runtime.histories = Histories(CircuitBreaker(store), blocks=True)
+    owned = service.histories
+    service.histories = Histories(CircuitBreaker(store), blocks=True)
     with live(service) as client, ThreadPoolExecutor(40) as pool:
         item = client.get("/playground/samples").json()["items"][0]
         stuck = [
@@ -114,5 +114,5 @@ def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
         store.go_on.set()
         answers = [future.result() for future in stuck]
         assert {a.json()["degraded"][0] for a in answers} == {"history_unavailable"}
-        assert service.runtime.histories.store.circuit.is_open
-    service.runtime.histories = owned
+        assert service.histories.store.circuit.is_open
+    service.histories = owned

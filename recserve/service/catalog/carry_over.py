@@ -58,7 +58,7 @@ def carry_over(old: LiveItems, new: LiveItems, override: Collection[str] = ()) -
     Raises:
         JournalError: If the journal of the new catalogue cannot be written.
     """
-    version = old.runtime.snapshot.items
+    version = old.current.items
     said = difference(version)
     hidden = set(said.hidden)
     size = _embedding_size(old, new)
@@ -69,7 +69,7 @@ def carry_over(old: LiveItems, new: LiveItems, override: Collection[str] = ()) -
         part = puts[first : first + MAX_ITEMS]
         for rejection in new.put(ItemsRequest(items=part)).rejected:
             refused[part[rejection.index]["item_id"]] = rejection.reason
-    current = new.runtime.snapshot.items
+    current = new.current.items
     gone = [item_id for item_id in said.hidden if current.visible.get(item_id) >= 0]
     if news := hidden.difference(current.visible.removed()):
         new.hide(*sorted(news), unknown=True)
@@ -82,7 +82,7 @@ def _puts(
     changes: list[ItemChange], new: LiveItems, override: frozenset[str], size: int | None
 ) -> Iterator[dict[str, Any]]:
     """Yields the bodies of the items to put. `size` is the length of shared embeddings."""
-    items = new.runtime.snapshot.items
+    items = new.current.items
     rows = items.rows_by_key([change.record.item_id for change in changes])
     for change, row in zip(changes, rows, strict=True):
         record = change.record

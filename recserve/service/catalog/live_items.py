@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from recserve.bundle.bundle import Bundle
+from recserve.engine.build import EngineModels
+from recserve.engine.engine import Engine
 from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.features.catalog.id_assignment import IdAssigner
 from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
@@ -39,8 +41,6 @@ from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.catalog.version_archive import VersionArchive
 from recserve.service.errors import UnknownItem
 from recserve.service.history.histories import History
-from recserve.service.model_loader import Models
-from recserve.service.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +51,10 @@ MAX_INSERTED = 8_192
 class LiveItems:
     """Creates catalogue versions and publishes them.
 
-    To publish a version means to replace `runtime.snapshot`. Existing snapshots never change.
+    To publish a version means to replace `current`. Existing snapshots never change.
 
     Attributes:
-        runtime: Holds the snapshot that new requests use.
+        current: The snapshot that new requests use.
         models: Networks that get a row for every new item.
         journal: Journal of the changes; None keeps the changes in memory only.
         ranking: The ranker's item tables; None without a ranker.
@@ -65,22 +65,24 @@ class LiveItems:
 
     def __init__(
         self,
-        runtime: Runtime,
-        models: Models,
+        engine: Engine,
+        models: EngineModels,
         bundle: Bundle,
+        snapshot: Snapshot,
         journal: ItemJournal | None,
         ranking: LiveRanking | None,
     ) -> None:
-        self.runtime = runtime
+        self.current = snapshot
         self.models = models
         self.journal = journal
         self.ranking = ranking
         self.successor: LiveItems | None = None
         self.recent: set[str] = set()
+        self._engine = engine
         self._bundle = bundle
         self._tools: tuple[NewVectors, IdAssigner] | None = None
         self._lock = threading.Lock()
-        self._archive = VersionArchive(runtime.snapshot.items, runtime.snapshot.base_trie)
+        self._archive = VersionArchive(snapshot.items, snapshot.base_trie)
         self._folding: threading.Thread | None = None
         self._lineage = 0
 
@@ -89,30 +91,30 @@ class LiveItems:
         if self.journal is None:
             return
         entries = self.journal.read()
-        first = self.runtime.snapshot
+        first = self.current
         for entry in entries:
-            items = self.runtime.snapshot.items
+            items = self.current.items
             try:
                 changes = [restored_change(change, items.log.schema) for change in entry.changes]
                 items = changed(items, entry.number, changes, entry.hidden)
             except ValueError as error:
                 raise JournalError(f"{self.journal.path}: {error}") from error
-            self.runtime.snapshot = replace(first, items=items)
+            self.current = replace(first, items=items)
             self._archive.add(items, first.base_trie)
         if not entries:
             return
-        items, self.runtime.snapshot = self.runtime.snapshot.items, first
+        items, self.current = self.current.items, first
         self._publish(items, first.base_trie, first.index)
         log.info("replayed %d change sets of items", len(entries))
         self._fold_if_large()
 
     def get(self, item_id: str) -> ItemResponse:
         """Returns one item of the current version. Raises UnknownItem."""
-        return item_response(self.runtime.snapshot.items, item_id)
+        return item_response(self.current.items, item_id)
 
     def listed(self, query: ItemsQuery) -> ItemPage:
         """Returns a page of the current version, most popular items first."""
-        return item_page(self.runtime.snapshot.items, query)
+        return item_page(self.current.items, query)
 
     def put(self, body: ItemsRequest) -> ItemsResponse:
         """Inserts and updates items; an invalid item does not affect the others.
@@ -139,12 +141,12 @@ class LiveItems:
         """
         with self._lock:
             if self.successor is None:
-                items = self.runtime.snapshot.items
+                items = self.current.items
                 for item_id in item_ids:
                     if items.visible.get(item_id) < 0 and not unknown:
                         raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
                 self._commit(JournalEntry(items.number + 1, hidden=item_ids))
-                return self.runtime.snapshot.items.name
+                return self.current.items.name
         return self.successor.hide(*item_ids, unknown=unknown)
 
     def rollback(self, name: str) -> RollbackResponse:
@@ -160,7 +162,7 @@ class LiveItems:
         with self._lock:
             if self.successor is None:
                 there = self._archive.get(name)
-                current = self.runtime.snapshot.items
+                current = self.current.items
                 items = restored(there.items, current, current.number + 1)
                 self.recent |= difference(current).item_ids | difference(items).item_ids
                 self._restore(items, there.base_trie)
@@ -169,7 +171,7 @@ class LiveItems:
 
     def own_embedding_size(self) -> int | None:
         """Returns the length of the user's embeddings; None if the build made the vectors."""
-        build, catalog = self._bundle.manifest.build, self.runtime.snapshot.catalog
+        build, catalog = self._bundle.manifest.build, self.current.catalog
         content = int(catalog.vectors.shape[1]) - int(build.get("collaborative_dim", 0))
         return content if build.get("own_vectors") else None
 
@@ -192,7 +194,7 @@ class LiveItems:
         """
         with self._lock:
             bundle = self._archive.bundle
-            current, said = self.runtime.snapshot.items, difference(version)
+            current, said = self.current.items, difference(version)
             number = max(version.number, current.number + (current.number > version.number))
             items = restored(bundle.items, current, number)
             # Insertions first: the item that a change puts may be hidden in this version.
@@ -216,11 +218,11 @@ class LiveItems:
         """Publishes a version that does not descend from the current one."""
         self._condense_journal(items)
         self._lineage += 1
-        self._publish(items, base_trie, self.runtime.snapshot.index)
+        self._publish(items, base_trie, self.current.index)
         self._record_on_a_thread()
 
     def _put(self, body: ItemsRequest) -> ItemsResponse:
-        before = self.runtime.snapshot
+        before = self.current
         incoming = ItemChanges(before, *self._tools_of_bundle())
         incoming.take(body.items)
         changes = incoming.finish()
@@ -228,7 +230,7 @@ class LiveItems:
             self._commit(JournalEntry(before.items.number + 1, tuple(changes)))
         updated = sum(row >= 0 for row in before.rows_of(c.record.item_id for c in changes))
         return ItemsResponse(
-            catalog_version=self.runtime.snapshot.items.name,
+            catalog_version=self.current.items.name,
             inserted=len(changes) - updated,
             updated=updated,
             rejected=sorted(incoming.rejected, key=lambda one: one.index),
@@ -241,7 +243,7 @@ class LiveItems:
         This is possible if an item of the history has had more than one row, or if the current
         version does not know it.
         """
-        items = self.runtime.snapshot.items
+        items = self.current.items
         if not items.tail.ids:
             return False
         names = {items.item_id(row) for row in set(history.rows.tolist())}
@@ -253,7 +255,7 @@ class LiveItems:
         """Writes a change set to the journal, then publishes it."""
         if self.journal is not None:
             self.journal.append(entry)
-        current = self.runtime.snapshot
+        current = self.current
         items = changed(current.items, entry.number, entry.changes, entry.hidden)
         self.recent.update(change.record.item_id for change in entry.changes)
         self.recent.update(entry.hidden)
@@ -278,12 +280,12 @@ class LiveItems:
         """
         self._follow(items)
         ranking = None if self.ranking is None else self.ranking.at(items)
-        snapshot = self.runtime.snapshot.at(items, ranking, base_trie)
+        snapshot = self.current.at(items, ranking, base_trie)
         if index is not None:
             index = index.at(items.num_rows, items.gone, self._item_vectors)
             snapshot = replace(snapshot, index=index)
         self._archive.add(items, base_trie)
-        self.runtime.snapshot = snapshot
+        self.current = snapshot
 
     def _follow(self, items: CatalogVersion) -> None:
         """Appends the rows of the version that the models do not have yet."""
@@ -308,14 +310,14 @@ class LiveItems:
 
     def _record_on_a_thread(self) -> None:
         """Captures searches over the current base trie again, if the engine uses CUDA graphs."""
-        engine, base = self.runtime.engine, self.runtime.snapshot.base_trie
+        engine, base = self._engine, self.current.base_trie
         if engine.searches is not None:
             threading.Thread(target=engine.record, args=(base,), daemon=True).start()
 
     def _tools_of_bundle(self) -> tuple[NewVectors, IdAssigner]:
         """Returns the tools for new items; the first call reads them."""
         if self._tools is None:
-            bundle, catalog = self._bundle, self.runtime.snapshot.catalog
+            bundle, catalog = self._bundle, self.current.catalog
             size, dim = self.own_embedding_size(), int(catalog.vectors.shape[1])
             content = dim - int(bundle.manifest.build.get("collaborative_dim", 0))
             vectors = NewVectors(catalog, bundle.text_encoder(), content, size == dim)
@@ -324,7 +326,7 @@ class LiveItems:
 
     def _fold_if_large(self) -> None:
         """Starts a thread that folds many insertions into new bases; changes continue meanwhile."""
-        snapshot = self.runtime.snapshot
+        snapshot = self.current
         size = snapshot.trie.num_rows - snapshot.base_trie.num_rows
         busy = self._folding is not None and self._folding.is_alive()
         stale = snapshot.items.num_records - len(snapshot.items.record_rows)
@@ -346,12 +348,12 @@ class LiveItems:
         trie, index = snapshot.compacted_trie(), snapshot.index
         if index is not None:
             index = index.folded(snapshot.items.gone, self._item_vectors)
-        self.runtime.engine.record(trie)
+        self._engine.record(trie)
         with self._lock:
             if self._lineage != lineage:
                 self._record_on_a_thread()
                 return
-            items = self.runtime.snapshot.items
+            items = self.current.items
             if items.num_records > len(items.record_rows):
                 items = with_short_log(items)
             self._publish(items, trie, index)

@@ -22,7 +22,7 @@ from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.service.catalog.filter_cache import CachedFilter, FilterCache
-from recserve.service.recommend.diversity import BundleCategories
+from recserve.service.diversity import BundleCategories
 
 MAX_ABSENT = 5  # values of a filter that no item has; an answer names so many
 POPULAR_GROWTH = 10  # factor by which the popularity scan grows if it finds too few items

@@ -71,7 +71,7 @@ class Slates:
         for head in (heads.prefixes, heads.nezha) if heads else ():
             if head is not None:
                 head.pack()
-        self.engine = build_engine(EngineModels(model, heads=heads))
+        self.engine = build_engine(EngineModels(model, heads=heads or Heads()))
 
     def __call__(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> Ints:
         """Returns [n, k] item rows of the cases `which`, best first, -1 after a slate's end."""

@@ -8,7 +8,7 @@ from recserve.batch.together import together
 from recserve.schemas.items import RecommendRequest
 from recserve.search.strategies.speculative import NO_DRAFT, UNCALIBRATED
 from recserve.service import Service
-from recserve.service.recommend.auto_strategy import Chooser
+from recserve.service.auto_strategy import Chooser
 from tests.support.tiny_bundle import shared_bundle
 
 ALL = ("beam", "dense", "nezha", "rpg", "speculative")
@@ -73,24 +73,24 @@ def service(tmp_path):
 
 
 def test_an_answer_says_that_it_was_hurried(service):
-    history = list(service.runtime.snapshot.catalog.items.ids[:5])
+    history = list(service.catalog.current.catalog.items.ids[:5])
     body = RecommendRequest(history=history, k=5)
-    calm = service.begin_recommend(body, deadline_s=in_ms(60_000)).wait()
+    calm = service.recommender.begin(body, deadline_s=in_ms(60_000)).wait()
     assert calm.exact and "hurried" not in calm.degraded
-    chooser = service.recommendations.chooser
+    chooser = service.recommender.chooser
     if not chooser.quick:
         pytest.fail("the tiny bundle should hold a quick strategy")
     for _ in range(50):
         chooser.took(chooser.exact, 50, 1e4)
-    hurried = service.begin_recommend(body, deadline_s=in_ms(60_000)).wait()
+    hurried = service.recommender.begin(body, deadline_s=in_ms(60_000)).wait()
     assert hurried.strategy in chooser.quick and not hurried.exact
     assert "hurried" in hurried.degraded
 
 
 def test_auto_says_beam_where_nothing_was_drafted(service):
     """Same slate either way; whoever names a strategy gets that name back."""
-    history = list(service.runtime.snapshot.catalog.items.ids[:5])
-    strategy = service.runtime.engine._strategies["speculative"]
+    history = list(service.catalog.current.catalog.items.ids[:5])
+    strategy = service.engine._strategies["speculative"]
     found = {}
     for plan in (NO_DRAFT, UNCALIBRATED):
         strategy.only = plan
@@ -108,6 +108,6 @@ def test_auto_says_beam_where_nothing_was_drafted(service):
 
 def test_a_batch_job_has_beam_search_for_auto(service):
     """What it answers must not depend on the clock."""
-    history = list(service.runtime.snapshot.catalog.items.ids[:5])
+    history = list(service.catalog.current.catalog.items.ids[:5])
     bodies = [RecommendRequest(history=history, k=5, strategy=s) for s in ("auto", "speculative")]
     assert [a.strategy for a in together(service)(bodies)] == ["beam", "speculative"]

@@ -90,7 +90,7 @@ def test_a_body_is_refused_at_once_or_answered(texts, drafter, chat):
         while texts.engine.step():
             pass
     for fields, work in pending:
-        for future in work.all_futures:
+        for future in work.futures:
             assert future.exception(0) is None, fields
-        assert len(work.answer().choices) == len(work.streams)
+        assert len(work.wait().choices) == len(work.streams)
     assert refused and len(pending) > 6
