@@ -147,7 +147,14 @@ def test_slates_are_the_same_drafted_together_and_warm(catalogue, form):
 
     def slates(strategy, engine):
         requests = [
-            SlateQuery(draw_root(trained, 1 + 9 * i, i), trie, 5, 12, strategy) for i in range(4)
+            SlateQuery(
+                root=draw_root(trained, 1 + 9 * i, i),
+                trie=trie,
+                k=5,
+                beam_width=12,
+                strategy=strategy,
+            )
+            for i in range(4)
         ]
         return engine.run_many(requests), requests
 

@@ -13,7 +13,7 @@ from recserve.service import Service
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import Histories
 from recserve.service.pending import Pending
-from recserve.service.rank import Rankings
+from recserve.service.rank import RankService
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -62,7 +62,7 @@ def test_a_filter_is_not_evaluated_for_a_queue_that_is_full(service, monkeypatch
 
 @pytest.mark.parametrize("number", [1, 9])
 def test_a_large_batch_is_prepared_on_a_thread(service, monkeypatch, number):
-    threads = recorded(monkeypatch, Rankings, "prepare")
+    threads = recorded(monkeypatch, RankService, "_prepare")
     with live(service) as client:
         item = client.get("/playground/samples").json()["items"][0]
         one = {"history": [item], "candidates": [{"item_id": item}]}

@@ -140,13 +140,13 @@ def dense_slate(service, k: int) -> dict[str, float]:
 
 def check_dense(service) -> None:
     """Slates of `dense` are those of an exhaustive search over the version that is served."""
-    runtime, served = service.runtime, service.catalog.current
+    catalog, served = service.catalog, service.catalog.current
     for k in (3, 20, served.items.num_rows - served.items.gone.size):
         found = dense_slate(service, k)
         assert len(found) == k
-        runtime.snapshot = replace(served, index=Exhaustive(service))
+        catalog.current = replace(served, index=Exhaustive(service))
         expected = dense_slate(service, k)
-        runtime.snapshot = served
+        catalog.current = served
         assert list(found) == list(expected)
         assert found == pytest.approx(expected, abs=1e-4)
 

@@ -10,6 +10,7 @@ import pytest
 from msgspec import UNSET, structs
 
 from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.futures import wait_all
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
     Candidate,
@@ -149,11 +150,10 @@ def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, us
     answer = recommend(service, user, k=3, beam_width=3)
     assert {i.source for i in answer.items} == {"model"}
     body = RecommendRequest(user=UserRef(id=user), k=30)
-    recommendations = service.recommender
-    work = recommendations.begin(body, None, None)
-    slate = work.future.result()
+    work = service.recommender.begin(body)
+    (slate,) = wait_all(work.futures)
     short = type(slate)(slate.rows[:4], slate.scores[:4], True, 1, slate.timing)
-    filled = work.finish(short)
+    filled = work.finish([short])
     assert [i.source for i in filled.items] == ["model"] * 4 + ["popular"] * 26
     assert filled.items[4].score is None
     assert len({i.item_id for i in filled.items}) == 30
@@ -162,13 +162,13 @@ def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, us
 
 def test_an_item_that_must_not_be_there_is_counted_and_dropped(service, user):
     body = RecommendRequest(user=UserRef(id=user), k=3)
-    work = service.recommender.begin(body, None, None)
-    slate = work.future.result()
+    work = service.recommender.begin(body)
+    (slate,) = wait_all(work.futures)
     seen = service.catalog.current.rows.get(seen_items(service, user)[0])
     wrong = type(slate)(
         np.array([slate.rows[0], seen, 10_000]), slate.scores, True, 1, slate.timing
     )
-    answer = work.finish(wrong)
+    answer = work.finish([wrong])
     assert [i.source for i in answer.items] == ["model", "popular", "popular"]
     assert "illegal_items" in answer.degraded and service.gauges().illegal_items == 2
 

@@ -18,7 +18,6 @@ from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import ItemsRequest, RecommendRequest, UserRef
 from recserve.service import Service, ServiceOptions
 from recserve.service import memory as memory_module
-from recserve.service import succession as succession_module
 from recserve.service.attribution import Signer
 from recserve.service.errors import UnknownItem
 from recserve.service.low_priority import NICENESS, at_low_priority
@@ -225,13 +224,13 @@ def test_a_successor_is_opened_at_low_priority_and_its_engine_has_the_usual_one(
         return os.getpriority(os.PRIO_PROCESS, thread)
 
     opened_at = []
-    original = succession_module.open_parts
+    original = Service.open
 
-    def watched(*arguments):
+    def watched(*arguments, **named):
         opened_at.append(niceness(threading.get_native_id()))
-        return original(*arguments)
+        return original(*arguments, **named)
 
-    monkeypatch.setattr(succession_module, "open_parts", watched)
+    monkeypatch.setattr(Service, "open", watched)
     usual = niceness(threading.get_native_id())
     before = set(threading.enumerate())
     two = bundles.to("two")
@@ -257,7 +256,7 @@ def test_an_error_while_opening_is_the_callers(bundles):
 def test_tokens_stay_valid(bundles):
     one = bundles.current
     answer = one.recommend(RecommendRequest(user=UserRef(id="user000001"), k=1))
-    signer: Signer = bundles.to("two").runtime.signer
+    signer: Signer = bundles.to("two").signer
     assert signer.read(answer.attribution_token).model_version == answer.model_version
 
 

@@ -93,11 +93,11 @@ class Slates:
         tokens = self._tokens(history)
         inputs = NodeInputs(torch.from_numpy(tokens).to(self.trie.device))
         return SlateQuery(
-            Prefix(inputs, tokens),
-            self.trie,
-            k,
-            options.width,
-            options.strategy,
+            root=Prefix(inputs, tokens),
+            trie=self.trie,
+            k=k,
+            beam_width=options.width,
+            strategy=options.strategy,
             excluded=history if options.filtered else None,
             dense_weight=options.dense_weight,
             graph=options.graph,

@@ -9,8 +9,7 @@ from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import PrewarmQuery
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import RecommendRequest, UserRef
-from recserve.service import Service, ServiceOptions
-from recserve.service.recommend import prewarm
+from recserve.service import Service, ServiceOptions, prewarm
 from tests.support.background_work import settled
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle

@@ -9,7 +9,7 @@ import torch
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.text import CompletionRequest, SpeculationOptions
-from recserve.service.text.completions import Texts
+from recserve.service.text.completions import TextService
 from recserve.service.text.loader import TextSettings, load_text
 from tests.support.tiny_llm import tiny_llm
 
@@ -23,7 +23,7 @@ def texts(tmp_path_factory):
     named = (*DRAFTERS[:-1], f"draft_model={folder}")
     loaded = load_text(TextSettings(folder, drafters=named), torch.device("cpu"))
     models = EngineModels(text=loaded.network, drafters=loaded.drafters)
-    return Texts(build_engine(models, EngineConfig(load_aware=False)), loaded.model)
+    return TextService(build_engine(models, EngineConfig(load_aware=False)), loaded.model)
 
 
 def write(texts, body, steps=None):
