@@ -309,7 +309,7 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
     service.close()
     monkeypatch.setattr(live_items_module, "MAX_INSERTED", 1)
     with Service.open(bundle, f"lmdb:{tmp_path}/other", "cpu") as again:
-        again.items._folding.join()
+        again.catalog._folding.join()
         assert rows_in(again) == (0, 0)
         assert "new0-3" in dense_slate(again, 504)
         check_dense(again)

@@ -98,9 +98,8 @@ def begin_many(service, count: int, name: str):
 
 
 def cancel(pending) -> None:
-    futures = getattr(pending, "all_futures", None) or getattr(pending, "futures", None)
-    for future in futures or [one.future for one in pending]:
-        future.cancel()
+    for one in pending if isinstance(pending, list) else [pending]:
+        one.cancel()
 
 
 @pytest.mark.parametrize("name", NAMES)
