@@ -34,9 +34,9 @@ import torch
 from recserve.bundle import bundle as names
 from recserve.bundle.bundle import Bundle
 from recserve.features.catalog.catalog import Catalog
+from recserve.features.catalog.semantic_ids import build_index
 from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.quantizer import ResidualQuantizer
-from recserve.features.vectors.semantic_ids import build_index
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.models.recommender import Recommender, save_recommender

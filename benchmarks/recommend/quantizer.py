@@ -22,8 +22,8 @@ import faiss
 import numpy as np
 import torch
 
+from recserve.features.catalog.semantic_ids import build_index
 from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
-from recserve.features.vectors.semantic_ids import build_index
 from recserve.features.vectors.text_encoder import unit
 from recserve.kernels.trie.trie import build_trie
 

@@ -21,11 +21,10 @@ from recserve.features.history.stores import open_store
 from recserve.features.history.timed_reads import TimedReads
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
-from recserve.service.catalog.live_items import LiveItems
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.event_changes import import_events
 from recserve.service.history.histories import Histories
 from recserve.service.history.user_histories import UserHistories
+from recserve.service.live_catalog import LiveCatalog
 from recserve.service.model_loader import (
     Device,
     Models,
@@ -44,6 +43,7 @@ from recserve.service.recommend.recommend import Recommendations
 from recserve.service.recommend.roots import RankerPrefixes, RecommenderPrefixes
 from recserve.service.recommend.scorers import ItemScorer, LikelihoodScorer, RankerScorer
 from recserve.service.runtime import Runtime
+from recserve.service.snapshot import Snapshot
 
 # Name of the scorer that each model implements.
 SCORER_OF = {"ranker": "ranker", "recommender": "likelihood"}
@@ -66,7 +66,7 @@ class ItemParts:
     bundle: Bundle
     models: Models
     runtime: Runtime
-    items: LiveItems
+    items: LiveCatalog
     users: UserHistories
     recommendations: Recommendations | None
     rankings: Rankings | None
@@ -154,18 +154,32 @@ def open_parts(
         engine.record(snapshot.trie)
         if predecessor is None:
             engine.start()
+        journal = default_journal(bundle.root) if options.journal is None else options.journal
+        path = journal / f"{bundle.manifest.catalog_version}.jsonl"
+        # The predecessor may still write to this file. Then it hands over content and file later.
+        used = None if predecessor is None else predecessor.items.journal
+        shared = used is not None and used.path.resolve() == path.resolve()
+        tables = None
+        if models.ranker is not None:
+            base = snapshot.catalog
+            tables = RankingTables.load(bundle.directory("ranker"), base.items, base.vectors)
+        catalog = LiveCatalog(
+            bundle,
+            models,
+            engine,
+            replace(snapshot, ranking=tables),
+            None if shared else ItemJournal(path),
+            None if tables is None else LiveRanking(tables),
+        )
         runtime = Runtime(
             engine=engine,
-            snapshot=snapshot,
+            catalog=catalog,
             histories=histories,
             signer=_signer(options, predecessor),
             model_version=bundle.manifest.model_version,
             device=place,
         )
-        journal = default_journal(bundle.root) if options.journal is None else options.journal
-        path = journal / f"{bundle.manifest.catalog_version}.jsonl"
-        names = options.event_types
-        parts = _assemble(bundle, models, runtime, ItemJournal(path), names, predecessor)
+        parts = _assemble(bundle, models, runtime, options.event_types)
         parts.items.open_tools()
         bundle.check_unchanged()  # before the journal and the store are written
         parts.items.replay()
@@ -207,23 +221,16 @@ def _assemble(
     bundle: Bundle,
     models: Models,
     runtime: Runtime,
-    journal: ItemJournal,
     event_types: Sequence[str],
-    predecessor: ItemParts | None,
 ) -> ItemParts:
     manifest, scorers = bundle.manifest, dict[str, ItemScorer]()
-    ranking, ranker_roots, recommender_roots, recommendations = None, None, None, None
-    tables, trained, types = None, tuple[str, ...](), runtime.histories.types
-    if models.ranker is not None:
-        catalog = runtime.snapshot.catalog
-        tables = RankingTables.load(bundle.directory("ranker"), catalog.items, catalog.vectors)
-        trained = tables.settings.type_names
+    ranker_roots, recommender_roots, recommendations = None, None, None
+    tables, types = runtime.snapshot.ranking, runtime.histories.types
+    trained = () if tables is None else tables.settings.type_names
     bundle.check_unchanged()  # before names are written to the store
     types.add(event_types)
     types.add_of_bundle((*manifest.type_names, *trained))
     if tables is not None and models.ranker is not None:
-        ranking = LiveRanking(tables)
-        runtime.snapshot = replace(runtime.snapshot, ranking=tables)
         salt = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
         ranker_roots = RankerPrefixes(tables, types, salt, runtime.device)
         if tables.settings.has_values:
@@ -236,16 +243,14 @@ def _assemble(
         outcomes = () if retriever is None else retriever.config.outcomes
         recommendations = Recommendations(runtime, recommender_roots, weight, outcomes)
         scorers["likelihood"] = LikelihoodScorer(recommender_roots)
-    # The predecessor may still write to this file. Then it hands over content and file later.
-    used = None if predecessor is None else predecessor.items.journal
-    shared = used is not None and used.path.resolve() == journal.path.resolve()
-    items = LiveItems(runtime, models, bundle, None if shared else journal, ranking)
     return ItemParts(
         bundle=bundle,
         models=models,
         runtime=runtime,
-        items=items,
-        users=UserHistories(runtime, items, Prewarm(runtime, recommender_roots, ranker_roots)),
+        items=runtime.catalog,
+        users=UserHistories(
+            runtime, runtime.catalog, Prewarm(runtime, recommender_roots, ranker_roots)
+        ),
         recommendations=recommendations,
         rankings=Rankings(runtime, scorers) if scorers else None,
     )

@@ -17,10 +17,11 @@ from recserve.engine.stats import EngineStats
 from recserve.kernels.native.processor import instruction_set
 from recserve.metrics import Gauges
 from recserve.schemas.items import UserRef
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import Histories
+from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import Stopwatch
 from recserve.service.recommend.attribution import Signer
+from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Runtime:
 
     Attributes:
         engine: Runs the requests.
-        snapshot: The catalogue version that new requests use.
+        catalog: The live catalogue.
         histories: Stored events of users.
         signer: Signs attribution tokens.
         model_version: Version of the bundle's models.
@@ -40,12 +41,17 @@ class Runtime:
     """
 
     engine: Engine
-    snapshot: Snapshot
+    catalog: LiveCatalog
     histories: Histories
     signer: Signer
     model_version: str
     device: torch.device
     illegal_items: int = field(default=0)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The catalogue version that new requests use."""
+        return self.catalog.current
 
     def envelope(
         self,

@@ -35,9 +35,9 @@ from recserve.schemas.items import (
     RollbackResponse,
 )
 from recserve.schemas.shorthand import checked
-from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.history.user_histories import UserHistories
+from recserve.service.live_catalog import LiveCatalog
 from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions
 from recserve.service.parts import ItemParts, open_parts
@@ -173,7 +173,7 @@ class Service:
         return found
 
     @property
-    def items(self) -> LiveItems:
+    def items(self) -> LiveCatalog:
         """The live catalogue. Raises UnknownModel or ServiceClosed."""
         return self._open_parts.items
 

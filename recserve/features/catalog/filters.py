@@ -19,10 +19,9 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from recserve.features.catalog.filter_columns import (
     FilterColumn,
@@ -32,6 +31,7 @@ from recserve.features.catalog.filter_columns import (
     shown,
     text_column,
 )
+from recserve.features.tables.items import ItemTable
 
 MAX_DEPTH = 8
 MAX_NODES = 64
@@ -52,24 +52,6 @@ class FilterError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
-
-
-class FilterColumns(Protocol):
-    """Columns of n items that filters read, from an ItemTable or from records."""
-
-    @property
-    def ids(self) -> list[str]:
-        """[n] item ids."""
-
-    @property
-    def categories(self) -> list[list[str]]:
-        """[n] lists of category paths."""
-
-    @property
-    def attributes(self) -> pa.Table:
-        """Table of the other columns."""
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -96,13 +78,13 @@ class ItemFilters:
     """Evaluates filters over the items of one table. Thread-safe.
 
     A field's column is built at its first use. Results are not cached here, but in
-    `service/catalog/filter_cache.py`, which knows the size of an entry.
+    `FilterCache` of service/snapshot.py, which knows the size of an entry.
 
     Attributes:
         fields: Names of the fields that filters may use.
     """
 
-    def __init__(self, items: FilterColumns) -> None:
+    def __init__(self, items: ItemTable) -> None:
         self._items = items
         self._columns: dict[str, FilterColumn] = {}
         schema = items.attributes.schema

@@ -8,8 +8,8 @@ from recserve.bounds import MAX_ID_LENGTH
 from recserve.schemas.browse import UserPage, UsersQuery
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
 from recserve.schemas.items import InvalidRequest
-from recserve.service.catalog.live_items import LiveItems
 from recserve.service.history.histories import Rewritten
+from recserve.service.live_catalog import LiveCatalog
 from recserve.service.recommend.prewarm import Prewarm
 from recserve.service.runtime import Runtime
 
@@ -22,7 +22,7 @@ class UserHistories:
             that are still in flight here also clear its caches. None before a replacement.
     """
 
-    def __init__(self, runtime: Runtime, items: LiveItems, prewarm: Prewarm) -> None:
+    def __init__(self, runtime: Runtime, items: LiveCatalog, prewarm: Prewarm) -> None:
         self.runtime, self.items, self.prewarm = runtime, items, prewarm
         self.successor: Runtime | None = None
 

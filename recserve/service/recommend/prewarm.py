@@ -11,9 +11,10 @@ from recserve.core.errors import QueueFull
 from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
-from recserve.service.history.histories import EMPTY_HISTORY, Rewritten
+from recserve.service.history.histories import Rewritten
 from recserve.service.recommend.roots import RankerPrefixes, RecommenderPrefixes
 from recserve.service.runtime import Runtime
+from recserve.service.snapshot import EMPTY_HISTORY
 
 PREWARM_TIMEOUT_S = 10.0  # a prefill that has not started by then is dropped
 

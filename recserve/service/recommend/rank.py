@@ -9,10 +9,10 @@ import numpy as np
 
 from recserve.core.request import Result, Scores
 from recserve.schemas.items import Candidate, InvalidRequest, RankedItem, RankRequest, RankResponse
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.pending import Pending, Prepared, Stopwatch
 from recserve.service.recommend.scorers import ItemScorer, ScoringQuery
 from recserve.service.runtime import Runtime
+from recserve.service.snapshot import Snapshot
 
 
 @dataclass(frozen=True)

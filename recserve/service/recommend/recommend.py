@@ -18,14 +18,12 @@ from recserve.schemas.items import (
     RecommendResponse,
 )
 from recserve.search.strategy import strategy_classes
-from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.histories import History
 from recserve.service.pending import Pending, Prepared, Stopwatch
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE, Choice, Chooser
-from recserve.service.recommend.diversity import caps_of
 from recserve.service.recommend.explanation import explanation
 from recserve.service.recommend.roots import RecommenderPrefixes
 from recserve.service.runtime import Runtime
+from recserve.service.snapshot import History, Snapshot
 
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
@@ -110,7 +108,7 @@ class Recommendations:
         seen = _seen(body.exclude, history)
         if body.exclude.seen_within_s is not None and not history.dated.all():
             degraded.append("seen_within_s_ignored")
-        caps = caps_of(body.diversity, snapshot.items, snapshot.trie, snapshot.categories)
+        caps = snapshot.caps(body.diversity)
         excluded = np.concatenate([given, seen])
         draft = _SlateBuilder(body, request_id, snapshot, history, excluded, allowed, caps, hints)
         if not history.rows.size:

@@ -11,9 +11,9 @@ import numpy as np
 
 from recserve.core.request import LikelihoodQuery, RankQuery, Request
 from recserve.schemas.items import Candidate, InvalidRequest
-from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.histories import EPOCH, History
+from recserve.service.history.histories import EPOCH
 from recserve.service.recommend.roots import RankerPrefixes, RecommenderPrefixes
+from recserve.service.snapshot import History, Snapshot
 
 MICROSECOND = datetime.timedelta(microseconds=1)
 

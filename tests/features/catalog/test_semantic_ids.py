@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from recserve.features.catalog.catalog import Catalog, item_key, item_keys
+from recserve.features.catalog.semantic_ids import SemanticIds, build_index
 from recserve.features.tables.items import ItemTable
-from recserve.features.vectors.semantic_ids import SemanticIdIndex, build_index
 from recserve.kernels.trie.trie import build_trie
 
 
@@ -63,7 +63,7 @@ def test_decode_with_and_without_the_disambiguation_level() -> None:
 )
 def test_refuses(ids: list[str], codes: np.ndarray, sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SemanticIdIndex(ids, codes, sizes, False)
+        SemanticIds(ids, codes, sizes, False)
 
 
 def test_agrees_with_the_trie_on_drawn_codes() -> None:

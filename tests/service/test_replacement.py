@@ -18,12 +18,18 @@ from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import ItemsRequest, RecommendRequest, UserRef
 from recserve.service import Service, ServiceOptions
 from recserve.service import memory as memory_module
-from recserve.service import succession as succession_module
+from recserve.service import replacement as replacement_module
 from recserve.service.errors import UnknownItem
-from recserve.service.low_priority import NICENESS, at_low_priority
 from recserve.service.memory import needed_bytes
 from recserve.service.recommend.attribution import Signer
-from recserve.service.succession import UnfitBundle, check_successor, hand_over, open_successor
+from recserve.service.replacement import (
+    NICENESS,
+    UnfitBundle,
+    at_low_priority,
+    check_successor,
+    hand_over,
+    open_successor,
+)
 from tests.support.bundle_shelf import DROPPED, shelf
 
 
@@ -225,13 +231,13 @@ def test_a_successor_is_opened_at_low_priority_and_its_engine_has_the_usual_one(
         return os.getpriority(os.PRIO_PROCESS, thread)
 
     opened_at = []
-    original = succession_module.open_parts
+    original = replacement_module.open_parts
 
     def watched(*arguments):
         opened_at.append(niceness(threading.get_native_id()))
         return original(*arguments)
 
-    monkeypatch.setattr(succession_module, "open_parts", watched)
+    monkeypatch.setattr(replacement_module, "open_parts", watched)
     usual = niceness(threading.get_native_id())
     before = set(threading.enumerate())
     two = bundles.to("two")

@@ -57,7 +57,7 @@ class CodeReport:
 
 
 @dataclass(frozen=True)
-class SemanticIdIndex:
+class SemanticIds:
     """Semantic ids of I items.
 
     Attributes:
@@ -162,7 +162,7 @@ def build_index(
     codes: np.ndarray,
     codebook_sizes: tuple[int, ...],
     popularity: np.ndarray,
-) -> tuple[SemanticIdIndex, CodeReport]:
+) -> tuple[SemanticIds, CodeReport]:
     """Makes the quantiser's codes distinct and reports their collisions.
 
     If items share a code tuple, a disambiguation level is appended. It numbers the items of a tuple
@@ -199,7 +199,7 @@ def build_index(
         extra[order] = np.arange(len(codes)) - np.repeat(starts, counts)
         codes = np.concatenate([codes, extra[:, None]], axis=1)
         codebook_sizes = (*codebook_sizes, largest)
-    return SemanticIdIndex(item_ids, codes, codebook_sizes, largest > 1), report
+    return SemanticIds(item_ids, codes, codebook_sizes, largest > 1), report
 
 
 def _use(
