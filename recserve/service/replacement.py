@@ -272,7 +272,7 @@ def carry_over(old: LiveCatalog, new: LiveCatalog, override: Collection[str] = (
             refused[part[rejection.index]["item_id"]] = rejection.reason
     current = new.current.items
     num_hidden = sum(current.visible.get(item_id) >= 0 for item_id in changed.hidden)
-    if news := hidden.difference(current.visible.removed()):
+    if news := hidden.difference(current.visible.removed_keys()):
         new.hide(*sorted(news), unknown=True)
     for item_id, reason in list(refused.items())[:10]:
         log.warning("item %s was not carried over to the new bundle: %s", item_id[:80], reason)

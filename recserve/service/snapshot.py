@@ -203,7 +203,8 @@ class Snapshot:
         """
         caps: list[Cap] = []
         if diversity is not None and diversity.category is not None:
-            groups = CategoryGroups(self.items, self.categories, self.categories.listed)
+            # The index is built here to keep the work off the engine's thread.
+            groups = CategoryGroups(self.items, self.categories, self.categories.index)
             caps.append(Cap(groups, diversity.category))
         if diversity is not None and diversity.prefix is not None:
             level, limit = diversity.prefix
@@ -347,7 +348,7 @@ class FilterCache:
 
 
 @dataclass(frozen=True)
-class ListedItems:
+class GroupIndex:
     """Groups of the bundle's own items, in both directions.
 
     Attributes:
@@ -363,13 +364,13 @@ class ListedItems:
     rows: np.ndarray
 
     @staticmethod
-    def read(lists: list[list[int]]) -> ListedItems:
+    def read(lists: list[list[int]]) -> GroupIndex:
         """Builds the arrays from the list of groups of each item row."""
         counts = [len(groups) for groups in lists]
         groups = np.array([group for groups in lists for group in groups], dtype=np.int64)
         order = np.argsort(groups, kind="stable")
         rows = np.repeat(np.arange(len(lists)), counts)
-        return ListedItems(np.cumsum([0, *counts]), groups, groups[order], rows[order])
+        return GroupIndex(np.cumsum([0, *counts]), groups, groups[order], rows[order])
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns index pairs (position in `rows`, group), as defined in core/diversity.py."""
@@ -400,9 +401,9 @@ class BundleCategories:
         self._next = count()
 
     @cached_property
-    def listed(self) -> ListedItems:
+    def index(self) -> GroupIndex:
         """Groups of the bundle's own items; built by the first request with a category cap."""
-        return ListedItems.read([self.of_paths(paths) for paths in self._paths])
+        return GroupIndex.read([self.of_paths(paths) for paths in self._paths])
 
     def of_paths(self, paths: list[str]) -> list[int]:
         """Returns the distinct groups of an item; a new path gets a new number."""
@@ -428,18 +429,18 @@ class CategoryGroups:
     Attributes:
         version: The version; its changed items override the bundle's groups.
         bundle: Numbers of the category paths.
-        listed: Groups of the bundle's own items.
+        index: Groups of the bundle's own items.
     """
 
     version: CatalogVersion
     bundle: BundleCategories
-    listed: ListedItems
+    index: GroupIndex
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns index pairs (position in `rows`, group), one per category path of an item."""
         changed = np.isin(rows, self.version.record_rows)
         old = np.flatnonzero(~changed)
-        place, group = self.listed.of(rows[old])
+        place, group = self.index.of(rows[old])
         pairs = [
             (place, group)
             for place in np.flatnonzero(changed).tolist()
@@ -452,8 +453,8 @@ class CategoryGroups:
         """Returns the item rows of all given groups in this version."""
         version, places, rows = self.version, [], [np.zeros(0, np.int64)]
         for group in groups.tolist():
-            rows.append(self.listed.items(group))
+            rows.append(self.index.items(group))
             places += version.log.of_category(self.bundle.path(group), version.num_records)
         old = np.concatenate(rows)
-        said = version.record_rows[np.isin(version.record_places, places)]
-        return np.concatenate([old[~np.isin(old, version.record_rows)], said])
+        new = version.record_rows[np.isin(version.record_places, places)]
+        return np.concatenate([old[~np.isin(old, version.record_rows)], new])

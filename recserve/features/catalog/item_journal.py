@@ -132,7 +132,7 @@ class ItemJournal:
         return file
 
     def _read_rest(self) -> bytes:
-        """Returns the bytes after the part that this process knows."""
+        """Returns the bytes after the part that this process has read or written."""
         with self.path.open("rb") as file:
             file.seek(self.length)
             return file.read()

@@ -1,6 +1,6 @@
-"""The semantic id index maps item ids, rows and codes to each other, in compact arrays.
+"""Semantic ids of items: item ids, rows and codes mapped to each other, in compact arrays.
 
-The trie over the same codes is in `recserve.kernels.trie.trie`; this index needs only numpy. A
+The trie over the same codes is in `recserve.kernels.trie.trie`; this file needs only numpy. A
 million items of five levels take 26 MB, without the id strings.
 """
 
@@ -157,7 +157,7 @@ class SemanticIds:
         return low
 
 
-def build_index(
+def build_semantic_ids(
     item_ids: Sequence[str],
     codes: np.ndarray,
     codebook_sizes: tuple[int, ...],

@@ -358,7 +358,7 @@ def difference(version: CatalogVersion) -> ChangeSet:
             changes.append(ItemChange(version.record(row), version.vectors[row], codes))
         elif owns and np.isin(row, version.record_rows):
             changes.append(ItemChange(version.record(row)))
-    return ChangeSet(version.number, tuple(changes), tuple(version.visible.removed()))
+    return ChangeSet(version.number, tuple(changes), tuple(version.visible.removed_keys()))
 
 
 class VersionBuilder:

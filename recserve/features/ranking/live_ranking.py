@@ -27,7 +27,7 @@ class LiveRanking:
         """base: Tables that are bound to the bundle's catalogue."""
         self.base = base
         self._every = np.arange(base.num_items)
-        self._learned = GrowableArray((), np.int64)
+        self._trained_rows = GrowableArray((), np.int64)
         self._counts = GrowableArray((), np.float32)
         self._sums = GrowableArray((), np.float32)
         self._vectors = GrowableArray(base.vectors.shape[1:], np.float32)
@@ -50,7 +50,7 @@ class LiveRanking:
             item_counts=ExtendedArray(np.asarray(base.item_counts), self._counts.view(count)),
             value_sums=ExtendedArray(np.asarray(base.value_sums), self._sums.view(count)),
             vectors=ExtendedArray(np.asarray(base.vectors), self._vectors.view(count)),
-            learned=ExtendedArray(self._every, self._learned.view(count)),
+            trained_rows=ExtendedArray(self._every, self._trained_rows.view(count)),
             categories=PatchedArray(
                 np.asarray(base.categories), *patch, self._categories.view(version.num_records)
             ),
@@ -64,14 +64,14 @@ class LiveRanking:
 
     def _follow_rows(self, version: CatalogVersion) -> None:
         """Appends counts and vectors of rows that are new in this version."""
-        first = self._learned.count
+        first = self._trained_rows.count
         if first >= version.num_tail:
             return
-        learned = version.trained_rows[first:]
-        fitted = learned >= 0
-        known = np.where(fitted, learned, 0)
-        rows = first + len(version.base) + np.arange(len(learned))
-        self._learned.append(np.where(fitted, learned, rows))
+        trained_rows = version.trained_rows[first:]
+        fitted = trained_rows >= 0
+        known = np.where(fitted, trained_rows, 0)
+        rows = first + len(version.base) + np.arange(len(trained_rows))
+        self._trained_rows.append(np.where(fitted, trained_rows, rows))
         self._counts.append(np.where(fitted, self.base.item_counts[known], 0))
         self._sums.append(np.where(fitted, self.base.value_sums[known], 0))
         self._vectors.append(unit_rows(version.vectors.tail[first:]))

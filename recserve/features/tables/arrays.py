@@ -159,7 +159,7 @@ class RowMap(Generic[K]):
                 found = map(layer.get, keys, found)
         return list(found)
 
-    def removed(self) -> list[K]:
+    def removed_keys(self) -> list[K]:
         """Returns the keys whose latest change removed their row."""
         return [key for key, row in {**self.older, **self.recent}.items() if row < 0]
 

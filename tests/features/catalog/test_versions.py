@@ -7,7 +7,7 @@ import pytest
 from recserve.features.catalog.catalog import Catalog, item_keys
 from recserve.features.catalog.item_records import ItemRecord, check_attributes
 from recserve.features.catalog.new_items import IdAssigner
-from recserve.features.catalog.semantic_ids import build_index
+from recserve.features.catalog.semantic_ids import build_semantic_ids
 from recserve.features.catalog.versions import (
     ChangeSet,
     ItemChange,
@@ -33,7 +33,9 @@ def make_catalog():
     vectors = draw.standard_normal((ITEMS, 8)).astype(np.float32)
     quantizer = ResidualQuantizer.fit(vectors, 2, 5, 0)
     popularity = draw.integers(0, 30, ITEMS).astype(np.float32)
-    index, _ = build_index(ids, quantizer.encode(vectors), quantizer.codebook_sizes, popularity)
+    index, _ = build_semantic_ids(
+        ids, quantizer.encode(vectors), quantizer.codebook_sizes, popularity
+    )
     attributes = pa.table({"price": pa.array(draw.random(ITEMS), pa.float64())})
     items = ItemTable(ids, ["t"] * ITEMS, [[PATHS[row % 4]] for row in range(ITEMS)], attributes)
     return Catalog("v", items, index, popularity, vectors), quantizer

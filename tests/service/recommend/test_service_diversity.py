@@ -17,7 +17,7 @@ from recserve.schemas.items import (
     RecommendRequest,
 )
 from recserve.service import Service
-from recserve.service.snapshot import ListedItems
+from recserve.service.snapshot import GroupIndex
 from tests.support.live_server import live
 from tests.support.slates import plain_open
 from tests.support.tiny_bundle import shared_bundle
@@ -194,7 +194,7 @@ def test_a_new_version_groups_only_what_is_asked_about(changing, monkeypatch):
     prefixes, records, listed = [], [], []
     counted(monkeypatch, PrefixGroups, "of", lambda groups, rows: prefixes.append(rows.size))
     counted(monkeypatch, CatalogVersion, "record", lambda version, row: records.append(row))
-    counted(monkeypatch, ListedItems, "read", lambda lists: listed.append(len(lists)))
+    counted(monkeypatch, GroupIndex, "read", lambda lists: listed.append(len(lists)))
     looked_at = Looked(service.runtime.snapshot.items.log)
     body = RecommendRequest(
         history=ids[4:8], k=6, beam_width=6, exclude=Exclude(seen=False),
