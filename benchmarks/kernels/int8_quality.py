@@ -29,8 +29,8 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.model_loader import load_models
+from recserve.service.snapshot import Snapshot
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import BundleSlates

@@ -34,9 +34,9 @@ import torch
 from recserve.bundle import bundle as names
 from recserve.bundle.bundle import Bundle
 from recserve.features.catalog.catalog import Catalog
+from recserve.features.catalog.semantic_ids import build_semantic_ids
 from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.quantizer import ResidualQuantizer
-from recserve.features.vectors.semantic_ids import build_index
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.models.recommender import Recommender, save_recommender
@@ -103,7 +103,7 @@ def make_bundle(folder: Path, num_items: int, retriever: bool) -> Path:
     ids = [f"item{row:08d}" for row in range(num_items)]
     popularity = draw.integers(0, 1000, num_items).astype(np.float32)
     codes = quantizer.encode(vectors)
-    index, report = build_index(ids, codes, quantizer.codebook_sizes, popularity)
+    index, report = build_semantic_ids(ids, codes, quantizer.codebook_sizes, popularity)
     print("\n".join(report.lines()))
     prices = pa.table({"price": pa.array(draw.random(num_items), pa.float32())})
     paths = [[f"Kind {row % 20}"] for row in range(num_items)]

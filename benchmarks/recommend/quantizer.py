@@ -22,8 +22,8 @@ import faiss
 import numpy as np
 import torch
 
+from recserve.features.catalog.semantic_ids import build_semantic_ids
 from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
-from recserve.features.vectors.semantic_ids import build_index
 from recserve.features.vectors.text_encoder import unit
 from recserve.kernels.trie.trie import build_trie
 
@@ -47,7 +47,7 @@ def quantise(items: int, dim: int, kind: str, levels: int) -> dict[str, Any]:
     codes = quantizer.encode(vectors)
     done, spent = time.perf_counter(), time.process_time() - processor
     ids = [str(row) for row in range(items)]
-    _, report = build_index(ids, codes, quantizer.codebook_sizes, np.zeros(items))
+    _, report = build_semantic_ids(ids, codes, quantizer.codebook_sizes, np.zeros(items))
     return {
         "items": items,
         "dim": dim,
@@ -68,7 +68,7 @@ def million() -> dict[str, Any]:
     codes = rng.integers(0, 256, size=(1_000_000, 4)).astype(np.uint16)
     ids = [f"item{row:07d}" for row in range(len(codes))]
     started = time.perf_counter()
-    index, _ = build_index(ids, codes, (256,) * 4, rng.random(len(codes)))
+    index, _ = build_semantic_ids(ids, codes, (256,) * 4, rng.random(len(codes)))
     index_bytes = index.codes.nbytes + index.order.nbytes
     indexed = time.perf_counter()
     trie = build_trie(torch.from_numpy(index.codes.astype(np.int64)), index.codebook_sizes)

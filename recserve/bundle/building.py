@@ -16,13 +16,13 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.bundle.new_folder import new_folder
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.filters import ItemFilters
+from recserve.features.catalog.semantic_ids import CodeReport, build_semantic_ids
 from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.event_table import find_problems, read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ATTRIBUTE, ItemTable, read_items
 from recserve.features.tables.parquet import BadRowError, BadRows, OnBadRows, SchemaError
 from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
-from recserve.features.vectors.semantic_ids import CodeReport, build_index
 from recserve.features.vectors.text_encoder import TextEncoder, unit
 from recserve.features.vectors.vectors import (
     collaborative_vectors,
@@ -172,7 +172,7 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     )
     codes = quantizer.encode(vectors)
     lost = reconstruction_error(vectors, quantizer.decode(codes))
-    index, codes_report = build_index(items.ids, codes, quantizer.codebook_sizes, popularity)
+    index, codes_report = build_semantic_ids(items.ids, codes, quantizer.codebook_sizes, popularity)
     log(f"vectors of {vectors.shape[1]} dimensions, {lost:.1%} of their variance lost in the codes")
     for line in codes_report.lines():
         log(line)

@@ -148,9 +148,9 @@ def check_served_kernels(
     """Lists the kernel of every product and of the attention of these models."""
     from recserve.bundle.bundle import Bundle
     from recserve.engine.build import EngineModels, build_engine
-    from recserve.service.catalog.snapshot import Snapshot
     from recserve.service.kernel_report import kernels_in_use
     from recserve.service.model_loader import load_models, resolve_device
+    from recserve.service.snapshot import Snapshot
     from recserve.service.text.loader import TextSettings, load_text
 
     device, models = resolve_device("auto"), EngineModels()
@@ -271,8 +271,8 @@ def check_searches(path: Path) -> Finding:
     """
     from recserve.bundle.bundle import Bundle
     from recserve.engine.build import EngineModels, build_engine
-    from recserve.service.catalog.snapshot import Snapshot
     from recserve.service.model_loader import load_models, resolve_device
+    from recserve.service.snapshot import Snapshot
 
     bundle, device = Bundle.open(path), resolve_device("auto")
     snapshot = Snapshot.of(bundle.catalog(), device)

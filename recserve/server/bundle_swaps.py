@@ -19,8 +19,7 @@ from recserve.schemas.admin import BundleStatus, ServedBundle
 from recserve.server.errors import AdminDisabled, NotReady, SwapConflict, UnknownBundle
 from recserve.server.lifecycle import EXPECTED_ERRORS, Lifecycle
 from recserve.service import Service
-from recserve.service.low_priority import at_low_priority
-from recserve.service.succession import hand_over, probe
+from recserve.service.replacement import at_low_priority, hand_over, probe
 
 log = logging.getLogger(__name__)
 # Share of the whole at the beginning of each stage.

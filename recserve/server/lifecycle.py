@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from recserve.metrics import Gauges
 from recserve.server.errors import NotReady
 from recserve.service import Service
-from recserve.service.predecessor import Predecessor
+from recserve.service.replacement import Predecessor
 
 log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005  # while a bundle is loaded; Python's own value is 5 ms

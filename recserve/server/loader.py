@@ -10,7 +10,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.kv_cache import DEFAULT_BYTES
 from recserve.service import Service, ServiceOptions
 from recserve.service.model_loader import resolve_device
-from recserve.service.succession import check_successor, open_successor
+from recserve.service.replacement import check_successor, open_successor
 from recserve.service.text.loader import LoadedText, TextSettings, load_text, open_drafters
 
 # Names that EngineConfig and ServerConfig share; these settings pass through unchanged.

@@ -19,8 +19,8 @@ import msgspec
 
 from recserve.core.request import Timing
 from recserve.schemas.items import UserRef
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.pending import Stopwatch
+from recserve.service.snapshot import Snapshot
 
 MAC_BYTES = 16
 USER_BYTES = 12

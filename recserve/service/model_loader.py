@@ -10,9 +10,8 @@ import torch
 
 from recserve.bundle.bundle import ITEM_GRAPH, Bundle
 from recserve.engine.build import EngineModels
-from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.item_graph import ItemLinks
-from recserve.features.vectors.vector_index import FaissIndex
+from recserve.features.vectors.vector_index import FaissIndex, VersionIndex
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.linear.products import fastest_dtype
 from recserve.models.dense_retriever import item_vectors, load_retriever
@@ -22,8 +21,8 @@ from recserve.models.packing import pack_weights
 from recserve.models.ranker import load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.strategy import Heads
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.memory import ModelSize, fitting_dtypes
+from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -136,11 +135,11 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
     return Heads(prefixes, nezha, retriever)
 
 
-def item_index(recommender: Recommender | None, heads: Heads) -> GrownIndex | None:
+def item_index(recommender: Recommender | None, heads: Heads) -> VersionIndex | None:
     """Returns a search index over the retriever's item vectors; None without a retriever."""
     if recommender is None or heads.retriever is None:
         return None
-    return GrownIndex.on(FaissIndex(item_vectors(heads.retriever, recommender).numpy()))
+    return VersionIndex.on(FaissIndex(item_vectors(heads.retriever, recommender).numpy()))
 
 
 def load_item_graph(bundle: Bundle, device: torch.device) -> ItemGraph | None:

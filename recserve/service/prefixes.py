@@ -25,9 +25,8 @@ from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.models.config import RecommenderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.event_types import EventTypes
-from recserve.service.history.histories import History
+from recserve.service.snapshot import History, Snapshot
 
 CACHE_SIZE = 256
 Parts = tuple[bytes, ...]

@@ -12,9 +12,10 @@ from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.engine.engine import Engine
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
-from recserve.service.catalog.live_items import LiveItems
-from recserve.service.history.histories import EMPTY_HISTORY, Histories, Rewritten
+from recserve.service.history.histories import Histories, Rewritten
+from recserve.service.live_catalog import LiveCatalog
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
+from recserve.service.snapshot import EMPTY_HISTORY
 
 PREWARM_TIMEOUT_S = 10.0  # a prefill that has not started by then is dropped
 
@@ -25,7 +26,7 @@ class Prewarm:
     def __init__(
         self,
         engine: Engine,
-        catalog: LiveItems,
+        catalog: LiveCatalog,
         histories: Histories,
         recommender: RecommenderPrefixBuilder | None,
         ranker: RankerPrefixBuilder | None,

@@ -19,11 +19,11 @@ from recserve.schemas.items import (
     RankResponse,
 )
 from recserve.service.attribution import Envelope
-from recserve.service.catalog.live_items import LiveItems
-from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.histories import EPOCH, Histories, History
+from recserve.service.history.histories import EPOCH, Histories
+from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import Pending, Prepared, Stopwatch, begin_all
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
+from recserve.service.snapshot import History, Snapshot
 
 MICROSECOND = datetime.timedelta(microseconds=1)
 
@@ -38,7 +38,7 @@ class RankService:
     def __init__(
         self,
         engine: Engine,
-        catalog: LiveItems,
+        catalog: LiveCatalog,
         histories: Histories,
         envelope: Envelope,
         scorers: dict[str, ItemScorer],

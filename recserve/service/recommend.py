@@ -24,13 +24,12 @@ from recserve.schemas.items import (
 from recserve.search.strategy import strategy_classes
 from recserve.service.attribution import Envelope
 from recserve.service.auto_strategy import AUTO, BEAM, SPECULATIVE, StrategyChooser
-from recserve.service.catalog.live_items import LiveItems
-from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.diversity import caps_of
 from recserve.service.explanation import explanation
-from recserve.service.history.histories import Histories, History
+from recserve.service.history.histories import Histories
+from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import Pending, Prepared, Stopwatch, begin_all
 from recserve.service.prefixes import RecommenderPrefixBuilder
+from recserve.service.snapshot import History, Snapshot
 
 log = logging.getLogger(__name__)
 DEFAULT_BEAM_WIDTH = 50
@@ -51,7 +50,7 @@ class RecommendService:
     def __init__(
         self,
         engine: Engine,
-        catalog: LiveItems,
+        catalog: LiveCatalog,
         histories: Histories,
         envelope: Envelope,
         prefixes: RecommenderPrefixBuilder,
@@ -324,7 +323,7 @@ class SlateBuilder:
         if filter_hints is not UNSET:
             self.degraded.append("unknown_filter_values")
         self.excluded = np.concatenate([self._given_exclusions(), self._seen()])
-        self.caps = caps_of(body.diversity, snapshot.items, snapshot.trie, snapshot.categories)
+        self.caps = snapshot.caps(body.diversity)
 
     def _given_exclusions(self) -> np.ndarray:
         """Returns the rows of the excluded ids that the catalogue has."""

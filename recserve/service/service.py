@@ -54,12 +54,11 @@ from recserve.schemas.items import (
 )
 from recserve.schemas.shorthand import checked
 from recserve.service.attribution import Envelope, Signer
-from recserve.service.catalog.live_items import LiveItems
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.history.event_changes import import_events
 from recserve.service.history.histories import Histories
 from recserve.service.history.user_histories import UserHistories
+from recserve.service.live_catalog import LiveCatalog
 from recserve.service.model_loader import (
     Device,
     default_journal,
@@ -75,6 +74,7 @@ from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuil
 from recserve.service.prewarm import Prewarm
 from recserve.service.rank import ItemScorer, LikelihoodScorer, RankerScorer, RankService
 from recserve.service.recommend import RecommendService
+from recserve.service.snapshot import Snapshot
 from recserve.service.text.completions import TextService
 from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
@@ -104,7 +104,7 @@ class Service:
         text: TextModel | None = None,
         bundle: Bundle | None = None,
         networks: EngineModels | None = None,
-        catalog: LiveItems | None = None,
+        catalog: LiveCatalog | None = None,
         histories: UserHistories | None = None,
         recommender: RecommendService | None = None,
         ranker: RankService | None = None,
@@ -196,10 +196,10 @@ class Service:
             stored.types.add_of_bundle((*manifest.type_names, *trained))
             if tables is not None and tables.settings.has_values:
                 stored.default_value = tables.settings.mean_value
-            catalog = LiveItems(
-                engine,
-                networks,
+            catalog = LiveCatalog(
                 bundle,
+                networks,
+                engine,
                 snapshot,
                 _journal(bundle, options, replaced),
                 None if tables is None else LiveRanking(tables),
@@ -305,7 +305,7 @@ class Service:
         return self._signer
 
     @property
-    def catalog(self) -> LiveItems:
+    def catalog(self) -> LiveCatalog:
         """The live catalogue."""
         _ = self.bundle
         self._check_open()

@@ -10,10 +10,10 @@ from recserve.core.errors import QueueFull
 from recserve.features.history.circuit_breaker import CircuitBreaker
 from recserve.features.history.history import HistoryStore, StoreUnavailable
 from recserve.service import Service
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import Histories
 from recserve.service.pending import Pending
 from recserve.service.rank import RankService
+from recserve.service.snapshot import Snapshot
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 

@@ -8,7 +8,7 @@ from recserve.schemas.items import RecommendRequest
 from recserve.schemas.text import CompletionRequest
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service
-from recserve.service.succession import hand_over
+from recserve.service.replacement import hand_over
 from tests.support.bundle_shelf import shelf
 from tests.support.paths import reference
 

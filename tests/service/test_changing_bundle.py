@@ -11,8 +11,8 @@ from recserve.features.history.history import StoreOptions
 from recserve.features.history.stores import open_store
 from recserve.service import Service, ServiceOptions
 from recserve.service import service as service_module
-from recserve.service.catalog.live_items import LiveItems
-from recserve.service.succession import open_successor
+from recserve.service.live_catalog import LiveCatalog
+from recserve.service.replacement import open_successor
 from tests.support.bundle_shelf import shelf
 
 RANKER = "ranker/model.safetensors"
@@ -20,7 +20,7 @@ RANKER = "ranker/model.safetensors"
 STAGES = [
     (service_module, "resolve_device"),
     (service_module, "load_item_graph"),
-    (LiveItems, "open_tools"),
+    (LiveCatalog, "open_tools"),
 ]
 
 

@@ -20,8 +20,8 @@ from recserve.schemas.items import (
     RollbackRequest,
 )
 from recserve.service import Service
-from recserve.service.catalog import live_items as live_items_module
-from recserve.service.catalog.snapshot import Snapshot
+from recserve.service import live_catalog as live_catalog_module
+from recserve.service.snapshot import Snapshot
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.retriever import RetrieverRecipe, train_retriever
 from recserve.training.schedule import Schedule
@@ -117,7 +117,7 @@ class Exhaustive:
 
     def __init__(self, service) -> None:
         items = service.catalog.current.items
-        self.rows = np.setdiff1d(np.arange(items.num_rows), items.gone)
+        self.rows = np.setdiff1d(np.arange(items.num_rows), items.removed_rows)
         models = service.catalog.models
         vectors = item_vectors(models.heads.retriever, models.recommender)
         self.vectors = vectors.numpy()[self.rows]
@@ -141,7 +141,7 @@ def dense_slate(service, k: int) -> dict[str, float]:
 def check_dense(service) -> None:
     """Slates of `dense` are those of an exhaustive search over the version that is served."""
     catalog, served = service.catalog, service.catalog.current
-    for k in (3, 20, served.items.num_rows - served.items.gone.size):
+    for k in (3, 20, served.items.num_rows - served.items.removed_rows.size):
         found = dense_slate(service, k)
         assert len(found) == k
         catalog.current = replace(served, index=Exhaustive(service))
@@ -168,17 +168,17 @@ def put_some(service, step: int) -> None:
 
 def fold(service, monkeypatch) -> None:
     """Two folds: what comes during one is left for the next."""
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 1)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
     put_some(service, 90)
     service.catalog._folding.join()
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 8192)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 8192)
 
 
 def rows_in(service) -> tuple[int, int]:
     """Rows behind the base of the index, and rows that may not be answered but are searched."""
     snapshot = service.catalog.current
     index, items = snapshot.index, snapshot.items
-    return index.num_later, index.num_items - (items.num_rows - items.gone.size)
+    return index.num_later, index.num_items - (items.num_rows - items.removed_rows.size)
 
 
 def test_dense_is_exhaustive_before_and_after_folds(service, monkeypatch):
@@ -223,16 +223,16 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
     named = service.catalog.current.items.name
     hidden = service.catalog.current.catalog.items.ids[60]
     service.hide_item(hidden)
-    waiting, compacted = threading.Event(), Snapshot.compacted_trie
+    waiting, compact_trie = threading.Event(), Snapshot.compact_trie
 
     def slow(snapshot):
         waiting.wait(30)
-        return compacted(snapshot)
+        return compact_trie(snapshot)
 
-    monkeypatch.setattr(Snapshot, "compacted_trie", slow)
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 1)
+    monkeypatch.setattr(Snapshot, "compact_trie", slow)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
     put_some(service, 1)
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 8192)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 8192)
     put_some(service, 2)
     service.put_items(ItemsRequest(items=[{"item_id": hidden, "title": "back"}]))
     service.hide_item("new2-1")
@@ -246,13 +246,13 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
     assert rows_in(service)[0] == (18 if undone else 6)
     check_dense(service)
     items = service.catalog.current.items
-    everything = dense_slate(service, items.num_rows - items.gone.size)
+    everything = dense_slate(service, items.num_rows - items.removed_rows.size)
     assert hidden in everything and "new2-1" not in everything
 
 
 def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
     """Two readers ask for the whole catalogue while items change and every change is folded."""
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 1)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
     ids = list(service.catalog.current.catalog.items.ids)
     body = RecommendRequest(history=ids[:4], k=1000, strategy="dense", exclude=Exclude(seen=False))
     done, seen = threading.Event(), []
@@ -269,7 +269,7 @@ def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
     def note() -> None:
         snapshot = service.catalog.current
         items = snapshot.items
-        live = np.setdiff1d(np.arange(items.num_rows), items.gone).tolist()
+        live = np.setdiff1d(np.arange(items.num_rows), items.removed_rows).tolist()
         content[items.name] = sorted(items.item_id(row) for row in live)
         bases.add(snapshot.index.base.num_items)
 
@@ -307,7 +307,7 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
     put_some(service, 0)
     bundle = service.bundle.root
     service.close()
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 1)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
     with Service.open(bundle, f"lmdb:{tmp_path}/other", "cpu") as again:
         again.catalog._folding.join()
         assert rows_in(again) == (0, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from recserve.engine.engine_config import EngineConfig
 from recserve.service import Service, ServiceOptions
-from recserve.service.predecessor import Predecessor
+from recserve.service.replacement import Predecessor
 from tests.support.tiny_bundle import shared_bundle
 from tests.support.waiting import until
 

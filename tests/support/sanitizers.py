@@ -29,7 +29,7 @@ TESTS = (
     "tests/kernels/linear",
     "tests/kernels/native",
     "tests/kernels/trie",
-    "tests/service/catalog/test_live_filters.py",
+    "tests/service/test_live_filters.py",
 )
 # These start compilers or sanitizers of their own.
 LEFT_OUT = tuple(

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from recserve.features.catalog.semantic_ids import SemanticIds
 from recserve.features.tables.items import ItemTable, item_table
 from recserve.features.tables.parquet import SchemaError, read_table
-from recserve.features.vectors.semantic_ids import SemanticIdIndex
 from recserve.files import UnreadableFile, regular_file
 
 SEMANTIC_ID, POPULARITY = "__semantic_id", "__popularity"
@@ -50,13 +50,13 @@ class Catalog:
         vectors: [I, F] float32 item vectors.
 
     Raises:
-        ValueError: If the parts differ in their number of items, or two ids have the same 64-bit
-            key.
+        ValueError: If the parts differ in their number of items, two ids are equal, or two have the
+            same 64-bit key.
     """
 
     version: str
     items: ItemTable
-    index: SemanticIdIndex
+    index: SemanticIds
     popularity: np.ndarray
     vectors: np.ndarray
 
@@ -73,6 +73,8 @@ class Catalog:
         same = np.flatnonzero(keys[1:] == keys[:-1])
         if same.size:
             one, two = (self.items.ids[rows[same[0] + i]] for i in (0, 1))
+            if one == two:
+                raise ValueError(f"item {one!r} occurs twice; expected distinct item ids")
             raise ValueError(
                 f"items {one!r} and {two!r} have the same 64-bit key; rename one of them"
             )
@@ -149,5 +151,5 @@ class Catalog:
             raise SchemaError(f"{vectors_path}: not readable ({error})") from error
         if vectors.ndim != 2 or vectors.dtype != np.float32 or not np.isfinite(vectors).all():
             raise SchemaError(f"{vectors_path}: expected finite float32 vectors [items, dim]")
-        index = SemanticIdIndex(items.ids, codes, sizes, has_disambiguation)
+        index = SemanticIds(items.ids, codes, sizes, has_disambiguation)
         return Catalog(version, items, index, np.array(popularity), vectors)

@@ -62,7 +62,7 @@ class TextColumn:
         out = np.zeros(self.num_items, dtype=bool)
         for value in values:
             if not isinstance(value, str):
-                raise ValueError(f"is compared with text, got {shown(value)}")
+                raise ValueError(f"is compared with text, got {short_form(value)}")
             rows = self.rows.get(value)
             if rows is not None:  # most ids of an `in` list are not in this segment of the log
                 out[rows] = True
@@ -105,7 +105,7 @@ class WholeColumn:
     def equal(self, values: Sequence[Any]) -> np.ndarray:
         """Returns [I] bool, True where the column has one of the values."""
         units = [unit for unit in map(self._unit, values) if unit is not None]
-        return self._known(np.isin(self.values, np.array(units, self.values.dtype)))
+        return self._mask_nulls(np.isin(self.values, np.array(units, self.values.dtype)))
 
     def within(self, low: Any, high: Any) -> np.ndarray:
         """Returns [I] bool, True where low <= value <= high. None leaves an end open."""
@@ -123,7 +123,7 @@ class WholeColumn:
             out &= (self.values >= max(least, limits[0])) if least <= limits[1] else False
         if most is not None:
             out &= (self.values <= min(most, limits[1])) if most >= limits[0] else False
-        return self._known(out)
+        return self._mask_nulls(out)
 
     def absent(self, values: Sequence[Any]) -> list[Any]:
         """Returns those of the values that no item has."""
@@ -143,7 +143,7 @@ class WholeColumn:
                 raise ValueError("true or false")
             below, above = self.bounds(int(value) if self.is_bool else value)
         except ValueError as error:
-            raise ValueError(f"is compared with {error}, got {shown(value)}") from None
+            raise ValueError(f"is compared with {error}, got {short_form(value)}") from None
         if below != above:
             return None
         if self.values.dtype == object:
@@ -151,7 +151,7 @@ class WholeColumn:
         limits = np.iinfo(self.values.dtype)
         return below if limits.min <= below <= limits.max else None
 
-    def _known(self, out: np.ndarray) -> np.ndarray:
+    def _mask_nulls(self, out: np.ndarray) -> np.ndarray:
         return out if self.valid is None else out & self.valid
 
 
@@ -167,7 +167,7 @@ class FloatColumn:
 
     def equal(self, values: Sequence[Any]) -> np.ndarray:
         """Returns [I] bool, True where the column has one of the values."""
-        return np.isin(self.values, self._rounded(values))
+        return np.isin(self.values, self._round(values))
 
     def within(self, low: Any, high: Any) -> np.ndarray:
         """Returns [I] bool, True where low <= value <= high. None leaves an end open."""
@@ -182,16 +182,16 @@ class FloatColumn:
 
     def absent(self, values: Sequence[Any]) -> list[Any]:
         """Returns those of the values that no item has."""
-        there = np.isin(self._rounded(values), self.values)
+        there = np.isin(self._round(values), self.values)
         return [value for value, found in zip(values, there, strict=True) if not found]
 
     def nearest(self, value: Any) -> None:
         """Returns None: the number is not a misspelt one."""
 
-    def _rounded(self, values: Sequence[Any]) -> np.ndarray:
+    def _round(self, values: Sequence[Any]) -> np.ndarray:
         for value in values:
             if not is_number(value):
-                raise ValueError(f"is compared with a number, got {shown(value)}")
+                raise ValueError(f"is compared with a number, got {short_form(value)}")
         kind = self.values.dtype
         return np.array([round_to(value, kind) for value in values], kind)
 
@@ -227,7 +227,7 @@ def make_column(column: pa.ChunkedArray) -> FilterColumn:
         return WholeColumn(flags, _valid(column), number_bounds, is_bool=True)
     if types.is_decimal(kind):
         bounds = partial(decimal_bounds, scale=kind.scale)
-        return WholeColumn(_unscaled(column), _valid(column), bounds)
+        return WholeColumn(_unscale(column), _valid(column), bounds)
     if is_temporal(kind):
         ticks = _integers(pc.cast(column, pa.int32() if kind.bit_width == 32 else pa.int64()))
         if types.is_date64(kind):
@@ -254,8 +254,15 @@ def text_column(values: Sequence[Sequence[str]]) -> TextColumn:
     return TextColumn(arrays, len(values))
 
 
-def shown(value: Any) -> str:
-    """Returns a literal as JSON, at most 60 characters of it."""
+def short_form(value: Any) -> str:
+    """Returns at most 60 characters of a value as JSON, for messages.
+
+    A list is shown by its length, an object by its keys.
+    """
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object with {', '.join(map(str, value))[:60] or 'nothing'}"
     if is_number(value):
         return str(value)[:60] if not isinstance(value, int) or abs(value) < 10**60 else "a number"
     return json.dumps(value, default=str)[:60]
@@ -263,7 +270,9 @@ def shown(value: Any) -> str:
 
 def _ends(expected: str, low: Any, high: Any) -> str:
     wanted = "numbers" if expected == "a number" else expected
-    return f"has a range whose ends are {wanted} or null, got {shown(low)} and {shown(high)}"
+    return (
+        f"has a range whose ends are {wanted} or null, got {short_form(low)} and {short_form(high)}"
+    )
 
 
 def _valid(column: pa.ChunkedArray) -> np.ndarray | None:
@@ -274,7 +283,7 @@ def _integers(column: pa.ChunkedArray) -> np.ndarray:
     return np.asarray((pc.fill_null(column, 0) if column.null_count else column).to_numpy())
 
 
-def _unscaled(column: pa.ChunkedArray) -> np.ndarray:
+def _unscale(column: pa.ChunkedArray) -> np.ndarray:
     """Returns [I] the digits of decimals as integers: int64 if 18 digits suffice, else objects."""
     bits = column.type.bit_width
     small = column.type.precision <= 18

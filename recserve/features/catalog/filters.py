@@ -19,19 +19,19 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from recserve.features.catalog.filter_columns import (
     FilterColumn,
     is_usable,
     make_column,
     path_column,
-    shown,
+    short_form,
     text_column,
 )
+from recserve.features.tables.items import ItemTable
 
 MAX_DEPTH = 8
 MAX_NODES = 64
@@ -54,24 +54,6 @@ class FilterError(ValueError):
         self.param = param
 
 
-class FilterColumns(Protocol):
-    """Columns of n items that filters read, from an ItemTable or from records."""
-
-    @property
-    def ids(self) -> list[str]:
-        """[n] item ids."""
-
-    @property
-    def categories(self) -> list[list[str]]:
-        """[n] lists of category paths."""
-
-    @property
-    def attributes(self) -> pa.Table:
-        """Table of the other columns."""
-
-    def __len__(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class AbsentValue:
     """A value of a filter that no item has.
@@ -88,21 +70,21 @@ class AbsentValue:
     nearest: str | None
 
     def __str__(self) -> str:
-        near = "" if self.nearest is None else f"; did you mean {_shown(self.nearest)}?"
-        return f"{self.field[:60]}: no item has {_shown(self.value)}{near}"
+        near = "" if self.nearest is None else f"; did you mean {short_form(self.nearest)}?"
+        return f"{self.field[:60]}: no item has {short_form(self.value)}{near}"
 
 
 class ItemFilters:
     """Evaluates filters over the items of one table. Thread-safe.
 
     A field's column is built at its first use. Results are not cached here, but in
-    `service/catalog/filter_cache.py`, which knows the size of an entry.
+    `FilterCache` of service/snapshot.py, which knows the size of an entry.
 
     Attributes:
         fields: Names of the fields that filters may use.
     """
 
-    def __init__(self, items: FilterColumns) -> None:
+    def __init__(self, items: ItemTable) -> None:
         self._items = items
         self._columns: dict[str, FilterColumn] = {}
         schema = items.attributes.schema
@@ -155,14 +137,14 @@ class ItemFilters:
             raise FilterError(place, f"at most {MAX_NODES} conditions, got more")
         if not isinstance(tree, dict) or len(tree) != 1:
             keys = f"one of {', '.join(OPERATORS)} as the only key"
-            raise FilterError(place, f"expected {keys}, got {_shown(tree)}")
+            raise FilterError(place, f"expected {keys}, got {short_form(tree)}")
         ((operator, operand),) = tree.items()
         here = f"{place}.{operator[:40]}" if place else operator[:40]
         if operator == "not":
             self._check(operand, here, depth + 1, nodes)
         elif operator in ("and", "or"):
             if not isinstance(operand, list) or not operand:
-                got = _shown(operand)
+                got = short_form(operand)
                 raise FilterError(here, f"expected a list of one condition or more, got {got}")
             for index, part in enumerate(operand):
                 self._check(part, f"{here}[{index}]", depth + 1, nodes)
@@ -176,7 +158,7 @@ class ItemFilters:
         size = 3 if operator == "range" else 2
         if not isinstance(operand, list) or len(operand) != size or not isinstance(operand[0], str):
             shape = {"eq": "value", "in": "[values]", "range": "low, high"}[operator]
-            raise FilterError(here, f"expected [field, {shape}], got {_shown(operand)}")
+            raise FilterError(here, f"expected [field, {shape}], got {short_form(operand)}")
         if operand[0] not in self.fields:
             near = difflib.get_close_matches(operand[0], self.fields, 1)
             hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(self.fields)}"
@@ -186,11 +168,11 @@ class ItemFilters:
         if operator == "in" and not (
             isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES
         ):
-            got = _shown(operand[1])
+            got = short_form(operand[1])
             raise FilterError(here, f"expected a list of 1 to {MAX_VALUES} values, got {got}")
         for value in operand[1] if operator == "in" else operand[1:]:
             if isinstance(value, list | dict):
-                raise FilterError(here, f"expected text, number or bool, got {_shown(value)}")
+                raise FilterError(here, f"expected text, number or bool, got {short_form(value)}")
 
     def _evaluate(self, tree: dict[str, Any], place: str) -> np.ndarray:
         ((operator, operand),) = tree.items()
@@ -236,12 +218,3 @@ def equal_values(tree: Any) -> dict[str, list[Any]]:
             values = operand[1] if operator == "in" else operand[1:]
             found.setdefault(operand[0], {}).update(dict.fromkeys(values))
     return {name: list(values) for name, values in found.items()}
-
-
-def _shown(value: Any) -> str:
-    """Returns a short form of a value: a list by its length, an object by its keys."""
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return f"an object with {', '.join(map(str, value))[:60] or 'nothing'}"
-    return shown(value)

@@ -21,29 +21,11 @@ from typing import IO, Any
 import numpy as np
 
 from recserve.features.catalog.item_records import ItemRecord
-from recserve.features.catalog.live_catalog import ItemChange
+from recserve.features.catalog.versions import ChangeSet, ItemChange
 
 
 class JournalError(RuntimeError):
     """The journal is damaged, cannot be written, or belongs to another process."""
-
-
-@dataclass(frozen=True)
-class JournalEntry:
-    """One change set.
-
-    Attributes:
-        number: Number of the catalogue version that the change set makes.
-        changes: Items that are inserted or updated.
-        hidden: Ids of items that are hidden.
-    """
-
-    number: int
-    changes: tuple[ItemChange, ...] = ()
-    hidden: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.changes) + len(self.hidden)
 
 
 @dataclass
@@ -61,29 +43,29 @@ class ItemJournal:
     num_changes: int = 0
     _file: IO[bytes] | None = field(default=None, repr=False)
 
-    def read(self) -> list[JournalEntry]:
+    def read(self) -> list[ChangeSet]:
         """Returns all change sets in order. Raises JournalError if the file is damaged."""
         if not self.path.exists():
             return []
         lines = self.path.read_bytes().split(b"\n")
-        entries, self.length, self.num_changes = [], 0, 0
+        change_sets, self.length, self.num_changes = [], 0, 0
         for number, line in enumerate(lines):
             if number == len(lines) - 1:
                 break  # after the last line end: nothing, or a line that a crash cut short
-            entries.append(_entry(line, self.path, number + 1))
+            change_sets.append(_parse_line(line, self.path, number + 1))
             self.length += len(line) + 1
-            self.num_changes += len(entries[-1])
-        return entries
+            self.num_changes += len(change_sets[-1])
+        return change_sets
 
-    def append(self, entry: JournalEntry) -> None:
+    def append(self, change_set: ChangeSet) -> None:
         """Appends a change set and syncs it to disk.
 
         Raises:
             JournalError: If the file is not writable, another process holds it, or another process
                 has written since `read`.
         """
-        file = self._opened()
-        line = _line(entry)
+        file = self._open()
+        line = _format_line(change_set)
         try:
             _write(file, line)
         except OSError as error:
@@ -91,20 +73,20 @@ class ItemJournal:
             file.truncate(self.length)
             raise JournalError(f"{self.path}: not writable ({error})") from error
         self.length += len(line)
-        self.num_changes += len(entry)
+        self.num_changes += len(change_set)
 
-    def replace(self, entries: Sequence[JournalEntry]) -> None:
+    def replace(self, change_sets: Sequence[ChangeSet]) -> None:
         """Replaces the whole file atomically.
 
         Args:
-            entries: Change sets of the new file.
+            change_sets: Change sets of the new file.
 
         Raises:
             JournalError: As in `append`. The file is unchanged then.
         """
-        old = self._opened()
+        old = self._open()
         new_path = self.path.with_name(self.path.name + ".new")
-        text = b"".join(map(_line, entries))
+        text = b"".join(map(_format_line, change_sets))
         try:
             new_path.unlink(missing_ok=True)
             file = new_path.open("ab", buffering=0)
@@ -117,7 +99,7 @@ class ItemJournal:
             raise JournalError(f"{self.path}: not writable ({error})") from error
         old.close()
         self._file, self.length = file, len(text)
-        self.num_changes = sum(map(len, entries))
+        self.num_changes = sum(map(len, change_sets))
 
     def close(self) -> None:
         """Closes the file, so that another process can write."""
@@ -125,7 +107,7 @@ class ItemJournal:
             self._file.close()
             self._file = None
 
-    def _opened(self) -> IO[bytes]:
+    def _open(self) -> IO[bytes]:
         """Returns the file, opened and locked, after checking that no other process changed it."""
         if self._file is not None:
             return self._file
@@ -142,15 +124,15 @@ class ItemJournal:
             raise JournalError(f"{self.path}: another process changes these items") from error
         # `replace` renames a new file over the old one, so the lock may be on a deleted file.
         same = os.path.samestat(os.fstat(file.fileno()), self.path.stat())
-        if not same or self.path.stat().st_size < self.length or b"\n" in self._unread():
+        if not same or self.path.stat().st_size < self.length or b"\n" in self._read_rest():
             file.close()
             raise JournalError(f"{self.path}: another process changed items; restart this one")
         file.truncate(self.length)
         self._file = file
         return file
 
-    def _unread(self) -> bytes:
-        """Returns the bytes after the part that this process knows."""
+    def _read_rest(self) -> bytes:
+        """Returns the bytes after the part that this process has read or written."""
         with self.path.open("rb") as file:
             file.seek(self.length)
             return file.read()
@@ -173,13 +155,13 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _line(entry: JournalEntry) -> bytes:
+def _format_line(change_set: ChangeSet) -> bytes:
     """Formats a change set as a line: CRC-32 in 8 hex digits, a space and JSON."""
-    fields: dict[str, Any] = {"number": entry.number}
-    if entry.changes:
-        fields["put"] = [_change_fields(change) for change in entry.changes]
-    if entry.hidden:
-        fields["hide"] = list(entry.hidden)
+    fields: dict[str, Any] = {"number": change_set.number}
+    if change_set.changes:
+        fields["put"] = [_change_fields(change) for change in change_set.changes]
+    if change_set.hidden:
+        fields["hide"] = list(change_set.hidden)
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=str).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
@@ -195,20 +177,20 @@ def _change_fields(change: ItemChange) -> dict[str, Any]:
     return fields
 
 
-def _entry(line: bytes, path: Path, number: int) -> JournalEntry:
+def _parse_line(line: bytes, path: Path, number: int) -> ChangeSet:
     """Parses a line. Raises JournalError if it is damaged."""
     text = line[9:]
     try:
         if int(line[:8], 16) != zlib.crc32(text):
             raise ValueError("the checksum differs")
         fields = json.loads(text)
-        changes = tuple(_change(one) for one in fields.get("put", ()))
-        return JournalEntry(int(fields["number"]), changes, tuple(fields.get("hide", ())))
+        changes = tuple(_parse_change(one) for one in fields.get("put", ()))
+        return ChangeSet(int(fields["number"]), changes, tuple(fields.get("hide", ())))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise JournalError(f"{path}: line {number} is damaged ({error})") from error
 
 
-def _change(fields: dict[str, Any]) -> ItemChange:
+def _parse_change(fields: dict[str, Any]) -> ItemChange:
     """Parses an item change."""
     record = ItemRecord(
         fields["item_id"], fields["title"], fields["categories"], fields["attributes"]

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.tables.attribute_values import parse_value, plain_type, record_column
+from recserve.features.tables.items import ItemTable
 
 SEGMENT = 1024
 TEXT_FIELDS = ("title", "categories")
@@ -35,31 +36,6 @@ class ItemRecord:
     title: str
     categories: list[str]
     attributes: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class RecordTable:
-    """Records as columns for filters. An item may appear more than once."""
-
-    ids: list[str]
-    categories: list[list[str]]
-    attributes: pa.Table
-
-    @staticmethod
-    def of(records: Sequence[ItemRecord], schema: pa.Schema) -> RecordTable:
-        """Returns the columns of records. `schema` describes the attributes."""
-        columns = {
-            field.name: record_column([r.attributes.get(field.name) for r in records], field.type)
-            for field in schema
-        }
-        return RecordTable(
-            [record.item_id for record in records],
-            [record.categories for record in records],
-            pa.table(columns),
-        )
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 class RecordLog:
@@ -127,21 +103,35 @@ class RecordLog:
         """Returns the filters of the full segments, then those of the partial last segment."""
         with self._lock:
             while (len(self._full) + 1) * SEGMENT <= len(self.records):
-                self._full.append(self._make(len(self._full) * SEGMENT, SEGMENT))
+                self._full.append(self._build_filters(len(self._full) * SEGMENT, SEGMENT))
             needed = -(-count // SEGMENT)
             if needed <= len(self._full):
                 return self._full[:needed]
             first = len(self._full) * SEGMENT
             if self._partial is None or self._partial[0] != count:
-                self._partial = (count, self._make(first, count - first))
+                self._partial = (count, self._build_filters(first, count - first))
             return [*self._full, self._partial[1]]
 
-    def _make(self, first: int, count: int) -> ItemFilters:
+    def _build_filters(self, first: int, count: int) -> ItemFilters:
         """Builds the filters of `count` records from `first` on."""
-        return ItemFilters(RecordTable.of(self.records[first : first + count], self.schema))
+        return ItemFilters(record_table(self.records[first : first + count], self.schema))
 
 
-def checked_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
+def record_table(records: Sequence[ItemRecord], schema: pa.Schema) -> ItemTable:
+    """Returns records as the rows of a table. `schema` describes the attributes."""
+    columns = {
+        field.name: record_column([r.attributes.get(field.name) for r in records], field.type)
+        for field in schema
+    }
+    return ItemTable(
+        [record.item_id for record in records],
+        [record.title for record in records],
+        [record.categories for record in records],
+        pa.table(columns),
+    )
+
+
+def check_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
     """Returns attributes in the form of records, without nulls.
 
     Raises:
@@ -151,7 +141,7 @@ def checked_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str,
     for name, value in given.items():
         if name not in schema.names:
             near = difflib.get_close_matches(name, [*schema.names, *TEXT_FIELDS], 1)
-            known = f"did you mean {near[0]}?" if near else _listed(schema)
+            known = f"did you mean {near[0]}?" if near else _list_attributes(schema)
             raise ValueError(f"unknown attribute {name[:60]!r}; {known}")
         kind = schema.field(name).type
         try:
@@ -163,7 +153,7 @@ def checked_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str,
     return checked
 
 
-def restored_attributes(stored: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
+def restore_attributes(stored: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
     """Returns the attributes of a journal in the form of records.
 
     Raises:
@@ -174,7 +164,7 @@ def restored_attributes(stored: Mapping[str, Any], schema: pa.Schema) -> dict[st
         for name, value in stored.items()
         if name in schema.names and pa.types.is_decimal(plain_type(schema.field(name).type))
     }
-    return {**stored, **checked_attributes(decimals, schema)}
+    return {**stored, **check_attributes(decimals, schema)}
 
 
 def _shown(value: Any) -> str:
@@ -184,6 +174,6 @@ def _shown(value: Any) -> str:
     return repr(str(value)[:60])
 
 
-def _listed(schema: pa.Schema) -> str:
+def _list_attributes(schema: pa.Schema) -> str:
     """Names the attributes of a catalogue, for messages."""
     return f"known: {', '.join(schema.names)}" if schema.names else "this catalogue has none"

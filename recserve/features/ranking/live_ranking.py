@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.features.catalog.item_categories import category_matrix
 from recserve.features.catalog.item_records import ItemRecord, RecordLog
-from recserve.features.catalog.row_tables import Extended, Growing, Patched
+from recserve.features.catalog.versions import CatalogVersion
 from recserve.features.ranking.ranking_tables import RankingTables, standardise, unit_rows
+from recserve.features.tables.arrays import ExtendedArray, GrowableArray, PatchedArray
 
 
 class LiveRanking:
@@ -27,10 +27,10 @@ class LiveRanking:
         """base: Tables that are bound to the bundle's catalogue."""
         self.base = base
         self._every = np.arange(base.num_items)
-        self._learned = Growing((), np.int64)
-        self._counts = Growing((), np.float32)
-        self._sums = Growing((), np.float32)
-        self._vectors = Growing(base.vectors.shape[1:], np.float32)
+        self._trained_rows = GrowableArray((), np.int64)
+        self._counts = GrowableArray((), np.float32)
+        self._sums = GrowableArray((), np.float32)
+        self._vectors = GrowableArray(base.vectors.shape[1:], np.float32)
         self._log: RecordLog | None = None
         self._start_log()
 
@@ -47,31 +47,31 @@ class LiveRanking:
         patch = (version.num_rows, version.record_rows, version.record_places)
         return replace(
             base,
-            item_counts=Extended(np.asarray(base.item_counts), self._counts.view(count)),
-            value_sums=Extended(np.asarray(base.value_sums), self._sums.view(count)),
-            vectors=Extended(np.asarray(base.vectors), self._vectors.view(count)),
-            learned=Extended(self._every, self._learned.view(count)),
-            categories=Patched(
+            item_counts=ExtendedArray(np.asarray(base.item_counts), self._counts.view(count)),
+            value_sums=ExtendedArray(np.asarray(base.value_sums), self._sums.view(count)),
+            vectors=ExtendedArray(np.asarray(base.vectors), self._vectors.view(count)),
+            trained_rows=ExtendedArray(self._every, self._trained_rows.view(count)),
+            categories=PatchedArray(
                 np.asarray(base.categories), *patch, self._categories.view(version.num_records)
             ),
-            side=Patched(np.asarray(base.side), *patch, self._side.view(version.num_records)),
+            side=PatchedArray(np.asarray(base.side), *patch, self._side.view(version.num_records)),
         )
 
     def _start_log(self) -> None:
         """Starts empty tables for the records of a new log."""
-        self._categories = Growing(self.base.categories.shape[1:], np.int32)
-        self._side = Growing(self.base.side.shape[1:], np.float32)
+        self._categories = GrowableArray(self.base.categories.shape[1:], np.int32)
+        self._side = GrowableArray(self.base.side.shape[1:], np.float32)
 
     def _follow_rows(self, version: CatalogVersion) -> None:
         """Appends counts and vectors of rows that are new in this version."""
-        first = self._learned.count
+        first = self._trained_rows.count
         if first >= version.num_tail:
             return
-        learned = version.learned[first:]
-        fitted = learned >= 0
-        known = np.where(fitted, learned, 0)
-        rows = first + len(version.base) + np.arange(len(learned))
-        self._learned.append(np.where(fitted, learned, rows))
+        trained_rows = version.trained_rows[first:]
+        fitted = trained_rows >= 0
+        known = np.where(fitted, trained_rows, 0)
+        rows = first + len(version.base) + np.arange(len(trained_rows))
+        self._trained_rows.append(np.where(fitted, trained_rows, rows))
         self._counts.append(np.where(fitted, self.base.item_counts[known], 0))
         self._sums.append(np.where(fitted, self.base.value_sums[known], 0))
         self._vectors.append(unit_rows(version.vectors.tail[first:]))

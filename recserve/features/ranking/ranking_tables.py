@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from recserve.features.catalog.item_categories import category_matrix, category_vocabulary
-from recserve.features.catalog.row_tables import Table
+from recserve.features.tables.arrays import Table
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.cooccurrence import neighbours
@@ -110,8 +110,8 @@ class RankingTables:
         category_weights: [G+1] float32 weights, 0 for the padding.
         vectors: [I, D] float32 vectors of length 1, or 0.
         side: [I, S] float32 standardised attributes, 0 if unknown.
-        learned: [I] int64 fitted row whose events a row inherits, or the row itself. None means
-            that every row is its own.
+        trained_rows: [I] int64 fitted row whose events a row inherits, or the row itself. None
+            means that every row is its own.
     """
 
     settings: RankingSettings
@@ -124,7 +124,7 @@ class RankingTables:
     category_weights: np.ndarray
     vectors: Table
     side: Table
-    learned: Table | None = None
+    trained_rows: Table | None = None
 
     @property
     def num_items(self) -> int:
@@ -133,7 +133,7 @@ class RankingTables:
 
     def fitted_rows(self, rows: np.ndarray) -> np.ndarray:
         """Returns the rows under which the events of items were counted, in any shape."""
-        return rows if self.learned is None else self.learned[rows]
+        return rows if self.trained_rows is None else self.trained_rows[rows]
 
     def neighbour_ranges(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns first neighbour and number of neighbours per fitted row; later rows have none."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from recserve.features.catalog.row_tables import Table
+from recserve.features.tables.arrays import Table
 
 BOS = 0
 InputForm = Literal["codes", "items"]

@@ -56,13 +56,13 @@ class ItemTable:
     """Items by row.
 
     Attributes:
-        ids: [I] distinct item ids.
+        ids: [I] item ids. Those of a catalogue are distinct; records of changes may repeat one.
         titles: [I] titles, "" if unknown.
         categories: [I] lists of category paths.
         attributes: Arrow table of the other columns, with one row per item.
 
     Raises:
-        ValueError: If the columns differ in length or an id appears twice.
+        ValueError: If the columns differ in length.
     """
 
     ids: list[str]
@@ -76,8 +76,6 @@ class ItemTable:
             lengths.add(self.attributes.num_rows)
         if len(lengths) != 1:
             raise ValueError(f"item columns differ in length: {sorted(lengths)}")
-        if len(set(self.ids)) != len(self.ids):
-            raise ValueError("item ids must be distinct")
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -72,7 +72,7 @@ class ResidualQuantizer:
         Raises:
             ValueError: If a size is out of range or there are no vectors.
         """
-        residual = _checked(vectors, levels, codes)
+        residual = _check_fit(vectors, levels, codes)
         size = min(codes, len(residual))
         codebooks = []
         for level in range(levels):
@@ -87,7 +87,7 @@ class ResidualQuantizer:
 
     def encode(self, vectors: np.ndarray) -> np.ndarray:
         """Maps [I, F] to codes [I, L] uint16, the nearest entry level by level."""
-        residual = _of_width(vectors, self.codebooks[0].shape[1])
+        residual = _check_width(vectors, self.codebooks[0].shape[1])
         codes = np.empty((len(residual), len(self.codebooks)), dtype=np.uint16)
         for level, book in enumerate(self.codebooks):
             nearest = _nearest(book, residual)
@@ -141,7 +141,7 @@ class ProductQuantizer:
         Raises:
             ValueError: If a size is out of range, L exceeds F, or there are no vectors.
         """
-        vectors = _checked(vectors, levels, codes)
+        vectors = _check_fit(vectors, levels, codes)
         dim = vectors.shape[1]
         if levels > dim:
             raise ValueError(
@@ -159,13 +159,13 @@ class ProductQuantizer:
         for turn, rounds in enumerate(OPQ_KMEANS_ROUNDS):
             parts = np.split(padded @ rotation.T, levels, axis=1)
             books = [
-                _means(_widened(part), size, rounds, seed + level + 1, book)
+                _means(_widen(part), size, rounds, seed + level + 1, book)
                 for level, (part, book) in enumerate(zip(parts, books, strict=True))
             ]
             if turn + 1 < len(OPQ_KMEANS_ROUNDS):
                 # Orthogonal Procrustes: the rotation that best fits the decoded vectors.
                 decoded = [
-                    book[_nearest(book, _widened(part)), :width]
+                    book[_nearest(book, _widen(part)), :width]
                     for part, book in zip(parts, books, strict=True)
                     if book is not None
                 ]
@@ -181,10 +181,10 @@ class ProductQuantizer:
 
     def encode(self, vectors: np.ndarray) -> np.ndarray:
         """Maps [I, F] to codes [I, L] uint16, the nearest entry of each sub-vector."""
-        turned = _of_width(vectors, self.rotation.shape[1]) @ self.rotation.T
+        turned = _check_width(vectors, self.rotation.shape[1]) @ self.rotation.T
         codes = np.empty((len(turned), len(self.codebooks)), dtype=np.uint16)
         for level, part in enumerate(np.split(turned, len(self.codebooks), axis=1)):
-            codes[:, level] = _nearest(_widened(self.codebooks[level]), _widened(part))
+            codes[:, level] = _nearest(_widen(self.codebooks[level]), _widen(part))
         return codes
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -261,7 +261,7 @@ def _means(
     return np.ascontiguousarray(model.centroids, dtype=np.float32)
 
 
-def _widened(vectors: np.ndarray) -> np.ndarray:
+def _widen(vectors: np.ndarray) -> np.ndarray:
     """Pads to 16 columns with zeros: eight times faster than products of 4 or 8 columns."""
     return np.pad(vectors, ((0, 0), (0, max(0, MIN_WIDTH - vectors.shape[1]))))
 
@@ -275,7 +275,7 @@ def _nearest(book: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     return nearest
 
 
-def _checked(vectors: np.ndarray, levels: int, codes: int) -> np.ndarray:
+def _check_fit(vectors: np.ndarray, levels: int, codes: int) -> np.ndarray:
     """Returns float32 vectors after checking the arguments of `fit`."""
     if vectors.ndim != 2 or not vectors.size:
         raise ValueError(f"vectors have shape {vectors.shape}; expected [items, dim], neither zero")
@@ -288,7 +288,7 @@ def _checked(vectors: np.ndarray, levels: int, codes: int) -> np.ndarray:
     return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
-def _of_width(vectors: np.ndarray, dim: int) -> np.ndarray:
+def _check_width(vectors: np.ndarray, dim: int) -> np.ndarray:
     if vectors.ndim != 2 or vectors.shape[1] != dim:
         raise ValueError(f"vectors have shape {vectors.shape}; the quantiser takes [items, {dim}]")
     return np.ascontiguousarray(vectors, dtype=np.float32)

@@ -1,19 +1,26 @@
-"""Finds nearest items by inner product, exactly for small catalogues, else by inverted lists."""
+"""Finds nearest items by inner product, exactly for small catalogues, else by inverted lists.
+
+`FaissIndex` is built from the items of a catalogue. `VersionIndex` follows a live catalogue.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import faiss
 import numpy as np
 
+from recserve.features.tables.arrays import GrowableArray, are_among
 from recserve.features.vectors.faiss_threads import one_thread
 
 FLAT_BELOW = 50_000
 LISTS_SHARE = 16  # a search reads one in 16 inverted lists
 TRAINED_PER_LIST = 64
 ALL_LISTS_SHARE = 8  # a search for more than an eighth of the items reads all lists
+VectorsOf = Callable[[np.ndarray], np.ndarray]  # rows [n] to unit vectors [n, E] float32
 
 
 class FaissIndex:
@@ -63,29 +70,31 @@ class FaissIndex:
         self._index.add_with_ids(vectors, np.arange(self.num_items) if rows is None else rows)
         self._num_trained, self._num_added = self.num_items, 0
 
-    def is_outgrown(self, num_gone: int, num_new: int) -> bool:
-        """Whether to rebuild the index instead of editing so many gone and new rows.
+    def is_outgrown(self, num_removed: int, num_new: int) -> bool:
+        """Whether to rebuild the index instead of editing so many removed and new rows.
 
         True if a flat index has become too large, or if most vectors were added after the lists
         were trained.
         """
-        too_large = self.num_items - num_gone + num_new >= self.flat_below
+        too_large = self.num_items - num_removed + num_new >= self.flat_below
         return too_large and (not self.num_lists or self._num_added + num_new > self._num_trained)
 
-    def edited(self, gone: np.ndarray, rows: np.ndarray, vectors: np.ndarray) -> FaissIndex:
+    def edit(self, removed_rows: np.ndarray, rows: np.ndarray, vectors: np.ndarray) -> FaissIndex:
         """Returns a copy with some rows removed and others added.
 
         The lists keep their centroids, so a million items take a quarter of a second.
 
         Args:
-            gone: [g] rows to remove.
+            removed_rows: [g] rows to remove.
             rows: [n] rows to add.
             vectors: [n, E] float32 unit vectors of the added rows.
         """
         new = copy.copy(self)
         new._index = faiss.clone_index(self._index)
         with one_thread():
-            new._index.remove_ids(faiss.IDSelectorBatch(np.ascontiguousarray(gone, np.int64)))
+            new._index.remove_ids(
+                faiss.IDSelectorBatch(np.ascontiguousarray(removed_rows, np.int64))
+            )
             new._index.add_with_ids(np.ascontiguousarray(vectors, np.float32), rows)
         new.num_items, new._num_added = new._index.ntotal, self._num_added + len(rows)
         return new
@@ -101,3 +110,108 @@ class FaissIndex:
         with one_thread():
             scores, rows = self._index.search(queries, k, params=parameters)
         return rows, scores
+
+
+class LaterRows:
+    """Append-only rows and vectors after a base, shared by all versions."""
+
+    def __init__(self, dimensions: int) -> None:
+        self.rows = GrowableArray((), np.int64)
+        self.vectors = GrowableArray((dimensions,), np.float32)
+
+    def append(self, rows: np.ndarray, vectors: np.ndarray) -> None:
+        """Appends rows [n] and their vectors [n, E]."""
+        self.rows.append(rows)
+        self.vectors.append(vectors)
+
+
+@dataclass(frozen=True)
+class VersionIndex:
+    """The immutable vector index of one version: a built base plus the rows that were added since.
+
+    The rows of a version are in the base or among the later rows, which are searched exhaustively.
+    Rows that were removed when the base was made may be in neither. A fold moves the later rows
+    into a new base and leaves out removed rows. A row that returns after a fold is a later row
+    again.
+
+    Attributes:
+        base: Built index.
+        later: Later rows of all versions on this base.
+        num_later: Number of later rows that belong to this version.
+        left_out: [g] ascending removed rows of the version that are in neither part.
+    """
+
+    base: FaissIndex
+    later: LaterRows
+    num_later: int
+    left_out: np.ndarray
+
+    @staticmethod
+    def on(base: FaissIndex, left_out: np.ndarray | None = None) -> VersionIndex:
+        """Returns the index of a base that contains all rows except `left_out`."""
+        none = np.zeros(0, np.int64)
+        return VersionIndex(
+            base, LaterRows(base.dimensions), 0, none if left_out is None else left_out
+        )
+
+    @property
+    def num_items(self) -> int:
+        """Number of vectors, including those of removed rows that are not left out."""
+        return self.base.num_items + self.num_later
+
+    @property
+    def num_rows(self) -> int:
+        """Number of item rows of the version."""
+        return self.num_items + self.left_out.size
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Implements `VectorIndex.search` of core/request.py."""
+        queries = np.ascontiguousarray(queries, np.float32)
+        rows, scores = self.base.search(queries, k)
+        if not self.num_later:
+            return rows, scores
+        vectors = self.later.vectors.view(self.num_later)
+        count = min(k, self.num_later)
+        with one_thread():
+            more, places = faiss.knn(queries, vectors, count, faiss.METRIC_INNER_PRODUCT)
+        rows = np.concatenate([rows, self.later.rows.view(self.num_later)[places]], axis=1)
+        scores = np.concatenate([scores, more], axis=1)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
+
+    def at(self, num_rows: int, removed_rows: np.ndarray, vectors_of: VectorsOf) -> VersionIndex:
+        """Returns the index of the next version, with the rows that this version lacks.
+
+        The cost grows with these rows only, apart from a search for `left_out` in `removed_rows`.
+
+        Args:
+            num_rows: Item rows of the next version.
+            removed_rows: [g] ascending rows that the next version does not recommend.
+            vectors_of: Returns unit vectors of rows.
+        """
+        assert self.num_later == self.later.rows.count, "another version already extends this one"
+        lacking = np.concatenate([self.left_out, np.arange(self.num_rows, num_rows)])
+        out = are_among(lacking, removed_rows)
+        rows = lacking[~out]
+        if rows.size:
+            self.later.append(rows, vectors_of(rows))
+        return VersionIndex(self.base, self.later, self.num_later + rows.size, lacking[out])
+
+    def fold(self, removed_rows: np.ndarray, vectors_of: VectorsOf) -> VersionIndex:
+        """Returns an index of the same version with all live rows in a new base.
+
+        Args:
+            removed_rows: [g] ascending rows that the version does not recommend.
+            vectors_of: Returns unit vectors of rows.
+        """
+        left = removed_rows[~are_among(removed_rows, self.left_out)]
+        rows = self.later.rows.view(self.num_later)
+        stay = ~are_among(rows, removed_rows)
+        if not self.base.is_outgrown(left.size - int((~stay).sum()), int(stay.sum())):
+            vectors = self.later.vectors.view(self.num_later)
+            return VersionIndex.on(self.base.edit(left, rows[stay], vectors[stay]), removed_rows)
+        live = np.arange(self.num_rows)
+        live = live[~are_among(live, removed_rows)]
+        with one_thread():
+            base = FaissIndex(vectors_of(live), self.base.flat_below, live)
+        return VersionIndex.on(base, removed_rows)

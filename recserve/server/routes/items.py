@@ -44,7 +44,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def items(request: Request) -> Response:
         """Return a page of the catalogue; `query`, `limit` and `after`."""
         query = query_of(request, ItemsQuery)
-        return json_response(await app_state.from_store(app_state.service.catalog.listed, query))
+        return json_response(await app_state.from_store(app_state.service.catalog.page, query))
 
     @app.put("/v1/items", operation_id="put_items")
     async def put_items(request: Request) -> Response:

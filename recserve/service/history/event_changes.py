@@ -28,8 +28,8 @@ from recserve.features.history.history import (
 from recserve.features.tables.rfc3339 import parse_timestamp
 from recserve.schemas.events import REMOVE, REPLACE, EventInput
 from recserve.schemas.items import Rejection
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.event_types import EventTypes
+from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

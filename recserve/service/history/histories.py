@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,52 +22,12 @@ from recserve.features.history.history import (
 from recserve.features.history.timed_reads import TimedReads
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryEvent, HistoryResponse
 from recserve.schemas.items import InvalidRequest, MissingField, Rejection, UserRef
-from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.event_changes import EventChanges
 from recserve.service.history.event_types import EventTypes
+from recserve.service.snapshot import EMPTY_HISTORY, History, Snapshot
 
 log = logging.getLogger(__name__)
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-
-
-@dataclass(frozen=True)
-class History:
-    """A user's events, oldest first, without the events of unknown items.
-
-    Attributes:
-        rows: [n] int64 item rows.
-        times: [n] int64 microseconds since 1970, or positions for events without a timestamp.
-        types: [n] int64 numbers of the event types, see `EventTypes`.
-        values: [n] float32 event values.
-        num_events: Number of events, including those of unknown items.
-        degraded: Reasons why the history is incomplete.
-    """
-
-    rows: np.ndarray
-    times: np.ndarray
-    types: np.ndarray
-    values: np.ndarray
-    num_events: int
-    degraded: tuple[str, ...] = ()
-
-    @property
-    def dated(self) -> np.ndarray:
-        """[n] bool: True for events with a timestamp, False for those with a position only."""
-        return self.times >= MIN_TIME_US
-
-    def rows_within(self, seconds: float) -> np.ndarray:
-        """Returns the item rows of recent events.
-
-        Args:
-            seconds: Age limit of an event. Events without a timestamp are always included.
-        """
-        since = time.time_ns() // 1000 - int(seconds * 1e6)
-        return self.rows[~self.dated | (self.times >= since)]
-
-
-EMPTY_HISTORY = History(
-    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), 0
-)
 
 
 @dataclass(frozen=True)

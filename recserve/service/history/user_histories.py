@@ -14,8 +14,8 @@ from recserve.schemas.events import (
     HistoryResponse,
 )
 from recserve.schemas.items import InvalidRequest
-from recserve.service.catalog.live_items import LiveItems
 from recserve.service.history.histories import Histories, Rewritten
+from recserve.service.live_catalog import LiveCatalog
 from recserve.service.prewarm import Prewarm
 
 
@@ -28,7 +28,7 @@ class UserHistories:
     """
 
     def __init__(
-        self, engine: Engine, items: LiveItems, histories: Histories, prewarm: Prewarm
+        self, engine: Engine, items: LiveCatalog, histories: Histories, prewarm: Prewarm
     ) -> None:
         self.engine, self.items, self.histories = engine, items, histories
         self.prewarm = prewarm

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from recserve.features.catalog.filters import FilterError, ItemFilters
-from recserve.features.catalog.item_records import ItemRecord, RecordTable, checked_attributes
+from recserve.features.catalog.item_records import ItemRecord, check_attributes, record_table
 from recserve.features.tables.items import ItemTable
 from tests.support.attribute_filters import (
     ID,
@@ -40,15 +40,15 @@ def test_every_filter_equals_a_plain_loop(seed):
     built = pa.concat_tables([built.slice(0, 7), built.slice(7)])
     filters = filters_of(built)
     records = [
-        ItemRecord(f"i{n}", "", [], checked_attributes(row, built.schema))
+        ItemRecord(f"i{n}", "", [], check_attributes(row, built.schema))
         for n, row in enumerate(rows)
     ]
-    live = ItemFilters(RecordTable.of(records, built.schema))
+    live = ItemFilters(record_table(records, built.schema))
     table = ItemTable([r.item_id for r in records], [""] * ITEMS, [[]] * ITEMS, built)
     for n, record in enumerate(records):
         own = {name: value for name, value in table.attribute(n).items() if value is not None}
         assert own == record.attributes
-        assert checked_attributes(record.attributes, built.schema) == record.attributes
+        assert check_attributes(record.attributes, built.schema) == record.attributes
     for _ in range(60):
         tree = draw_filter(draw, TYPES, rows)
         wanted = [n for n, row in enumerate(rows) if fulfils(tree, row, TYPES)]
@@ -113,4 +113,4 @@ def test_a_literal_of_another_type_is_refused(name, literal, words):
 )
 def test_a_value_that_a_column_cannot_hold_is_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}: expected .*, got"):
-        checked_attributes({name: value}, pa.schema([(name, TYPES[name])]))
+        check_attributes({name: value}, pa.schema([(name, TYPES[name])]))

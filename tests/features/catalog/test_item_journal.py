@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
+from recserve.features.catalog.item_journal import ItemJournal, JournalError
+from recserve.features.catalog.versions import ChangeSet
 
 
 class Disk:
@@ -47,11 +48,11 @@ class Disk:
         return copy
 
 
-def entry(number: int) -> JournalEntry:
-    return JournalEntry(number, hidden=(f"item {number}",))
+def entry(number: int) -> ChangeSet:
+    return ChangeSet(number, hidden=(f"item {number}",))
 
 
-def read(path: Path) -> list[JournalEntry]:
+def read(path: Path) -> list[ChangeSet]:
     return ItemJournal(path).read()
 
 
@@ -85,7 +86,7 @@ def test_a_change_after_a_restart_is_on_the_disk_too(path, disk, tmp_path):
 
 def test_a_replacement_is_the_old_file_or_the_new_one_in_every_moment(path, disk, tmp_path):
     journal = ItemJournal(path)
-    old, new = [entry(1), entry(2)], [JournalEntry(2, hidden=("both",))]
+    old, new = [entry(1), entry(2)], [ChangeSet(2, hidden=("both",))]
     for one in old:
         journal.append(one)
     seen = []

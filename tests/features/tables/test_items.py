@@ -98,5 +98,3 @@ def test_round_trip_through_arrow(tmp_path: Path) -> None:
 def test_table_refuses_unequal_columns() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         ItemTable(["a"], [], [[]], pa.table({}))
-    with pytest.raises(ValueError, match="distinct"):
-        ItemTable(["a", "a"], ["", ""], [[], []], pa.table({}))

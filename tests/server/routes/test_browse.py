@@ -3,8 +3,7 @@
 import pytest
 
 from recserve.schemas.browse import MAX_LISTED
-from recserve.service import Service, ServiceOptions
-from recserve.service.catalog import item_page
+from recserve.service import Service, ServiceOptions, live_catalog
 from tests.support.live_server import live
 from tests.support.tiny_bundle import NUM_ITEMS, NUM_USERS, shared_bundle
 
@@ -53,7 +52,7 @@ def test_a_search_finds_titles_and_ids_in_upper_or_lower_case(client):
 
 def test_a_call_looks_at_a_bounded_number_of_items(client, monkeypatch):
     every = ids(pages(client, "/v1/items", limit=100))
-    monkeypatch.setattr(item_page, "MAX_SCANNED", 90)
+    monkeypatch.setattr(live_catalog, "MAX_SCANNED", 90)
     first = client.get("/v1/items", params={"query": every[450], "after": 0}).json()
     assert [item["item_id"] for item in first["items"]] == [every[450]]
     short = client.get("/v1/items", params={"query": every[450][-5:]}).json()

@@ -42,8 +42,8 @@ from recserve.models.ranker import load_ranker, save_ranker
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
 from recserve.service.history.event_types import TYPE_TABLE, EventTypes
+from recserve.service.replacement import open_successor
 from recserve.service.slate_log.reader import read_log, shown_items
-from recserve.service.succession import open_successor
 from recserve.training.ranker.ranking_batch import pack
 from recserve.training.ranker.ranking_quality import attend_within
 from tests.support.live_server import live

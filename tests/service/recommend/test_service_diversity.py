@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recserve.core.diversity import PrefixGroups
-from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.features.catalog.versions import CatalogVersion
 from recserve.schemas.items import (
     Diversity,
     Exclude,
@@ -17,7 +17,7 @@ from recserve.schemas.items import (
     RecommendRequest,
 )
 from recserve.service import Service
-from recserve.service.diversity import ListedItems, caps_of
+from recserve.service.snapshot import GroupIndex
 from tests.support.live_server import live
 from tests.support.slates import plain_open
 from tests.support.tiny_bundle import shared_bundle
@@ -38,7 +38,7 @@ def client(tmp_path_factory):
 
 
 def caps_in(snapshot, **diversity):
-    return caps_of(Diversity(**diversity), snapshot.items, snapshot.trie, snapshot.categories)
+    return snapshot.caps(Diversity(**diversity))
 
 
 def assert_grouped(cap, names):
@@ -140,14 +140,14 @@ def test_groups_of_a_live_catalogue(changing):
         assert_grouped(cap, wanted)
     for level in range(now.trie.num_levels):
         (cap,) = caps_in(now, prefix=(level, 1))
-        rows = np.delete(np.arange(now.num_items), now.items.gone)
+        rows = np.delete(np.arange(now.num_items), now.items.removed_rows)
         alike = [tuple(now.items.codes[row][: level + 1].tolist()) for row in rows]
         groups = cap.groups.of(rows)[1]
         for group in np.unique(groups):
             (name,) = {alike[place] for place in np.flatnonzero(groups == group)}
             mine = {row for row, other in zip(rows.tolist(), alike, strict=True) if other == name}
             found = set(cap.groups.items(np.array([group])).tolist())
-            assert found - set(now.items.gone.tolist()) == mine
+            assert found - set(now.items.removed_rows.tolist()) == mine
 
 
 def test_slates_of_a_live_catalogue(changing):
@@ -178,7 +178,9 @@ def test_slates_of_a_live_catalogue(changing):
                 own = [i.item_id for i in answer.items if i.source == "model"]
                 if len(own) < 12:
                     rows = snapshot.rows_of(own)
-                    legal = np.delete(np.arange(snapshot.num_items), snapshot.items.gone).tolist()
+                    legal = np.delete(
+                        np.arange(snapshot.num_items), snapshot.items.removed_rows
+                    ).tolist()
                     assert plain_open(rows, caps, legal) == []
 
 
@@ -192,7 +194,7 @@ def test_a_new_version_groups_only_what_is_asked_about(changing, monkeypatch):
     prefixes, records, listed = [], [], []
     counted(monkeypatch, PrefixGroups, "of", lambda groups, rows: prefixes.append(rows.size))
     counted(monkeypatch, CatalogVersion, "record", lambda version, row: records.append(row))
-    counted(monkeypatch, ListedItems, "read", lambda lists: listed.append(len(lists)))
+    counted(monkeypatch, GroupIndex, "read", lambda lists: listed.append(len(lists)))
     looked_at = Looked(service.catalog.current.items.log)
     body = RecommendRequest(
         history=ids[4:8], k=6, beam_width=6, exclude=Exclude(seen=False),

@@ -12,7 +12,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
 from recserve.schemas.items import ItemsRequest
 from recserve.service import Service, ServiceOptions
-from recserve.service.catalog.filter_cache import ENTRY_BYTES, CachedFilter, FilterCache
+from recserve.service.snapshot import ENTRY_BYTES, CachedFilter, FilterCache
 from tests.support.tiny_bundle import shared_bundle
 
 CAPACITY_BYTES = 1 << 20

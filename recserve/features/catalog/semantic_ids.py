@@ -1,6 +1,6 @@
-"""The semantic id index maps item ids, rows and codes to each other, in compact arrays.
+"""Semantic ids of items: item ids, rows and codes mapped to each other, in compact arrays.
 
-The trie over the same codes is in `recserve.kernels.trie.trie`; this index needs only numpy. A
+The trie over the same codes is in `recserve.kernels.trie.trie`; this file needs only numpy. A
 million items of five levels take 26 MB, without the id strings.
 """
 
@@ -57,7 +57,7 @@ class CodeReport:
 
 
 @dataclass(frozen=True)
-class SemanticIdIndex:
+class SemanticIds:
     """Semantic ids of I items.
 
     Attributes:
@@ -157,12 +157,12 @@ class SemanticIdIndex:
         return low
 
 
-def build_index(
+def build_semantic_ids(
     item_ids: Sequence[str],
     codes: np.ndarray,
     codebook_sizes: tuple[int, ...],
     popularity: np.ndarray,
-) -> tuple[SemanticIdIndex, CodeReport]:
+) -> tuple[SemanticIds, CodeReport]:
     """Makes the quantiser's codes distinct and reports their collisions.
 
     If items share a code tuple, a disambiguation level is appended. It numbers the items of a tuple
@@ -199,7 +199,7 @@ def build_index(
         extra[order] = np.arange(len(codes)) - np.repeat(starts, counts)
         codes = np.concatenate([codes, extra[:, None]], axis=1)
         codebook_sizes = (*codebook_sizes, largest)
-    return SemanticIdIndex(item_ids, codes, codebook_sizes, largest > 1), report
+    return SemanticIds(item_ids, codes, codebook_sizes, largest > 1), report
 
 
 def _use(

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from recserve.schemas.items import RollbackRequest
-from recserve.service.catalog import live_items as live_items_module
-from recserve.service.catalog import version_archive as module
-from recserve.service.catalog.version_archive import (
+from recserve.service import live_catalog as live_catalog_module
+from recserve.service import live_catalog as module
+from recserve.service.errors import UnknownVersion
+from recserve.service.live_catalog import (
     MAX_NEWEST,
     MAX_OLDER,
     MIN_INTERVAL_S,
-    VersionArchive,
+    _VersionArchive,
 )
-from recserve.service.errors import UnknownVersion
 from tests.support.grids import chosen
 from tests.support.live_catalogues import base_of, item_like, put, scores, slate
 
@@ -33,7 +33,7 @@ def version(number):
 def filled(count, every_s):
     """Versions 1 to count, one every so many seconds, each over a base of its own."""
     clock = [0.0]
-    kept = VersionArchive(version(0), Base(), lambda: clock[0], lambda items: items)
+    kept = _VersionArchive(version(0), Base(), lambda: clock[0], lambda items: items)
     bases = []
     for number in range(1, count + 1):
         clock[0] += every_s
@@ -90,7 +90,7 @@ def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monke
     put(service, *[item_like(service, f"a{n}", 7 * n) for n in range(4)])
     wanted = put(service, {"item_id": ids[2], "embedding": base_of(service).vectors[9].tolist()})
     expected = scores(slate(service))
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 5)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 5)
     put(service, *[item_like(service, f"b{n}", 5 * n) for n in range(4)])
     service.catalog._folding.join()
     service.hide_item("a1")

@@ -5,22 +5,23 @@ import pyarrow as pa
 import pytest
 
 from recserve.features.catalog.catalog import Catalog, item_keys
-from recserve.features.catalog.catalog_version import first_version
-from recserve.features.catalog.id_assignment import IdAssigner
-from recserve.features.catalog.item_records import ItemRecord, checked_attributes
-from recserve.features.catalog.live_catalog import (
+from recserve.features.catalog.item_records import ItemRecord, check_attributes
+from recserve.features.catalog.new_items import IdAssigner
+from recserve.features.catalog.semantic_ids import build_semantic_ids
+from recserve.features.catalog.versions import (
+    ChangeSet,
     ItemChange,
-    changed,
+    apply_changes,
+    compact_log,
     difference,
-    restored,
-    with_short_log,
+    first_version,
+    restore_version,
 )
-from recserve.features.catalog.row_tables import Extended, Growing, Patched, RowMap
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingSettings, _bind
+from recserve.features.tables.arrays import ExtendedArray, GrowableArray, PatchedArray, RowMap
 from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.quantizer import ResidualQuantizer
-from recserve.features.vectors.semantic_ids import build_index
 
 PATHS = ["A", "A > B", "C", "C > D"]
 ITEMS = 40
@@ -32,7 +33,9 @@ def make_catalog():
     vectors = draw.standard_normal((ITEMS, 8)).astype(np.float32)
     quantizer = ResidualQuantizer.fit(vectors, 2, 5, 0)
     popularity = draw.integers(0, 30, ITEMS).astype(np.float32)
-    index, _ = build_index(ids, quantizer.encode(vectors), quantizer.codebook_sizes, popularity)
+    index, _ = build_semantic_ids(
+        ids, quantizer.encode(vectors), quantizer.codebook_sizes, popularity
+    )
     attributes = pa.table({"price": pa.array(draw.random(ITEMS), pa.float64())})
     items = ItemTable(ids, ["t"] * ITEMS, [[PATHS[row % 4]] for row in range(ITEMS)], attributes)
     return Catalog("v", items, index, popularity, vectors), quantizer
@@ -80,7 +83,7 @@ def drawn(steps, seed):
         model = model.copy()
         if draw.random() < 0.1:
             there, model = kept[int(draw.integers(len(kept)))]
-            version = restored(there, version, number)
+            version = restore_version(there, version, number)
             kept.append((version, model))
             continue
         names = draw.permutation([*catalog.items.ids, *(f"n{i}" for i in range(15))])[:4].tolist()
@@ -90,8 +93,9 @@ def drawn(steps, seed):
             n for n in puts if n not in model.items or n in model.hidden or draw.random() < 0.4
         ]
         vectors = draw.standard_normal((len(fresh), 8)).astype(np.float32)
-        codes = assigner.assign(version, vectors, version.known_rows(fresh))
-        places = {n: (v, c) for n, v, c in zip(fresh, vectors, codes, strict=True) if c is not None}
+        new_ids = assigner.assign(version, vectors, version.known_rows(fresh))
+        found = zip(fresh, vectors, new_ids, strict=True)
+        places = {n: (vector, new.codes) for n, vector, new in found if new is not None}
         changes = []
         for name in puts:
             if name in fresh and name not in places:
@@ -103,9 +107,9 @@ def drawn(steps, seed):
             model.items[name] = (record, vector)
             model.hidden.discard(name)
         model.hidden.update(hidden)
-        version = changed(version, number, changes, hidden)
+        version = apply_changes(version, ChangeSet(number, tuple(changes), tuple(hidden)))
         if draw.random() < 0.1:
-            version = with_short_log(version)
+            version = compact_log(version)
         kept.append((version, model))
     return kept
 
@@ -127,21 +131,21 @@ def test_every_version_is_its_model_to_the_end(history):
             assert version.item_id(row) == name and version.known_rows([name]) == [row]
             assert version.record(row) == record
             assert np.array_equal(version.vectors[row], vector)
-            assert version.is_gone(row) == (name in model.hidden)
-        assert not np.isin(rows, version.gone).any()
+            assert version.is_removed(row) == (name in model.hidden)
+        assert not np.isin(rows, version.removed_rows).any()
         codes = version.codes[np.array(rows)]
         assert len(np.unique(codes, axis=0)) == len(rows)
-        # All rows are somebody's, or gone.
-        assert sorted([*rows, *version.gone.tolist()]) == list(range(version.num_rows))
+        # All rows are somebody's, or removed.
+        assert sorted([*rows, *version.removed_rows.tolist()]) == list(range(version.num_rows))
 
 
 def test_the_difference_from_the_bundle_makes_the_version_again(history):
     catalog = history[0][0].base
     for version, model in history[::7]:
-        said = difference(version)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
-        again = changed(first_version(catalog, rows), version.number, said.changes, [])
-        again = changed(again, version.number, [], said.hidden)
+        again = first_version(catalog, rows)
+        for part in difference(version).split():
+            again = apply_changes(again, part)
         assert again.name == version.name and again.num_rows <= version.num_rows
         for name, (record, vector) in model.items.items():
             (row,) = again.known_rows([name])
@@ -151,7 +155,7 @@ def test_the_difference_from_the_bundle_makes_the_version_again(history):
                 continue
             assert again.record(row) == record and np.array_equal(again.vectors[row], vector)
             assert again.codes[row].tolist() == version.codes[old].tolist()
-            assert again.learned_row(row) == version.learned_row(old)
+            assert again.trained_row(row) == version.trained_row(old)
 
 
 def test_popular_rows_follow_their_items(history):
@@ -207,20 +211,28 @@ def test_unknown_items_are_refused_before_anything_changes():
     (version, _), *_ = drawn(0, 0)
     new = ItemChange(ItemRecord("new", "", [], {}))
     with pytest.raises(ValueError, match="new and has no vector"):
-        changed(version, 1, [new], [])
+        apply_changes(version, ChangeSet(1, (new,)))
     assert not version.log.records and not version.tail.ids
 
 
 def test_a_hidden_item_that_is_unknown_is_remembered():
     (version, _), *_ = drawn(0, 0)
-    hidden = changed(version, 1, [], ["none"])
+    hidden = apply_changes(version, ChangeSet(1, hidden=("none",)))
     assert difference(hidden).hidden == ("none",)
-    assert hidden.num_rows == version.num_rows and not hidden.gone.size
+    assert hidden.num_rows == version.num_rows and not hidden.removed_rows.size
     catalog, quantizer = make_catalog()
     vectors = np.ones((1, 8), np.float32)
-    (codes,) = IdAssigner(catalog.index, quantizer).assign(hidden, vectors, [-1])
-    put = changed(hidden, 2, [ItemChange(ItemRecord("none", "", [], {}), vectors[0], codes)], [])
+    (new,) = IdAssigner(catalog.index, quantizer).assign(hidden, vectors, [-1])
+    change = ItemChange(ItemRecord("none", "", [], {}), vectors[0], new.codes)
+    put = apply_changes(hidden, ChangeSet(2, (change,)))
     assert put.visible.get("none") >= 0 and difference(put).hidden == ()
+
+
+def test_equal_ids_are_refused():
+    catalog, _ = make_catalog()
+    catalog.items.ids[7] = "i3"
+    with pytest.raises(ValueError, match="item 'i3' occurs twice"):
+        Catalog("v", catalog.items, catalog.index, catalog.popularity, catalog.vectors)
 
 
 def test_two_ids_of_one_key_are_refused(monkeypatch):
@@ -240,26 +252,26 @@ def test_a_full_neighbourhood_sends_an_item_farther_away():
     near = catalog.index.codebook_sizes[-1] * quantizer.codebook_sizes[-1]
     free = int(np.prod(catalog.index.codebook_sizes)) - ITEMS
     same = np.repeat(catalog.vectors[:1], free + 1, axis=0)
-    codes = assigner.assign(version, same, [-1] * len(same))
-    found = [tuple(c.tolist()) for c in codes if c is not None]
+    new_ids = assigner.assign(version, same, [-1] * len(same))
+    found = [tuple(new.codes.tolist()) for new in new_ids if new is not None]
     taken = {tuple(c) for c in catalog.index.codes.tolist()}
-    assert codes[-1] is None and len(set(found)) == len(found) == free and not set(found) & taken
+    assert new_ids[-1] is None and len(set(found)) == len(found) == free and not set(found) & taken
     first = int(quantizer.encode(same[:1])[0, 0])
     here = near - sum(c[0] == first for c in taken)
     assert {c[0] for c in found[:here]} == {first} and first not in {c[0] for c in found[here:]}
-    far = [assigner.is_far(np.array(c), same[0]) for c in found]
+    far = [new.is_far for new in new_ids if new is not None]
     assert far == [False] * here + [True] * (free - here)
 
 
 def test_attributes_take_the_types_of_the_columns():
     schema = pa.schema([("price", pa.float32()), ("tags", pa.list_(pa.string())), ("n", pa.int8())])
     given = {"price": 3, "tags": ["a"], "n": None}
-    assert checked_attributes(given, schema) == {"price": 3.0, "tags": ["a"]}
+    assert check_attributes(given, schema) == {"price": 3.0, "tags": ["a"]}
     for wrong in ({"price": "x"}, {"tags": "a b"}, {"n": 300}, {"n": 1.5}, {"price": True}):
         with pytest.raises(ValueError, match="expected"):
-            checked_attributes(wrong, schema)
+            check_attributes(wrong, schema)
     with pytest.raises(ValueError, match="did you mean price"):
-        checked_attributes({"prise": 3}, schema)
+        check_attributes({"prise": 3}, schema)
 
 
 def test_row_map_layers():
@@ -271,17 +283,17 @@ def test_row_map_layers():
     assert RowMap({1: 1}).with_rows({1: 2}).base == {1: 1}
 
 
-def test_row_tables_are_arrays_to_their_readers():
+def test_growing_tables_are_arrays_to_their_readers():
     base, draw = np.arange(12.0).reshape(4, 3), np.random.default_rng(0)
-    tail, views = Growing((3,), np.float64), []
+    tail, views = GrowableArray((3,), np.float64), []
     for step in range(1, 90):
         tail.append(np.full((step % 3, 3), step))
         views.append((tail.view(tail.count), tail.view(tail.count).copy()))
     assert all(np.array_equal(view, copy) for view, copy in views)
     whole = np.concatenate([base, tail.view(tail.count)])
-    extended = Extended(base, tail.view(tail.count))
+    extended = ExtendedArray(base, tail.view(tail.count))
     rows, places = np.array([1, 3, 4, 5]), np.array([7, 2, 0, 9])
-    patched = Patched(base, 6, rows, places, tail.view(tail.count))
+    patched = PatchedArray(base, 6, rows, places, tail.view(tail.count))
     assert extended.shape == whole.shape and patched.shape == (6, 3)
     for shape in ((), (7,), (2, 5)):
         index = draw.integers(0, len(whole), shape)

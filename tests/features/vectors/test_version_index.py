@@ -5,9 +5,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from recserve.features.catalog.row_tables import are_among
-from recserve.features.vectors.grown_index import GrownIndex
-from recserve.features.vectors.vector_index import FaissIndex
+from recserve.features.tables.arrays import are_among
+from recserve.features.vectors.vector_index import FaissIndex, VersionIndex
 
 DIM = 8
 
@@ -24,7 +23,7 @@ def vectors_of(rows: np.ndarray) -> np.ndarray:
     return VECTORS[rows]
 
 
-def nearest_live(index: GrownIndex, live: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+def nearest_live(index: VersionIndex, live: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """As a reader does it: everything is searched, what is gone is dropped."""
     rows, scores = index.search(QUERIES, index.num_items)
     kept = are_among(rows, live)
@@ -33,7 +32,7 @@ def nearest_live(index: GrownIndex, live: np.ndarray, k: int) -> tuple[np.ndarra
     return np.take_along_axis(rows, places, 1), np.take_along_axis(scores, places, 1)
 
 
-def check(index: GrownIndex, num_rows: int, gone: np.ndarray) -> None:
+def check(index: VersionIndex, num_rows: int, gone: np.ndarray) -> None:
     """It finds what comparing with every live row finds."""
     live = np.setdiff1d(np.arange(num_rows), gone)
     assert index.num_rows == num_rows and live.size <= index.num_items <= num_rows
@@ -51,7 +50,7 @@ def test_through_changes_and_folds_it_finds_what_sorting_finds(seed, flat_below)
     """Rows come, go and come back; now and then a fold; earlier versions stay what they were."""
     draw = np.random.default_rng(seed)
     num_rows, gone = 100, np.zeros(0, np.int64)
-    index = GrownIndex.on(FaissIndex(VECTORS[:num_rows], flat_below))
+    index = VersionIndex.on(FaissIndex(VECTORS[:num_rows], flat_below))
     versions = []
     for step in range(40):
         back = draw.random(gone.size) < 0.2
@@ -62,7 +61,7 @@ def test_through_changes_and_folds_it_finds_what_sorting_finds(seed, flat_below)
         check(index, num_rows, gone)
         versions.append((index, num_rows, gone))
         if step % 7 == 6:
-            index = index.folded(gone, vectors_of)
+            index = index.fold(gone, vectors_of)
             assert not index.num_later and index.num_items == num_rows - gone.size
             check(index, num_rows, gone)
     for version in versions:
@@ -71,21 +70,21 @@ def test_through_changes_and_folds_it_finds_what_sorting_finds(seed, flat_below)
 
 
 def test_a_fold_keeps_the_lists_until_most_rows_came_after_them():
-    index = GrownIndex.on(FaissIndex(VECTORS[:400], 100))
+    index = VersionIndex.on(FaissIndex(VECTORS[:400], 100))
     lists, none = index.base.num_lists, np.zeros(0, np.int64)
     for stop in (500, 700, 800):
-        index = index.at(stop, none, vectors_of).folded(none, vectors_of)
+        index = index.at(stop, none, vectors_of).fold(none, vectors_of)
         assert index.base.num_lists == lists
-    index = index.at(801, none, vectors_of).folded(none, vectors_of)
+    index = index.at(801, none, vectors_of).fold(none, vectors_of)
     assert index.base.num_lists == round(4 * 801**0.5) > lists
     check(index, 801, none)
 
 
 def test_everything_may_go_and_come_back():
     none = np.zeros(0, np.int64)
-    index = GrownIndex.on(FaissIndex(VECTORS[:50])).at(60, none, vectors_of)
+    index = VersionIndex.on(FaissIndex(VECTORS[:50])).at(60, none, vectors_of)
     everything = np.arange(60)
-    empty = index.at(60, everything, vectors_of).folded(everything, vectors_of)
+    empty = index.at(60, everything, vectors_of).fold(everything, vectors_of)
     assert empty.num_items == 0
     assert (empty.search(QUERIES, 3)[0] == -1).all()
     check(empty.at(60, everything[5:], vectors_of), 60, everything[5:])
@@ -94,7 +93,7 @@ def test_everything_may_go_and_come_back():
 def test_a_change_set_copies_its_own_rows_and_not_the_later_ones():
     """Bytes that sets of 20 rows allocate: most as many as the first, all together few copies."""
     none = np.zeros(0, np.int64)
-    index = GrownIndex.on(FaissIndex(VECTORS[:100]))
+    index = VersionIndex.on(FaissIndex(VECTORS[:100]))
     allocated = []
     tracemalloc.start()
     try:

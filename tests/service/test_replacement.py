@@ -20,9 +20,15 @@ from recserve.service import Service, ServiceOptions
 from recserve.service import memory as memory_module
 from recserve.service.attribution import Signer
 from recserve.service.errors import UnknownItem
-from recserve.service.low_priority import NICENESS, at_low_priority
 from recserve.service.memory import needed_bytes
-from recserve.service.succession import UnfitBundle, check_successor, hand_over, open_successor
+from recserve.service.replacement import (
+    NICENESS,
+    UnfitBundle,
+    at_low_priority,
+    check_successor,
+    hand_over,
+    open_successor,
+)
 from tests.support.bundle_shelf import DROPPED, shelf
 
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 
-class Growing:
+class GrowableArray:
     """An append-only array with spare capacity. Existing views never change."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype | type) -> None:
@@ -40,7 +40,7 @@ class Growing:
 
 
 @dataclass(frozen=True)
-class Extended:
+class ExtendedArray:
     """A base array followed by a tail: row I + i is `tail[i]`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Extended:
 
 
 @dataclass(frozen=True)
-class Patched:
+class PatchedArray:
     """A base array with other values at some rows, and possibly more rows.
 
     Attributes:
@@ -104,7 +104,7 @@ class Patched:
         return _where(self.rows[at] == rows, self.values[self.places[at]], found)
 
 
-Table = np.ndarray | Extended | Patched
+Table = np.ndarray | ExtendedArray | PatchedArray
 
 
 def _where(condition: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -159,7 +159,7 @@ class RowMap(Generic[K]):
                 found = map(layer.get, keys, found)
         return list(found)
 
-    def removed(self) -> list[K]:
+    def removed_keys(self) -> list[K]:
         """Returns the keys whose latest change removed their row."""
         return [key for key, row in {**self.older, **self.recent}.items() if row < 0]
 

@@ -17,7 +17,8 @@ import pytest
 from recserve.config import ServerConfig
 from recserve.engine.items.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
 from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
+from recserve.features.catalog.item_journal import ItemJournal, JournalError
+from recserve.features.catalog.versions import ChangeSet
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
     Candidate,
@@ -27,7 +28,7 @@ from recserve.schemas.items import (
     UserRef,
 )
 from recserve.server.app import create_app
-from recserve.service.catalog import live_items as live_items_module
+from recserve.service import live_catalog as live_catalog_module
 from recserve.service.errors import UnknownItem, UnknownVersion
 from tests.support.live_catalogues import base_of, item_like, lonely, opened, put, scores, slate
 from tests.support.live_server import live
@@ -262,7 +263,7 @@ def test_folding_the_insertions_changes_no_answer(service, monkeypatch):
         put(service, {"item_id": ids[step], "embedding": far})
     expected = slate(service, dense_weight=0.5)
     assert service.catalog.current.base_trie.num_rows == 500
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 20)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 20)
     put(service, {"item_id": ids[40], "title": "over the bound"})
     service.catalog._folding.join()
     snapshot = service.catalog.current
@@ -300,13 +301,13 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     put(service, *[item_like(service, f"a{n}", 7 * n) for n in range(9)])
     service.hide_item("a1")
     recorded(first.base_trie)
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 10)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 10)
     put(service, *[item_like(service, f"b{n}", 9 * n) for n in range(9)])
     service.catalog._folding.join()
     folded = service.catalog.current.base_trie
     assert folded is not first.base_trie
     recorded(folded)
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 8192)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 8192)
     service.rollback_items(RollbackRequest(catalog_version=base_of(service).version))
     assert service.catalog.current.base_trie is first.base_trie
     recorded(first.base_trie)
@@ -386,7 +387,7 @@ def test_a_torn_line_is_dropped_and_damage_is_an_error(tmp_path):
     journal = ItemJournal(path)
     assert journal.read() == []
     for number in (1, 2):
-        journal.append(JournalEntry(number, hidden=("a",)))
+        journal.append(ChangeSet(number, hidden=("a",)))
     journal.close()
     whole = path.read_bytes()
     path.write_bytes(whole + b'1234abcd {"number": 3, "hi')
@@ -394,13 +395,13 @@ def test_a_torn_line_is_dropped_and_damage_is_an_error(tmp_path):
     assert [entry.number for entry in journal.read()] == [1, 2]
     stranger = ItemJournal(path)
     stranger.read()
-    journal.replace([JournalEntry(2, hidden=("b",)), JournalEntry(2)])
+    journal.replace([ChangeSet(2, hidden=("b",)), ChangeSet(2)])
     with pytest.raises(JournalError, match="another process changes"):
-        stranger.append(JournalEntry(3))
-    journal.append(JournalEntry(3, hidden=("c",)))
+        stranger.append(ChangeSet(3))
+    journal.append(ChangeSet(3, hidden=("c",)))
     journal.close()
     with pytest.raises(JournalError, match="restart"):
-        stranger.append(JournalEntry(3))
+        stranger.append(ChangeSet(3))
     assert [entry.hidden for entry in ItemJournal(path).read()] == [("b",), (), ("c",)]
     assert not path.with_name("v.jsonl.new").exists()
     path.write_bytes(whole.replace(b'"a"', b'"b"', 1))
@@ -422,7 +423,7 @@ def files_of_at_most(num_bytes):
 def test_a_full_disk_refuses_the_change_and_keeps_what_was_answered(tmp_path):
     path = tmp_path / "items" / "v.jsonl"
     journal = ItemJournal(path)
-    entries = [JournalEntry(number, hidden=("an item",)) for number in range(1, 4)]
+    entries = [ChangeSet(number, hidden=("an item",)) for number in range(1, 4)]
     journal.append(entries[0])
     length = path.stat().st_size
     for room in (0, 1, length - 1):

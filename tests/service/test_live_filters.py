@@ -9,8 +9,8 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
 from recserve.schemas.items import Exclude, RecommendRequest, RollbackRequest
-from recserve.service.catalog import live_items as live_items_module
-from recserve.service.catalog.filter_cache import ENTRY_BYTES, CachedFilter, FilterCache
+from recserve.service import live_catalog as live_catalog_module
+from recserve.service.snapshot import ENTRY_BYTES, CachedFilter, FilterCache
 from tests.support.live_catalogues import base_of, item_like, put, slate
 
 CARE = {"eq": ["category", "Care"]}
@@ -84,12 +84,12 @@ def test_answers_follow_every_change(service, monkeypatch):
     assert_filtered(service)
     service.rollback_items(RollbackRequest(catalog_version=first.catalog_version))
     assert_filtered(service)
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 3)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 3)
     put(service, *[item_like(service, f"late-{n}", 30 * n, price=float(n)) for n in range(9)])
     service.catalog._folding.join()
     assert service.catalog.current.base_trie.num_rows > len(base_of(service))
     assert_filtered(service)
-    monkeypatch.setattr(live_items_module, "MAX_INSERTED", 8192)
+    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 8192)
     put(
         service,
         item_like(service, "last", price=2.0),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from recserve.features.catalog.catalog import Catalog, item_key, item_keys
+from recserve.features.catalog.semantic_ids import SemanticIds, build_semantic_ids
 from recserve.features.tables.items import ItemTable
-from recserve.features.vectors.semantic_ids import SemanticIdIndex, build_index
 from recserve.kernels.trie.trie import build_trie
 
 
@@ -21,7 +21,7 @@ IDS = ["a", "b", "c", "d", "e"]
 
 def test_collisions_get_a_level_by_popularity_then_row() -> None:
     popularity = np.array([1, 0, 5, 0, 1], np.float32)
-    index, report = build_index(IDS, CODES, (2, 4), popularity)
+    index, report = build_semantic_ids(IDS, CODES, (2, 4), popularity)
     assert index.has_disambiguation and index.codebook_sizes == (2, 4, 3)
     assert index.codes[:, 2].tolist() == [1, 0, 0, 0, 2]
     assert report.collision_share == pytest.approx(0.6) and report.largest_collision == 3
@@ -31,13 +31,13 @@ def test_collisions_get_a_level_by_popularity_then_row() -> None:
 
 
 def test_no_collisions_no_level() -> None:
-    index, report = build_index(IDS[:3], codes_of([[1], [0], [2]]), (3,), np.zeros(3))
+    index, report = build_semantic_ids(IDS[:3], codes_of([[1], [0], [2]]), (3,), np.zeros(3))
     assert not index.has_disambiguation and index.codebook_sizes == (3,)
     assert report.collision_share == 0 and report.largest_collision == 1
 
 
 def test_decode_with_and_without_the_disambiguation_level() -> None:
-    index, _ = build_index(IDS, CODES, (2, 4), np.array([1, 0, 5, 0, 1]))
+    index, _ = build_semantic_ids(IDS, CODES, (2, 4), np.array([1, 0, 5, 0, 1]))
     full = index.decode(index.codes)
     assert full.rows.tolist() == [0, 1, 2, 3, 4] and full.offsets.tolist() == [0, 1, 2, 3, 4, 5]
     some = index.decode(np.array([[1, 2, 7], [9, 9, 9], [0, 3, 0]]))
@@ -63,13 +63,13 @@ def test_decode_with_and_without_the_disambiguation_level() -> None:
 )
 def test_refuses(ids: list[str], codes: np.ndarray, sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SemanticIdIndex(ids, codes, sizes, False)
+        SemanticIds(ids, codes, sizes, False)
 
 
 def test_agrees_with_the_trie_on_drawn_codes() -> None:
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 5, size=(400, 3)).astype(np.uint16)
-    index, _ = build_index([f"i{n}" for n in range(400)], codes, (5, 5, 5), rng.random(400))
+    index, _ = build_semantic_ids([f"i{n}" for n in range(400)], codes, (5, 5, 5), rng.random(400))
     trie = build_trie(torch.from_numpy(index.codes.astype(np.int64)), index.codebook_sizes)
     assert trie.leaf_items.tolist() == index.order.tolist()
     for prefix in codes[:20]:
@@ -84,7 +84,7 @@ def test_a_million_items_fit_in_100_mb() -> None:
     items = 1_000_000
     codes = rng.integers(0, 256, size=(items, 4)).astype(np.uint16)
     ids = [str(n) for n in range(items)]
-    index, _ = build_index(ids, codes, (256,) * 4, rng.random(items))
+    index, _ = build_semantic_ids(ids, codes, (256,) * 4, rng.random(items))
     trie = build_trie(torch.from_numpy(index.codes.astype(np.int64)), index.codebook_sizes)
     rows = rng.integers(0, items, size=1000)
     assert np.array_equal(index.decode(index.codes[rows]).rows, rows)
@@ -96,7 +96,7 @@ def catalog(ids: list[str]) -> Catalog:
     items = ItemTable(ids, [""] * len(ids), [[] for _ in ids], pa.table({}))
     popularity = np.arange(len(ids), dtype=np.float32)
     codes = np.arange(len(ids), dtype=np.uint16)[:, None]
-    index, _ = build_index(ids, codes, (len(ids),), popularity)
+    index, _ = build_semantic_ids(ids, codes, (len(ids),), popularity)
     return Catalog("v", items, index, popularity, np.zeros((len(ids), 2), np.float32))
 
 

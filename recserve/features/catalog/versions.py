@@ -1,0 +1,495 @@
+"""One version of a live catalogue: the bundle's catalogue plus later changes.
+
+A row never changes its vector or its semantic id. A new vector gives the item a new row and retires
+the old one. New text (title, categories, attributes) leaves the row as it is. Cached prefixes
+therefore never become stale, and a request ends with the version that it began with.
+
+    rows:   0 ............. I-1 | I ............ num_rows-1 | later versions
+            bundle's catalogue  | tail, as this version sees it
+
+All versions share one append-only tail of rows and one append-only log of records. A version stores
+how much of each it can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from recserve.features.catalog.catalog import Catalog, item_key, item_keys
+from recserve.features.catalog.item_records import ItemRecord, RecordLog, restore_attributes
+from recserve.features.tables.arrays import ExtendedArray, GrowableArray, RowMap, are_among
+
+NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+class Tail:
+    """Append-only rows after the bundle's rows, shared by all versions.
+
+    Attributes:
+        ids: Item id of each row.
+        codes: [t, L] uint16 semantic ids.
+        vectors: [t, F] float32 item vectors.
+        trained_rows: [t] int64 bundle row whose training events the row inherits, or -1.
+    """
+
+    def __init__(self, base: Catalog) -> None:
+        self.ids: list[str] = []
+        self.codes = GrowableArray((base.index.num_levels,), np.uint16)
+        self.vectors = GrowableArray((base.vectors.shape[1],), np.float32)
+        self.trained_rows = GrowableArray((), np.int64)
+
+
+@dataclass(frozen=True)
+class CatalogVersion:
+    """An immutable version of the catalogue.
+
+    Attributes:
+        number: Number of change sets since the bundle. 0 is the bundle itself.
+        base: The bundle's catalogue of I items.
+        tail: Rows after the bundle's.
+        log: Records of changed items.
+        num_rows: Visible rows of bundle and tail together.
+        visible: Row of each item id that may be recommended.
+        owners: Row of each semantic id that is new or has changed owner, keyed by its bytes.
+        keys: [p] uint64 ascending keys of items with a tail row, hidden items included.
+        key_rows: [p] latest row of each key.
+        removed_rows: [g] ascending rows that must not be recommended.
+        successors: [g] latest row that replaced the removed row, possibly hidden now, or -1.
+        owning: Ascending tail rows that own their semantic id.
+        record_rows: Ascending rows that have a record in the log.
+        record_places: Index of each such record in the log.
+        num_records: Visible records of the log.
+    """
+
+    number: int
+    base: Catalog
+    tail: Tail
+    log: RecordLog
+    num_rows: int
+    visible: RowMap[str]
+    owners: RowMap[bytes]
+    keys: np.ndarray
+    key_rows: np.ndarray
+    removed_rows: np.ndarray
+    successors: np.ndarray
+    owning: np.ndarray
+    record_rows: np.ndarray
+    record_places: np.ndarray
+    num_records: int
+
+    @property
+    def name(self) -> str:
+        """Version name in responses."""
+        return f"{self.base.version}.{self.number}" if self.number else self.base.version
+
+    @property
+    def num_tail(self) -> int:
+        """Number of rows after the bundle's rows."""
+        return self.num_rows - len(self.base)
+
+    @cached_property
+    def codes(self) -> ExtendedArray:
+        """[num_rows, L] uint16 semantic ids."""
+        return ExtendedArray(self.base.index.codes, self.tail.codes.view(self.num_tail))
+
+    @cached_property
+    def vectors(self) -> ExtendedArray:
+        """[num_rows, F] float32 item vectors."""
+        return ExtendedArray(self.base.vectors, self.tail.vectors.view(self.num_tail))
+
+    @cached_property
+    def trained_rows(self) -> np.ndarray:
+        """[num_tail] int64 bundle row whose events each tail row inherits, or -1."""
+        return self.tail.trained_rows.view(self.num_tail)
+
+    def trained_row(self, row: int) -> int:
+        """Returns the bundle row whose training events a row inherits, or -1."""
+        return row if row < len(self.base) else int(self.trained_rows[row - len(self.base)])
+
+    def item_id(self, row: int) -> str:
+        """Returns the id of the item that owns or owned a row."""
+        known = len(self.base)
+        return self.base.items.ids[row] if row < known else self.tail.ids[row - known]
+
+    def record(self, row: int) -> ItemRecord:
+        """Returns title, categories and attributes of a row in this version."""
+        at = int(np.searchsorted(self.record_rows, row))
+        if at < self.record_rows.size and self.record_rows[at] == row:
+            return self.log.records[int(self.record_places[at])]
+        items = self.base.items
+        attributes = {k: v for k, v in items.attribute(row).items() if v is not None}
+        return ItemRecord(items.ids[row], items.titles[row], items.categories[row], attributes)
+
+    def attributes(self, row: int) -> dict[str, Any]:
+        """Returns all attribute columns of a row, None where the item has no value."""
+        return dict.fromkeys(self.log.schema.names) | dict(self.record(row).attributes)
+
+    def popularity(self, row: int) -> float:
+        """Returns the number of training events of a row's item."""
+        trained = self.trained_row(row)
+        return float(self.base.popularity[trained]) if trained >= 0 else 0.0
+
+    def rows_of_keys(self, keys: np.ndarray) -> np.ndarray:
+        """Returns [n] int64 rows of uint64 item keys, hidden items included, -1 if unknown."""
+        rows = self.base.rows_of_keys(keys).astype(np.int64)
+        if not self.keys.size:
+            return rows
+        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        return np.where(self.keys[at] == keys, self.key_rows[at], rows)
+
+    def rows_by_key(self, item_ids: Sequence[str]) -> list[int]:
+        """Returns the row of each item's 64-bit key, hidden or not, or -1.
+
+        The row may belong to another item with the same key; `check_key` detects that.
+        """
+        rows = self.visible.get_many(item_ids)
+        lacking = [place for place, row in enumerate(rows) if row < 0]
+        if lacking:
+            found = self.rows_of_keys(item_keys([item_ids[place] for place in lacking]))
+            for place, row in zip(lacking, found.tolist(), strict=True):
+                rows[place] = row
+        return rows
+
+    def check_key(self, item_id: str, row: int) -> None:
+        """Raises ValueError if the row that `rows_by_key` returned belongs to another item."""
+        if row >= 0 and self.item_id(row) != item_id:
+            raise ValueError(
+                f"items {item_id!r} and {self.item_id(row)!r} have the same 64-bit "
+                "key; choose another id"
+            )
+
+    def known_rows(self, item_ids: Sequence[str]) -> list[int]:
+        """Returns the row of each item, hidden or not, or -1 for an unknown item.
+
+        Raises:
+            ValueError: If an unknown item has the same 64-bit key as another item.
+        """
+        rows = self.rows_by_key(item_ids)
+        for item_id, row in zip(item_ids, rows, strict=True):
+            self.check_key(item_id, row)
+        return rows
+
+    def are_removed(self, rows: np.ndarray) -> np.ndarray:
+        """Returns [n] bool, True for rows that must not be recommended."""
+        return are_among(rows, self.removed_rows)
+
+    def is_removed(self, row: int) -> bool:
+        """Whether a row must not be recommended."""
+        return bool(self.are_removed(np.array(row)))
+
+    def popular(self, count: int) -> np.ndarray:
+        """Returns int64 rows that may be recommended, most popular first.
+
+        Items added after the bundle come last, in row order.
+
+        Args:
+            count: Least number of rows to return. Fewer are returned if the catalogue has fewer.
+        """
+        # At most `removed_rows.size` of the most popular rows are removed, so this many suffice.
+        head = self.base.popular[: count + self.removed_rows.size].astype(np.int64)
+        if self.removed_rows.size:
+            at = np.minimum(np.searchsorted(self.removed_rows, head), self.removed_rows.size - 1)
+            # A replaced row passes its rank on to its successor.
+            head = np.where(self.removed_rows[at] == head, self.successors[at], head)
+            head = head[(head >= 0) & ~self.are_removed(head)]
+        if head.size >= count or not self.num_tail:
+            return head
+        fresh = np.flatnonzero(self.trained_rows < 0) + len(self.base)
+        return np.concatenate([head, fresh[~self.are_removed(fresh)]])
+
+
+def first_version(base: Catalog, rows: dict[str, int]) -> CatalogVersion:
+    """Returns version 0, the bundle's own catalogue.
+
+    Args:
+        base: The bundle's catalogue.
+        rows: Row of each item id.
+    """
+    log = RecordLog(base.items.attributes.schema)
+    return CatalogVersion(
+        number=0,
+        base=base,
+        tail=Tail(base),
+        log=log,
+        num_rows=len(base),
+        visible=RowMap(rows),
+        owners=RowMap({}),
+        keys=np.zeros(0, np.uint64),
+        key_rows=NO_ROWS,
+        removed_rows=NO_ROWS,
+        successors=NO_ROWS,
+        owning=NO_ROWS,
+        record_rows=NO_ROWS,
+        record_places=NO_ROWS,
+        num_records=0,
+    )
+
+
+@dataclass(frozen=True)
+class ItemChange:
+    """The new state of one item.
+
+    Attributes:
+        record: Title, categories and attributes.
+        vector: [F] new vector, or None to leave the item's row as it is.
+        codes: [L] new semantic id. It is given if and only if `vector` is given.
+    """
+
+    record: ItemRecord
+    vector: np.ndarray | None = None
+    codes: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class ChangeSet:
+    """Changes that make one catalogue version out of another.
+
+    A change set is a request to a live catalogue, a line of its journal, or the difference between
+    a bundle and a version.
+
+    Attributes:
+        number: Number of the version that it makes.
+        changes: Items that are inserted or updated.
+        hidden: Ids of items that are hidden. A catalogue remembers those that it does not know.
+    """
+
+    number: int
+    changes: tuple[ItemChange, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.changes) + len(self.hidden)
+
+    @property
+    def item_ids(self) -> set[str]:
+        """Ids of all items that it changes."""
+        return {change.record.item_id for change in self.changes} | set(self.hidden)
+
+    def split(self) -> tuple[ChangeSet, ChangeSet]:
+        """Returns the insertions and, to be applied after them, the hidden items.
+
+        A difference may insert an item and hide it. Applied in two parts, the item keeps its record
+        and stays hidden.
+        """
+        return ChangeSet(self.number, self.changes), ChangeSet(self.number, hidden=self.hidden)
+
+
+def restore_changes(change_set: ChangeSet, schema: pa.Schema) -> ChangeSet:
+    """Returns a change set of a journal with attributes in the form of records.
+
+    Raises:
+        ValueError: If a column cannot hold its value.
+    """
+    changes = []
+    for change in change_set.changes:
+        attributes = restore_attributes(change.record.attributes, schema)
+        changes.append(replace(change, record=replace(change.record, attributes=attributes)))
+    return replace(change_set, changes=tuple(changes))
+
+
+def apply_changes(version: CatalogVersion, change_set: ChangeSet) -> CatalogVersion:
+    """Returns the next version, at the cost of the change.
+
+    Args:
+        version: The version to change. It stays valid.
+        change_set: The changes. They name no item twice.
+
+    Raises:
+        ValueError: If a new item has no vector.
+    """
+    changes, hidden = change_set.changes, change_set.hidden
+    rows = version.known_rows([*(change.record.item_id for change in changes), *hidden])
+    for change, row in zip(changes, rows, strict=False):
+        if change.vector is None and row < 0:
+            raise ValueError(f"item {change.record.item_id[:80]!r} is new and has no vector")
+    builder = VersionBuilder(version)
+    for change, row in zip(changes, rows, strict=False):
+        builder.put(change, row)
+    for item_id, row in zip(hidden, rows[len(changes) :], strict=True):
+        builder.hide(item_id, row)
+    return builder.build(change_set.number)
+
+
+def restore_version(
+    version: CatalogVersion, current: CatalogVersion, number: int
+) -> CatalogVersion:
+    """Returns an earlier version's content under a new number.
+
+    Rows that were added since stay in the tail and belong to no item.
+    """
+    later = np.arange(version.num_rows, current.num_rows)
+    return replace(
+        version,
+        number=number,
+        num_rows=current.num_rows,
+        removed_rows=np.concatenate([version.removed_rows, later]),
+        successors=np.concatenate([version.successors, np.full(later.size, -1)]),
+    )
+
+
+def compact_log(version: CatalogVersion) -> CatalogVersion:
+    """Returns the same content with a log of its own that holds only each row's latest record."""
+    log = RecordLog(version.log.schema)
+    log.records = [version.log.records[place] for place in version.record_places.tolist()]
+    places = np.arange(len(log.records))
+    return replace(version, log=log, record_places=places, num_records=len(log.records))
+
+
+def difference(version: CatalogVersion) -> ChangeSet:
+    """Returns the shortest change set from the bundle to the content of a version.
+
+    A hidden item whose semantic id now belongs to another item appears in `hidden` only.
+    """
+    touched = (version.record_rows, version.key_rows, version.removed_rows)
+    rows = np.unique(np.concatenate(touched))
+    names = [version.item_id(row) for row in rows.tolist()]
+    current = version.rows_of_keys(item_keys(names)) == rows
+    known, changes = len(version.base), []
+    for row in rows[current].tolist():  # the others' items have a later row
+        owns = row < known or version.owners.get(version.codes[row].tobytes()) == row
+        if owns and row >= known:
+            codes = version.codes[row]
+            changes.append(ItemChange(version.record(row), version.vectors[row], codes))
+        elif owns and np.isin(row, version.record_rows):
+            changes.append(ItemChange(version.record(row)))
+    return ChangeSet(version.number, tuple(changes), tuple(version.visible.removed_keys()))
+
+
+class VersionBuilder:
+    """Collects a change set's effects on the tables of a version and applies them together."""
+
+    def __init__(self, version: CatalogVersion) -> None:
+        self.old = version
+        self.num_rows = version.num_rows
+        self.visible: dict[str, int] = {}
+        self.keys: dict[int, int] = {}
+        self.owners: dict[bytes, int] = {}
+        self.removed: dict[int, int] = {}
+        self.returned: list[int] = []
+        self.disowned: list[int] = []
+        self.ids: list[str] = []
+        self.codes: list[np.ndarray] = []
+        self.vectors: list[np.ndarray] = []
+        self.trained_rows: list[int] = []
+        self.records: dict[int, int] = {}
+
+    def put(self, change: ItemChange, row: int) -> None:
+        """Inserts or updates an item. `row` is its present row, or -1."""
+        item_id = change.record.item_id
+        if change.vector is not None and change.codes is not None:
+            row = self._new_row(item_id, row, change.vector, change.codes)
+        elif self.old.is_removed(row):
+            self.returned.append(row)
+        self.visible[item_id] = row
+        log = self.old.log
+        self.records[row] = len(log.records)
+        log.records.append(change.record)
+
+    def hide(self, item_id: str, row: int) -> None:
+        """Excludes an item from all results. Histories that contain the item stay valid.
+
+        `row` is its present row, or -1.
+        """
+        self.visible[item_id] = -1
+        if row >= 0:
+            self.removed[row] = -1
+
+    def _new_row(self, item_id: str, old: int, vector: np.ndarray, codes: np.ndarray) -> int:
+        """Adds a tail row for an item and retires its old row."""
+        row = self.num_rows
+        self.num_rows += 1
+        self.ids.append(item_id)
+        self.codes.append(codes)
+        self.vectors.append(vector)
+        self.trained_rows.append(self.old.trained_row(old) if old >= 0 else -1)
+        self.keys[item_key(item_id)] = row
+        if old >= 0:
+            self.removed[old] = row
+            self.records.pop(old, None)
+        name = codes.astype(np.uint16).tobytes()
+        owner = self.old.owners.get(name)
+        # The id was free: its last owner is a hidden item's row or this item's old row.
+        if owner >= len(self.old.base):
+            self.disowned.append(owner)
+        self.owners[name] = row
+        return row
+
+    def _append_rows(self) -> None:
+        """Appends the new rows to the tail."""
+        tail = self.old.tail
+        tail.ids += self.ids
+        tail.codes.append(np.stack(self.codes))
+        tail.vectors.append(np.stack(self.vectors))
+        tail.trained_rows.append(np.array(self.trained_rows))
+
+    def build(self, number: int) -> CatalogVersion:
+        """Returns the next version."""
+        old = self.old
+        if self.ids:
+            self._append_rows()
+        keys, key_rows = _merge(old.keys, old.key_rows, self.keys, np.uint64)
+        removed, successors = self._remove_rows()
+        rows, places = _merge(old.record_rows, old.record_places, self.records, np.int64)
+        owning = old.owning
+        if self.disowned:
+            owning = np.delete(owning, np.searchsorted(owning, self.disowned))
+        return replace(
+            old,
+            number=number,
+            num_rows=self.num_rows,
+            visible=old.visible.with_rows(self.visible),
+            owners=old.owners.with_rows(self.owners) if self.owners else old.owners,
+            keys=keys,
+            key_rows=key_rows,
+            removed_rows=removed,
+            successors=successors,
+            owning=np.concatenate([owning, np.arange(old.num_rows, self.num_rows)]),
+            record_rows=rows,
+            record_places=places,
+            num_records=len(old.log.records),
+        )
+
+    def _remove_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns removed rows and their successors.
+
+        A chain of replacements is shortened, so that each successor is the latest row.
+        """
+        old = self.old
+        if not self.removed and not self.returned:
+            return old.removed_rows, old.successors
+        successors = old.successors
+        replaced = [(r, new) for r, new in self.removed.items() if r >= len(old.base) and new >= 0]
+        if replaced:
+            successors = successors.copy()
+            for row, new in replaced:
+                successors[successors == row] = new
+        removed, successors = _merge(old.removed_rows, successors, self.removed, np.int64)
+        if self.returned:
+            back = np.searchsorted(removed, self.returned)
+            removed, successors = np.delete(removed, back), np.delete(successors, back)
+        return removed, successors
+
+
+def _merge(
+    keys: np.ndarray, values: np.ndarray, changes: dict[int, int], kind: type
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ascending keys and their values after changes."""
+    if not changes:
+        return keys, values
+    new: np.ndarray = np.fromiter(changes, kind, len(changes))
+    order = np.argsort(new)
+    new, new_values = new[order], np.fromiter(changes.values(), np.int64, len(changes))[order]
+    at = np.searchsorted(keys, new)
+    same = np.zeros(len(new), dtype=bool)
+    inside = at < len(keys)
+    same[inside] = keys[at[inside]] == new[inside]
+    values = values.copy()
+    values[at[same]] = new_values[same]
+    fresh = ~same
+    return np.insert(keys, at[fresh], new[fresh]), np.insert(values, at[fresh], new_values[fresh])

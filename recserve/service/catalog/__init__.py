@@ -1,1 +1,0 @@
-"""The live catalogue: versions, changes, filters."""

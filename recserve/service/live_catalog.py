@@ -1,0 +1,704 @@
+"""The live catalogue: items change while the server answers requests.
+
+One writer at a time creates versions. A reader uses one immutable snapshot from start to end.
+
+A change takes this way:
+
+    put       _PutRequest validates the items and gives them vectors and semantic ids
+    commit    the journal stores the change set, then it makes the next version
+    publish   the models get the new rows, then requests get the new snapshot
+    fold      a thread makes new bases once many items have been inserted
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from recserve.bundle.bundle import Bundle
+from recserve.engine.build import EngineModels
+from recserve.engine.engine import Engine
+from recserve.features.catalog.filters import CATEGORIES
+from recserve.features.catalog.item_journal import ItemJournal, JournalError
+from recserve.features.catalog.item_records import ItemRecord, check_attributes
+from recserve.features.catalog.new_items import IdAssigner, NewVectors
+from recserve.features.catalog.versions import (
+    CatalogVersion,
+    ChangeSet,
+    ItemChange,
+    apply_changes,
+    compact_log,
+    difference,
+    restore_changes,
+    restore_version,
+)
+from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.vectors.text_encoder import unit
+from recserve.features.vectors.vector_index import VersionIndex
+from recserve.kernels.trie.trie import Trie
+from recserve.models.dense_retriever import item_vectors
+from recserve.schemas.browse import ItemPage, ItemsQuery, ListedItem
+from recserve.schemas.items import (
+    ItemInput,
+    ItemResponse,
+    ItemsRequest,
+    ItemsResponse,
+    Rejection,
+    RollbackResponse,
+)
+from recserve.schemas.validation import converted
+from recserve.service.errors import UnknownItem, UnknownVersion
+from recserve.service.snapshot import History, Snapshot
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# The cost of a change grows with the insertions, so this many are folded into a new base.
+MAX_INSERTED = 8_192
+# A page looks at this many items, which takes about 20 ms. Larger catalogues need several calls.
+MAX_SCANNED = 20_000
+# Versions in the archive, see `_VersionArchive`.
+MAX_NEWEST = 32
+MAX_OLDER = 120
+MIN_INTERVAL_S = 60.0
+ITEM_FIELDS = frozenset(ItemInput.__struct_fields__)
+
+
+class LiveCatalog:
+    """Creates catalogue versions and publishes them.
+
+    To publish a version means to replace `current`. Existing snapshots never change.
+
+    Attributes:
+        current: The snapshot that new requests use.
+        models: Networks that get a row for every new item.
+        journal: Journal of the changes; None keeps the changes in memory only.
+        successor: Live catalogue of the service that replaces this one. It gets the changes that
+            arrive after the replacement. None before that.
+        recent: Ids of the items that have changed since this service began to answer.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        models: EngineModels,
+        engine: Engine,
+        snapshot: Snapshot,
+        journal: ItemJournal | None,
+        ranking: LiveRanking | None,
+    ) -> None:
+        """Starts with the items of the bundle.
+
+        Args:
+            bundle: The open bundle.
+            models: Its networks.
+            engine: Captures searches over a new base trie, if it uses CUDA graphs.
+            snapshot: The bundle's own catalogue.
+            journal: Journal of the changes; None keeps the changes in memory only.
+            ranking: The ranker's item tables; None without a ranker.
+        """
+        self.current = snapshot
+        self.models = models
+        self.journal = journal
+        self.successor: LiveCatalog | None = None
+        self.recent: set[str] = set()
+        self._bundle, self._engine, self._ranking = bundle, engine, ranking
+        self._tools: tuple[NewVectors, IdAssigner] | None = None
+        self._lock = threading.Lock()
+        self._archive = _VersionArchive(snapshot.items, snapshot.base_trie)
+        self._folding: threading.Thread | None = None
+        self._lineage = 0
+
+    def replay(self) -> None:
+        """Applies the change sets of the journal. Raises JournalError."""
+        change_sets = [] if self.journal is None else self.journal.read()
+        if self.journal is None or not change_sets:
+            return
+        first = self.current
+        items = first.items
+        for change_set in change_sets:
+            try:
+                items = apply_changes(items, restore_changes(change_set, items.log.schema))
+            except ValueError as error:
+                raise JournalError(f"{self.journal.path}: {error}") from error
+            self._archive.add(items, first.base_trie)
+        self._publish(items, first.base_trie, first.index)
+        log.info("replayed %d change sets of items", len(change_sets))
+        self._fold_if_large()
+
+    def get(self, item_id: str) -> ItemResponse:
+        """Returns one item of the current version. Raises UnknownItem."""
+        items = self.current.items
+        row = items.visible.get(item_id)
+        if row < 0:
+            raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+        return ItemResponse(
+            **_item_fields(items, row),
+            attributes=items.attributes(row),
+            catalog_version=items.name,
+        )
+
+    def page(self, query: ItemsQuery) -> ItemPage:
+        """Returns a page of items whose title or id contains the query, most popular items first.
+
+        The item whose id equals the query comes before all others. If the catalogue changes between
+        two calls, an item can be on both pages or on none.
+        """
+        items = self.current.items
+        text = query.query.strip().casefold()
+        exact = items.visible.get(query.query.strip()) if text else -1
+        found: list[int] = [exact] if exact >= 0 and not query.after else []
+        place, stop = query.after, query.after + MAX_SCANNED
+        rows = items.popular(stop + 1)[place : stop + 1].tolist()
+        for row in rows[:MAX_SCANNED]:
+            if len(found) >= query.limit:
+                break
+            place += 1
+            if row != exact and _contains(items, row, text):
+                found.append(row)
+        more = place - query.after < len(rows)
+        return ItemPage(
+            items=[ListedItem(**_item_fields(items, row)) for row in found],
+            next=place if more else None,
+            num_items=items.num_rows - items.removed_rows.size,
+            catalog_version=items.name,
+        )
+
+    def put(self, body: ItemsRequest) -> ItemsResponse:
+        """Inserts and updates items; an invalid item does not affect the others.
+
+        Raises:
+            JournalError: If the journal cannot be written.
+        """
+        return self._write(lambda catalog: catalog._put(body))
+
+    def hide(self, *item_ids: str, unknown: bool = False) -> str:
+        """Removes items from all answers and returns the name of the version without them.
+
+        Args:
+            item_ids: Ids of the items.
+            unknown: Accepts ids that the catalogue does not have, and remembers them for bundles
+                that have them.
+
+        Raises:
+            UnknownItem: If the catalogue does not have one of them, without `unknown`.
+            JournalError: If the journal cannot be written.
+        """
+        return self._write(lambda catalog: catalog._hide(item_ids, unknown))
+
+    def rollback(self, name: str) -> RollbackResponse:
+        """Publishes a new version with the items of an earlier one.
+
+        Args:
+            name: Name of the earlier version.
+
+        Raises:
+            UnknownVersion: If the archive does not have the version.
+            JournalError: If the journal cannot be written.
+        """
+        return self._write(lambda catalog: catalog._roll_back(name))
+
+    def has_changed_rows(self, history: History) -> bool:
+        """Returns True if an earlier version may have mapped this history to other rows.
+
+        This is possible if an item of the history has had more than one row, or if the current
+        version does not know it.
+        """
+        items = self.current.items
+        if not items.tail.ids:
+            return False
+        names = {items.item_id(row) for row in set(history.rows.tolist())}
+        rows = Counter(name for name in items.tail.ids if name in names)
+        rows.update(names & items.visible.base.keys())
+        return history.num_events > history.rows.size or max(rows.values(), default=0) > 1
+
+    def embedding_size(self) -> int | None:
+        """Returns the length of the user's embeddings; None if the build made the vectors."""
+        build = self._bundle.manifest.build
+        return self._content_size() if build.get("own_vectors") else None
+
+    @contextmanager
+    def pause_changes(self) -> Iterator[None]:
+        """Makes changes wait until the block ends; requests are answered meanwhile."""
+        with self._lock:
+            yield
+
+    def adopt(self, version: CatalogVersion) -> None:
+        """Takes over the content of another live catalogue of the same bundle catalogue.
+
+        The content keeps its version name, unless this catalogue has used a later one.
+
+        Args:
+            version: A version of the other catalogue.
+
+        Raises:
+            JournalError: If the journal cannot be written.
+        """
+        with self._lock:
+            bundle, current = self._archive.bundle, self.current.items
+            number = max(version.number, current.number + (current.number > version.number))
+            items = restore_version(bundle.items, current, number)
+            for part in replace(difference(version), number=number).split():
+                items = apply_changes(items, part)
+            self._restore(items, bundle.base_trie)
+
+    def open_tools(self) -> tuple[NewVectors, IdAssigner]:
+        """Returns what makes vectors and semantic ids of new items; the first call reads them.
+
+        Raises:
+            BundleError: If the quantiser or the text encoder is damaged.
+        """
+        if self._tools is None:
+            bundle, catalog = self._bundle, self.current.catalog
+            raw = self.embedding_size() == int(catalog.vectors.shape[1])
+            vectors = NewVectors(catalog, bundle.text_encoder(), self._content_size(), raw)
+            self._tools = vectors, IdAssigner(catalog.index, bundle.quantizer())
+        return self._tools
+
+    def close(self) -> None:
+        """Waits for a fold in progress, then releases the journal for other processes."""
+        if self._folding is not None:
+            self._folding.join()
+        if self.journal is not None:
+            self.journal.close()
+
+    def _content_size(self) -> int:
+        """Returns the number of columns of a vector that are not collaborative."""
+        collaborative = int(self._bundle.manifest.build.get("collaborative_dim", 0))
+        return int(self.current.catalog.vectors.shape[1]) - collaborative
+
+    def _write(self, change: Callable[[LiveCatalog], T]) -> T:
+        """Makes a change here, or in the successor after a replacement; one change at a time."""
+        with self._lock:
+            if self.successor is None:
+                return change(self)
+        return self.successor._write(change)
+
+    def _put(self, body: ItemsRequest) -> ItemsResponse:
+        before = self.current
+        request = _PutRequest(before, *self.open_tools())
+        changes = request.read(body.items)
+        if changes:
+            self._commit(ChangeSet(before.items.number + 1, changes=tuple(changes)))
+        updated = sum(row >= 0 for row in before.rows_of(c.record.item_id for c in changes))
+        return ItemsResponse(
+            catalog_version=self.current.items.name,
+            inserted=len(changes) - updated,
+            updated=updated,
+            rejected=sorted(request.rejected, key=lambda one: one.index),
+            degraded=sorted(request.degraded, key=lambda one: one.index),
+        )
+
+    def _hide(self, item_ids: tuple[str, ...], unknown: bool) -> str:
+        items = self.current.items
+        for item_id in item_ids:
+            if items.visible.get(item_id) < 0 and not unknown:
+                raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+        self._commit(ChangeSet(items.number + 1, hidden=item_ids))
+        return self.current.items.name
+
+    def _roll_back(self, name: str) -> RollbackResponse:
+        archived, current = self._archive.get(name), self.current.items
+        items = restore_version(archived.items, current, current.number + 1)
+        self.recent |= difference(current).item_ids | difference(items).item_ids
+        self._restore(items, archived.base_trie)
+        return RollbackResponse(catalog_version=items.name, restored=name)
+
+    def _commit(self, change_set: ChangeSet) -> None:
+        """Writes a change set to the journal, then publishes it."""
+        if self.journal is not None:
+            self.journal.append(change_set)
+        before = self.current
+        items = apply_changes(before.items, change_set)
+        self.recent |= change_set.item_ids
+        self._publish(items, before.base_trie, before.index)
+        self._fold_if_large()
+
+    def _restore(self, items: CatalogVersion, base_trie: Trie) -> None:
+        """Publishes a version that does not descend from the current one."""
+        self._condense_journal(items)
+        self._lineage += 1
+        self._publish(items, base_trie, self.current.index)
+        self._capture_on_a_thread()
+
+    def _condense_journal(self, items: CatalogVersion) -> None:
+        """Rewrites the journal as the difference between the bundle and this version."""
+        if self.journal is not None:
+            self.journal.replace(difference(items).split())
+
+    def _publish(self, items: CatalogVersion, base_trie: Trie, index: VersionIndex | None) -> None:
+        """Updates the models, then publishes the version that needs them.
+
+        Args:
+            items: The version.
+            base_trie: Base trie of this version or of an earlier one.
+            index: Retriever index of this version or of an earlier one; None without a retriever.
+        """
+        self._append_rows(items)
+        ranking = None if self._ranking is None else self._ranking.at(items)
+        snapshot = self.current.at(items, ranking, base_trie)
+        if index is not None:
+            index = index.at(items.num_rows, items.removed_rows, self._item_vectors)
+            snapshot = replace(snapshot, index=index)
+        self._archive.add(items, base_trie)
+        self.current = snapshot
+
+    def _append_rows(self, items: CatalogVersion) -> None:
+        """Appends the rows of the version that the models do not have yet."""
+        first_tail = len(items.base)  # `tail` arrays hold the rows after the bundle's own
+        for model in (self.models.recommender, self.models.ranker):
+            if model is None or model.num_bound_items >= items.num_rows:
+                continue
+            first = model.num_bound_items - first_tail
+            vectors = torch.from_numpy(items.vectors.tail[first:])
+            trained_rows = torch.from_numpy(items.trained_rows[first:])
+            if model is self.models.recommender:
+                codes = torch.from_numpy(items.codes.tail[first:].astype("int64"))
+                self.models.recommender.append_items(codes, vectors, trained_rows)
+            elif self.models.ranker is not None:
+                self.models.ranker.append_items(vectors, trained_rows)
+
+    def _item_vectors(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the retriever's vectors [n, E] of the item rows [n]."""
+        retriever, recommender = self.models.heads.retriever, self.models.recommender
+        assert retriever is not None and recommender is not None
+        return item_vectors(retriever, recommender, torch.from_numpy(rows)).numpy()
+
+    def _capture_on_a_thread(self) -> None:
+        """Captures searches over the current base trie again, if the engine uses CUDA graphs."""
+        base = self.current.base_trie
+        if self._engine.searches is not None:
+            threading.Thread(target=self._engine.record, args=(base,), daemon=True).start()
+
+    def _fold_if_large(self) -> None:
+        """Starts a thread that folds many insertions into new bases; changes continue meanwhile."""
+        snapshot = self.current
+        size = snapshot.trie.num_rows - snapshot.base_trie.num_rows
+        busy = self._folding is not None and self._folding.is_alive()
+        stale = snapshot.items.num_records - len(snapshot.items.record_rows)
+        if max(size, stale) < MAX_INSERTED or busy:
+            return
+        self._folding = threading.Thread(
+            target=self._fold, args=(snapshot, self._lineage), name="fold-items", daemon=True
+        )
+        self._folding.start()
+
+    def _fold(self, snapshot: Snapshot, lineage: int) -> None:
+        """Folds trie and index of a snapshot into new bases and publishes them.
+
+        Args:
+            snapshot: The snapshot to fold.
+            lineage: Number of rollbacks before the fold. A rollback during the fold discards the
+                new bases, because later versions do not descend from the snapshot.
+        """
+        trie, index = snapshot.compact_trie(), snapshot.index
+        if index is not None:
+            index = index.fold(snapshot.items.removed_rows, self._item_vectors)
+        self._engine.record(trie)
+        with self._lock:
+            if self._lineage != lineage:
+                self._capture_on_a_thread()
+                return
+            items = self.current.items
+            if items.num_records > len(items.record_rows):
+                items = compact_log(items)
+            self._publish(items, trie, index)
+            held = len(items.record_rows) + items.removed_rows.size
+            if self.journal is not None and self.journal.num_changes > 2 * held:
+                self._condense_journal(items)
+
+
+def _item_fields(items: CatalogVersion, row: int) -> dict[str, Any]:
+    """Returns the fields that an item has on a page and on its own."""
+    record = items.record(row)
+    return {
+        "item_id": items.item_id(row),
+        "title": record.title or None,
+        "categories": record.categories,
+        "semantic_id": items.codes[row].tolist(),
+        "popularity": items.popularity(row),
+    }
+
+
+def _contains(items: CatalogVersion, row: int, text: str) -> bool:
+    """Returns True if the title or the id of an item contains a casefolded text."""
+    if not text:
+        return True
+    title = items.record(row).title if items.num_records else items.base.items.titles[row]
+    return text in title.casefold() or text in items.item_id(row).casefold()
+
+
+@dataclass
+class _PendingChange:
+    """A change that does not have its vector or its semantic id yet.
+
+    Attributes:
+        index: Position of the item in the request.
+        row: Current row of the item; -1 for a new item.
+        record: Title, categories and attributes after the change.
+        vector: [F] the item's new vector; None if the vector does not change.
+        codes: [L] its semantic id; None until it is assigned.
+    """
+
+    index: int
+    row: int
+    record: ItemRecord
+    vector: np.ndarray | None
+    codes: np.ndarray | None = None
+
+
+class _PutRequest:
+    """Turns the items of a PUT request into changes; each item is validated on its own.
+
+    Attributes:
+        snapshot: The catalogue version that the changes apply to.
+        vectors: Makes vectors for items that come without an embedding.
+        assigner: Assigns semantic ids.
+        rejected: Items that the request cannot change, with the reason.
+        degraded: Items that got an approximate vector, with the reason.
+    """
+
+    def __init__(self, snapshot: Snapshot, vectors: NewVectors, assigner: IdAssigner) -> None:
+        self.snapshot = snapshot
+        self.vectors = vectors
+        self.assigner = assigner
+        self.rejected: list[Rejection] = []
+        self.degraded: list[Rejection] = []
+        self._changes: dict[str, _PendingChange] = {}
+
+    def read(self, items: Sequence[dict[str, Any]]) -> list[ItemChange]:
+        """Returns the changes of all valid items, in request order; the others are `rejected`."""
+        bodies: dict[int, ItemInput] = {}
+        for index, raw in enumerate(items):
+            try:
+                # The fields that the schema names; all other fields are attributes.
+                bodies[index] = converted(
+                    {name: value for name, value in raw.items() if name in ITEM_FIELDS}, ItemInput
+                )
+            except ValueError as error:
+                self._reject(index, str(error))
+        rows = self.snapshot.items.rows_by_key([body.item_id for body in bodies.values()])
+        for (index, body), row in zip(bodies.items(), rows, strict=True):
+            try:
+                change = self._check_item(index, body, items[index], row)
+            except ValueError as error:
+                self._reject(index, str(error))
+            else:
+                self._changes[body.item_id] = change
+        self._make_vectors()
+        self._assign_ids()
+        return [ItemChange(c.record, c.vector, c.codes) for c in self._changes.values()]
+
+    def _check_item(
+        self, index: int, body: ItemInput, raw: dict[str, Any], row: int
+    ) -> _PendingChange:
+        """Raises ValueError with a message for the client."""
+        if body.item_id in self._changes:
+            raise ValueError(f"item {body.item_id[:80]!r} occurs twice in this request")
+        items = self.snapshot.items
+        items.check_key(body.item_id, row)
+        record = items.record(row) if row >= 0 else ItemRecord(body.item_id, "", [], {})
+        others = {name: value for name, value in raw.items() if name not in ITEM_FIELDS}
+        given = {**others, **body.attributes}
+        updated = check_attributes(given, items.log.schema)
+        retained = {k: v for k, v in record.attributes.items() if given.get(k, v) is not None}
+        record = ItemRecord(
+            body.item_id,
+            record.title if body.title is None else body.title,
+            record.categories if body.categories is None else body.categories,
+            {**retained, **updated},
+        )
+        return _PendingChange(index, row, record, self._check_embedding(body.embedding, row))
+
+    def _check_embedding(self, embedding: Sequence[float] | None, row: int) -> np.ndarray | None:
+        """Returns the [F] vector of an embedding; None if there is none or it does not change."""
+        if embedding is None:
+            return None
+        given = np.array(embedding, dtype=np.float32)
+        sizes = self.vectors.sizes
+        if given.size not in sizes:
+            wanted = " or ".join(map(str, sizes))
+            raise ValueError(f"embedding: expected {wanted} numbers, got {given.size}")
+        if not np.isfinite(given).all():
+            raise ValueError("embedding: holds a number that is not finite in single precision")
+        with np.errstate(over="ignore"):
+            too_long = self.vectors.raw and not np.isfinite(np.linalg.norm(given))
+        if too_long:  # other embeddings are scaled to length 1
+            raise ValueError("embedding: its length is not finite in single precision")
+        if given.size < sizes[0]:
+            vector = self.vectors.of_content(given[None])[0]
+        else:
+            vector = given if self.vectors.raw else unit(given[None])[0]
+        if row >= 0 and np.array_equal(self.snapshot.items.vectors[row], vector):
+            return None
+        return np.asarray(vector)
+
+    def _make_vectors(self) -> None:
+        """Makes the vectors of new items that came without an embedding.
+
+        They come from an item's text, or else from other items of the same categories. A hidden
+        item whose semantic id has been reused keeps its vector and gets a new id.
+        """
+        items, new = self.snapshot.items, list[_PendingChange]()
+        for change in self._changes.values():
+            if change.vector is None and change.row < 0:
+                new.append(change)
+            elif change.vector is None and self._has_lost_id(change.row):
+                change.vector = np.asarray(items.vectors[change.row])
+        if not new:
+            return
+        content = self.vectors.of_text([change.record for change in new])
+        made = None if content is None else self.vectors.of_content(content)
+        for number, change in enumerate(new):
+            if made is not None and content is not None and content[number].any():
+                change.vector = made[number]
+                continue
+            vector = self.vectors.of_categories(change.record.categories, self._rows_of_path)
+            reason = "no embedding and no known word; its vector comes from its categories only"
+            if not vector.any():
+                reason = "no embedding, known word or category; its position is arbitrary"
+            change.vector = vector
+            self.degraded.append(Rejection(index=change.index, reason=reason))
+
+    def _assign_ids(self) -> None:
+        """Gives a semantic id to each item with a new vector, or rejects the item."""
+        moving = [change for change in self._changes.values() if change.vector is not None]
+        if not moving:
+            return
+        vectors = np.stack([change.vector for change in moving if change.vector is not None])
+        ids = self.assigner.assign(self.snapshot.items, vectors, [change.row for change in moving])
+        for change, new_id in zip(moving, ids, strict=True):
+            if new_id is None:
+                self._reject(change.index, "all semantic ids of the catalogue are taken")
+                del self._changes[change.record.item_id]
+                continue
+            change.codes = new_id.codes
+            if new_id.is_far:
+                reason = "the semantic ids near this item are taken; it got one farther away"
+                self.degraded.append(Rejection(index=change.index, reason=reason))
+
+    def _has_lost_id(self, row: int) -> bool:
+        """Returns True for a hidden item whose semantic id belongs to another item now."""
+        items = self.snapshot.items
+        if not items.is_removed(row):
+            return False
+        name = np.ascontiguousarray(items.codes[row], np.uint16).tobytes()
+        return items.owners.get(name) not in (-1, row)
+
+    def _rows_of_path(self, path: str) -> np.ndarray:
+        return np.flatnonzero(self.snapshot.filters.evaluate({"eq": [CATEGORIES, path]}))
+
+    def _reject(self, index: int, reason: str) -> None:
+        self.rejected.append(Rejection(index=index, reason=reason))
+
+
+@dataclass(frozen=True)
+class _ArchivedVersion:
+    """A catalogue version in the archive.
+
+    Attributes:
+        items: The version.
+        base_trie: Base trie of this version or of an earlier one.
+        since_s: Clock value at which the version was published.
+    """
+
+    items: CatalogVersion
+    base_trie: Trie
+    since_s: float
+
+
+class _VersionArchive:
+    """The versions that a rollback can restore: dense for recent times, sparse before.
+
+    The archive holds three groups of versions:
+
+    - the version of the bundle, always;
+    - the MAX_NEWEST newest versions;
+    - at most MAX_OLDER earlier versions, published at least MIN_INTERVAL_S apart. They reach two
+      hours back when change sets arrive without a pause.
+
+    A version stores only the changes since the bundle. An older version gives up what it does not
+    share with later ones:
+
+    - its own base trie, which holds the whole catalogue; it uses the bundle's;
+    - its log, which also holds the earlier records of each item; it gets one with the latest only.
+
+    Attributes:
+        bundle: The version of the bundle.
+    """
+
+    def __init__(
+        self,
+        items: CatalogVersion,
+        base_trie: Trie,
+        now: Callable[[], float] = time.monotonic,
+        compact: Callable[[CatalogVersion], CatalogVersion] = compact_log,
+    ) -> None:
+        """Starts an archive with the version of the bundle.
+
+        Args:
+            items: The version of the bundle.
+            base_trie: Trie of the bundle.
+            now: Clock in seconds.
+            compact: Returns a version with the same content and a short log.
+        """
+        self._now, self._compact = now, compact
+        self.bundle = _ArchivedVersion(items, base_trie, now())
+        self._newest: OrderedDict[str, _ArchivedVersion] = OrderedDict()
+        self._older: OrderedDict[str, _ArchivedVersion] = OrderedDict()
+
+    def add(self, items: CatalogVersion, base_trie: Trie) -> None:
+        """Adds the newest version, or replaces it after its base trie has changed.
+
+        Args:
+            items: The version.
+            base_trie: Base trie of this version or of an earlier one.
+        """
+        self._newest[items.name] = _ArchivedVersion(items, base_trie, self._now())
+        while len(self._newest) > MAX_NEWEST:
+            name, version = self._newest.popitem(last=False)
+            last = next(reversed(self._older.values()), self.bundle)
+            if version.since_s - last.since_s >= MIN_INTERVAL_S:
+                items = self._compact(version.items)
+                self._older[name] = _ArchivedVersion(items, self.bundle.base_trie, version.since_s)
+        while len(self._older) > MAX_OLDER:
+            self._older.popitem(last=False)
+
+    def get(self, name: str) -> _ArchivedVersion:
+        """Returns a version by name.
+
+        Raises:
+            UnknownVersion: If the archive does not have it; the message names the nearest versions.
+        """
+        for versions in (self._newest, self._older):
+            if name in versions:
+                return versions[name]
+        if name == self.bundle.items.name:
+            return self.bundle
+        raise UnknownVersion(
+            f"catalog_version {name[:80]!r} is unavailable; {self._name_nearest(name)}"
+        )
+
+    def __len__(self) -> int:
+        return len({self.bundle.items.name, *self._newest, *self._older})
+
+    def _name_nearest(self, name: str) -> str:
+        versions = [self.bundle, *self._older.values(), *self._newest.values()]
+        versions.sort(key=lambda version: version.items.number)
+        bundle, _, last = name.rpartition(".")
+        if bundle != self.bundle.items.name or not (last.isascii() and last.isdigit()):
+            oldest, newest = versions[0].items.name, versions[-1].items.name
+            return f"there are {len(self)} versions, from {oldest} to {newest}"
+        number = int(last[:18])
+        before = [version for version in versions if version.items.number < number][-1:]
+        after = [version for version in versions if version.items.number > number][:1]
+        return "the nearest are " + " and ".join(v.items.name for v in before + after)

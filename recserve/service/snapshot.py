@@ -1,0 +1,460 @@
+"""A catalogue version as a request reads it: rows, trie, filters, category groups, histories.
+
+`Snapshot` is the version with its lookup structures. All snapshots of a bundle share one
+`FilterCache` and one `BundleCategories`. `History` is what a user did, as rows of a snapshot.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from recserve.bounds import MIN_TIME_US
+from recserve.core.allowed import AllowedItems, packed_rows
+from recserve.core.diversity import Cap, PrefixGroups
+from recserve.features.catalog.catalog import Catalog, item_keys
+from recserve.features.catalog.filters import AbsentValue, ItemFilters, equal_values
+from recserve.features.catalog.versions import CatalogVersion, first_version
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.tables.arrays import RowMap
+from recserve.features.vectors.vector_index import VersionIndex
+from recserve.kernels.item_graph import ItemGraph
+from recserve.kernels.trie.insertion import insert_items
+from recserve.kernels.trie.trie import Trie, build_trie
+from recserve.schemas.items import Diversity, InvalidRequest
+
+MAX_ABSENT = 5  # values of a filter that no item has; an answer names so many
+POPULAR_GROWTH = 10  # factor by which the popularity scan grows if it finds too few items
+CAPACITY_BYTES = 256 << 20
+# Python objects and tensor headers of one entry: 2.9 kB, measured as growth of the process. For a
+# filter over a small catalogue this is nearly the whole size.
+ENTRY_BYTES = 3 << 10
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An immutable catalogue version; a request reads one snapshot from start to end.
+
+    Attributes:
+        items: The version.
+        base_trie: Base of `trie`, of this version or of an earlier one.
+        trie: The base trie with the later items inserted.
+        filters: Filters over the bundle's own items.
+        filter_cache: Filters of earlier requests; all versions share it.
+        categories: Category groups that `diversity` limits.
+        ranking: Item tables of the ranker; None without a ranker.
+        graph: Graph of similar items; None if the recommender has none.
+        index: Search index over the retriever's item vectors; None without a retriever.
+    """
+
+    items: CatalogVersion
+    base_trie: Trie
+    trie: Trie
+    filters: ItemFilters
+    filter_cache: FilterCache
+    categories: BundleCategories
+    ranking: RankingTables | None = None
+    graph: ItemGraph | None = None
+    index: VersionIndex | None = None
+
+    @staticmethod
+    def of(catalog: Catalog, device: torch.device) -> Snapshot:
+        """Builds the snapshot of a bundle's catalogue.
+
+        Args:
+            catalog: The catalogue of the bundle.
+            device: Device of the trie.
+        """
+        codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+        trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
+        rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
+        first = first_version(catalog, rows)
+        filters, categories = ItemFilters(catalog.items), BundleCategories(catalog.items.categories)
+        return Snapshot(first, trie, trie, filters, FilterCache(), categories)
+
+    def at(self, items: CatalogVersion, ranking: RankingTables | None, base: Trie) -> Snapshot:
+        """Returns the snapshot of another version.
+
+        Args:
+            items: The other version.
+            ranking: Its item tables of the ranker; None without a ranker.
+            base: Base trie of that version or of an earlier one.
+        """
+        same = base is self.base_trie and items.num_rows == self.items.num_rows
+        if same and items.removed_rows is self.items.removed_rows:
+            # Only titles, categories or attributes changed.
+            return replace(self, items=items, ranking=ranking)
+        rows = items.owning[np.searchsorted(items.owning, base.num_rows) :]
+        trie = insert_items(
+            base,
+            torch.from_numpy(items.codes[rows].astype(np.int64)).to(base.device),
+            torch.from_numpy(rows).to(base.device),
+            items.num_rows,
+            torch.from_numpy(items.removed_rows),
+            self.trie,
+        )
+        return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking)
+
+    def compact_trie(self) -> Trie:
+        """Builds a trie of this version without insertions; hidden items keep their leaves."""
+        rows = self.trie.leaf_rows.cpu().long()
+        codes = torch.from_numpy(self.items.codes[rows.numpy()].astype(np.int64))
+        sizes = self.catalog.index.codebook_sizes
+        return build_trie(codes, sizes, rows, self.num_items).to(self.trie.device)
+
+    @property
+    def catalog(self) -> Catalog:
+        """The bundle's own catalogue, the base of all versions."""
+        return self.items.base
+
+    @property
+    def rows(self) -> RowMap[str]:
+        """Maps the ids of visible items to rows."""
+        return self.items.visible
+
+    @property
+    def num_items(self) -> int:
+        """Number of item rows, including hidden and replaced ones."""
+        return self.items.num_rows
+
+    def rows_of(self, item_ids: Iterable[str]) -> list[int]:
+        """Returns the row of each id; -1 if the item is unknown or hidden."""
+        return self.rows.get_many(item_ids)
+
+    def history_rows(self, item_ids: Iterable[str]) -> np.ndarray:
+        """Returns the rows [n] int64 of the items of a history; -1 if an item is unknown.
+
+        Hidden items have rows too, because they remain part of what a user did.
+        """
+        ids = list(item_ids)
+        rows = np.array(self.rows_of(ids), dtype=np.int64)
+        lacking = np.flatnonzero(rows < 0)
+        if lacking.size and self.items.removed_rows.size:
+            rows[lacking] = self.items.rows_of_keys(item_keys([ids[i] for i in lacking]))
+        return rows
+
+    def allowed(self, tree: Any) -> AllowedItems:
+        """Returns the items that satisfy a filter.
+
+        The first use of a filter scans the bundle's catalogue. The first use in a later version
+        scans the changed items only.
+
+        Args:
+            tree: The filter as JSON values.
+
+        Raises:
+            FilterError: If the filter is invalid.
+        """
+        key, items = self.filters.key(tree), self.items
+        cached = self.filter_cache.get(key)
+        if cached is not None and cached.items() is items and cached.trie() is self.trie:
+            return cached.allowed
+        # An entry of another version still gives the bits of the bundle's own items.
+        earlier = None if cached is None else cached.allowed
+        bits = packed_rows(self.filters.evaluate(tree)) if earlier is None else earlier.bits
+        changed = items.log.allowed(tree, items.num_records)[items.record_places]
+        allowed = AllowedItems(bits, items.num_rows, items.record_rows, changed, earlier)
+        allowed.leaves(self.trie)  # computed here to keep the work off the engine's thread
+        self.filter_cache.put(
+            key, CachedFilter(weakref.ref(items), weakref.ref(self.trie), allowed)
+        )
+        return allowed
+
+    def absent_values(self, tree: Any) -> tuple[AbsentValue, ...]:
+        """Returns the values of `eq` and `in` that no item has, at most MAX_ABSENT.
+
+        An item that has been hidden or changed still counts with the values that it had.
+
+        Args:
+            tree: Filter that `allowed` accepts.
+        """
+        key, items = self.filters.key(tree), self.items
+        cached = self.filter_cache.get(key)
+        current = cached is not None and cached.items() is items
+        if current and cached is not None and cached.absent is not None:
+            return cached.absent
+        values = self.filters.absent(equal_values(tree))
+        if any(values.values()):
+            values = items.log.absent(values, items.num_records)
+        pairs = ((field, value) for field, given in values.items() for value in given)
+        absent = tuple(
+            AbsentValue(field, value, self.filters.nearest(field, value))
+            for field, value in islice(pairs, MAX_ABSENT)
+        )
+        if current and cached is not None:
+            self.filter_cache.put(key, replace(cached, absent=absent))
+        return absent
+
+    def caps(self, diversity: Diversity | None) -> tuple[Cap, ...]:
+        """Translates a request's `diversity` into caps; None sets no caps.
+
+        Raises:
+            InvalidRequest: If the prefix level does not exist.
+        """
+        caps: list[Cap] = []
+        if diversity is not None and diversity.category is not None:
+            # The index is built here to keep the work off the engine's thread.
+            groups = CategoryGroups(self.items, self.categories, self.categories.index)
+            caps.append(Cap(groups, diversity.category))
+        if diversity is not None and diversity.prefix is not None:
+            level, limit = diversity.prefix
+            if level >= (levels := self.trie.num_levels):
+                raise InvalidRequest(
+                    "diversity.prefix", f"expected a level of 0 to {levels - 1}, got {level}"
+                )
+            caps.append(Cap(PrefixGroups(self.trie, level), limit))
+        return tuple(caps)
+
+    def answerable(self, rows: np.ndarray) -> np.ndarray:
+        """Returns [n] bool: True for rows that exist in this version and are not hidden."""
+        there = (rows >= 0) & (rows < self.num_items)
+        return np.asarray(there & ~self.items.are_removed(rows))
+
+    def most_popular(
+        self, count: int, excluded: np.ndarray, allowed: AllowedItems | None
+    ) -> np.ndarray:
+        """Returns up to `count` popular rows that are allowed and not excluded.
+
+        Args:
+            count: Number of rows.
+            excluded: Item rows in any order; repetitions are allowed.
+            allowed: Items to choose from; None allows all.
+
+        Returns:
+            Item rows, most popular first.
+        """
+        # At most X of the first count + X rows are excluded, so this prefix suffices without a
+        # filter. With one, it grows until enough rows pass.
+        looked_at = count + excluded.size
+        while True:
+            head = self.items.popular(looked_at)
+            rows = head[~np.isin(head, excluded)]
+            if allowed is not None:
+                rows = rows[allowed.at(rows)]
+            if rows.size >= count or head.size < looked_at or allowed is None:
+                return np.asarray(rows[:count])
+            looked_at *= POPULAR_GROWTH
+
+
+@dataclass(frozen=True)
+class History:
+    """A user's events, oldest first, without the events of unknown items.
+
+    Attributes:
+        rows: [n] int64 item rows.
+        times: [n] int64 microseconds since 1970, or positions for events without a timestamp.
+        types: [n] int64 numbers of the event types, see `EventTypes`.
+        values: [n] float32 event values.
+        num_events: Number of events, including those of unknown items.
+        degraded: Reasons why the history is incomplete.
+    """
+
+    rows: np.ndarray
+    times: np.ndarray
+    types: np.ndarray
+    values: np.ndarray
+    num_events: int
+    degraded: tuple[str, ...] = ()
+
+    @property
+    def dated(self) -> np.ndarray:
+        """[n] bool: True for events with a timestamp, False for those with a position only."""
+        return self.times >= MIN_TIME_US
+
+    def rows_within(self, seconds: float) -> np.ndarray:
+        """Returns the item rows of recent events.
+
+        Args:
+            seconds: Age limit of an event. Events without a timestamp are always included.
+        """
+        since = time.time_ns() // 1000 - int(seconds * 1e6)
+        return self.rows[~self.dated | (self.times >= since)]
+
+
+EMPTY_HISTORY = History(
+    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), 0
+)
+
+
+@dataclass(frozen=True)
+class CachedFilter:
+    """The items that a filter allows in the catalogue version that used it last.
+
+    Attributes:
+        items: The version. The weak reference is dead once the version has been freed.
+        trie: The version's trie, also a weak reference.
+        allowed: Items and trie leaves that the filter allows.
+        absent: Values of the filter that no item has; None before a request needs them.
+    """
+
+    items: weakref.ref[CatalogVersion]
+    trie: weakref.ref[Trie]
+    allowed: AllowedItems
+    absent: tuple[AbsentValue, ...] | None = None
+
+
+class FilterCache:
+    """A thread-safe LRU cache of filters with a bound on its size in bytes.
+
+    The size of an entry is the sum of three parts:
+
+    - its key;
+    - its bitmaps: 3/8 byte per item of the catalogue and 17 bytes per changed item;
+    - ENTRY_BYTES.
+
+    Attributes:
+        capacity_bytes: Upper bound on the size of all entries.
+        num_bytes: Size of all entries.
+    """
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.num_bytes = 0
+        self._entries: OrderedDict[bytes, tuple[CachedFilter, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> CachedFilter | None:
+        """Returns the cached filter of a key, of any catalogue version; None if there is none."""
+        with self._lock:
+            found = self._entries.get(key)
+            if found is None:
+                return None
+            self._entries.move_to_end(key)
+            return found[0]
+
+    def put(self, key: bytes, entry: CachedFilter) -> None:
+        """Inserts or replaces an entry, then evicts the least recently used ones."""
+        size = len(key) + entry.allowed.num_bytes + ENTRY_BYTES
+        with self._lock:
+            if key in self._entries:
+                self.num_bytes -= self._entries.pop(key)[1]
+            self._entries[key] = entry, size
+            self.num_bytes += size
+            while self.num_bytes > self.capacity_bytes:
+                self.num_bytes -= self._entries.popitem(last=False)[1][1]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True)
+class GroupIndex:
+    """Groups of the bundle's own items, in both directions.
+
+    Attributes:
+        offsets: [I + 1] int64; item row i belongs to `groups[offsets[i] : offsets[i + 1]]`.
+        groups: [m] int64 groups, in the order of item rows.
+        ordered: [m] int64 the same groups in ascending order.
+        rows: [m] int64 item row of each entry of `ordered`.
+    """
+
+    offsets: np.ndarray
+    groups: np.ndarray
+    ordered: np.ndarray
+    rows: np.ndarray
+
+    @staticmethod
+    def read(lists: list[list[int]]) -> GroupIndex:
+        """Builds the arrays from the list of groups of each item row."""
+        counts = [len(groups) for groups in lists]
+        groups = np.array([group for groups in lists for group in groups], dtype=np.int64)
+        order = np.argsort(groups, kind="stable")
+        rows = np.repeat(np.arange(len(lists)), counts)
+        return GroupIndex(np.cumsum([0, *counts]), groups, groups[order], rows[order])
+
+    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns index pairs (position in `rows`, group), as defined in core/diversity.py."""
+        # Row i of `rows` owns counts[i] consecutive pairs. `place` repeats i, and `inner` counts
+        # 0..counts[i] - 1 within the run.
+        counts = self.offsets[rows + 1] - self.offsets[rows]
+        place = np.repeat(np.arange(rows.size), counts)
+        inner = np.arange(place.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        return place, self.groups[self.offsets[rows][place] + inner]
+
+    def items(self, group: int) -> np.ndarray:
+        """Returns the item rows of a group."""
+        first, last = (np.searchsorted(self.ordered, group, side) for side in ("left", "right"))
+        return self.rows[first:last]
+
+
+class BundleCategories:
+    """Numbers the category paths of a bundle and of its later versions.
+
+    Each whole path is one group; its parts are not groups. Several threads may call this class.
+    """
+
+    def __init__(self, paths: list[list[str]]) -> None:
+        """Stores the category paths of each of the bundle's items."""
+        self._paths = paths
+        self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._next = count()
+
+    @cached_property
+    def index(self) -> GroupIndex:
+        """Groups of the bundle's own items; built by the first request with a category cap."""
+        return GroupIndex.read([self.of_paths(paths) for paths in self._paths])
+
+    def of_paths(self, paths: list[str]) -> list[int]:
+        """Returns the distinct groups of an item; a new path gets a new number."""
+        return [self._number(path) for path in dict.fromkeys(paths)]
+
+    def path(self, group: int) -> str:
+        """Returns the category path of a group."""
+        return self._names[group]
+
+    def _number(self, path: str) -> int:
+        found = self._numbers.get(path)
+        if found is None:
+            number = next(self._next)
+            self._names[number] = path  # stored before another thread can see the number
+            found = self._numbers.setdefault(path, number)
+        return found
+
+
+@dataclass(frozen=True)
+class CategoryGroups:
+    """Category groups of one catalogue version, with the interface of core/diversity.py.
+
+    Attributes:
+        version: The version; its changed items override the bundle's groups.
+        bundle: Numbers of the category paths.
+        index: Groups of the bundle's own items.
+    """
+
+    version: CatalogVersion
+    bundle: BundleCategories
+    index: GroupIndex
+
+    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns index pairs (position in `rows`, group), one per category path of an item."""
+        changed = np.isin(rows, self.version.record_rows)
+        old = np.flatnonzero(~changed)
+        place, group = self.index.of(rows[old])
+        pairs = [
+            (place, group)
+            for place in np.flatnonzero(changed).tolist()
+            for group in self.bundle.of_paths(self.version.record(rows[place]).categories)
+        ]
+        new = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        return np.concatenate([old[place], new[:, 0]]), np.concatenate([group, new[:, 1]])
+
+    def items(self, groups: np.ndarray) -> np.ndarray:
+        """Returns the item rows of all given groups in this version."""
+        version, places, rows = self.version, [], [np.zeros(0, np.int64)]
+        for group in groups.tolist():
+            rows.append(self.index.items(group))
+            places += version.log.of_category(self.bundle.path(group), version.num_records)
+        old = np.concatenate(rows)
+        new = version.record_rows[np.isin(version.record_places, places)]
+        return np.concatenate([old[~np.isin(old, version.record_rows)], new])
