@@ -169,7 +169,9 @@ def changed_catalogue(
         torch.tensor([int(first.rows[0])], device=device),
     )
     replayed = engine.stats().graph_searches.get("replayed", 0)
-    second = engine.submit(SlateQuery(old.root, version, old.k, old.beam_width, "beam")).result()
+    second = engine.submit(
+        SlateQuery(root=old.root, trie=version, k=old.k, beam_width=old.beam_width, strategy="beam")
+    ).result()
     assert isinstance(second, Slate)
     if first.rows[0] in second.rows:
         raise RuntimeError(f"the hidden item {first.rows[0]} is in the slate {second.rows}")

@@ -227,7 +227,13 @@ def larger(device: str) -> float:
     for strategy in ("beam", "nezha"):
         asked: list[list[Any]] = [
             [
-                SlateQuery(recommend_root(model, n, n), catalogue.trie.to(d), 10, 50, strategy)
+                SlateQuery(
+                    root=recommend_root(model, n, n),
+                    trie=catalogue.trie.to(d),
+                    k=10,
+                    beam_width=50,
+                    strategy=strategy,
+                )
                 for n in (5, 50)
             ]
             for model, d in zip(models, ("cpu", device), strict=True)
@@ -242,7 +248,10 @@ def requests_of(
     """Returns random requests; `cell` is their number and the beam width."""
     batch, width = cell
     roots = [recommend_root(model, events, 1000 * seed + i) for i in range(batch)]
-    return [SlateQuery(root, trie, 10, width, strategy) for root in roots]
+    return [
+        SlateQuery(root=root, trie=trie, k=10, beam_width=width, strategy=strategy)
+        for root in roots
+    ]
 
 
 def cold_and_warm(

@@ -117,7 +117,14 @@ def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     seen = np.arange(0, 12_101, 240)
     for strategy, batch, left_out in product(("beam", "nezha"), batches, (False, True)):
         asked = [
-            SlateQuery(root, catalogue.trie, 10, 50, strategy, excluded=seen if left_out else None)
+            SlateQuery(
+                root=root,
+                trie=catalogue.trie,
+                k=10,
+                beam_width=50,
+                strategy=strategy,
+                excluded=seen if left_out else None,
+            )
             for root in roots[:batch]
         ]
         engine.run_many(asked)

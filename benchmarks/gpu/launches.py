@@ -142,7 +142,9 @@ def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
             searches = (SearchShape(1, width),)
             recorded(engine, model, catalogue.trie, searches, 1024, Once())
         for strategy in ("beam", "nezha"):
-            request = SlateQuery(root, catalogue.trie, 10, width, strategy)
+            request = SlateQuery(
+                root=root, trie=catalogue.trie, k=10, beam_width=width, strategy=strategy
+            )
             engine.run(request)
             with counting(engine) as launches:
                 answer = engine.run(request)

@@ -98,7 +98,9 @@ def answers(
     length = prompts.shape[1]
 
     def engine(roots: list[Prefix]) -> list[Slate]:
-        requests: list[Request] = [SlateQuery(root, trie, width, width) for root in roots]
+        requests: list[Request] = [
+            SlateQuery(root=root, trie=trie, k=width, beam_width=width) for root in roots
+        ]
         return model.engine.run_many(requests)  # type: ignore[return-value]
 
     def forgetting(roots: list[Prefix]) -> list[Slate]:

@@ -164,10 +164,10 @@ def main() -> None:
             first = service.versions()["catalog_version"]
             said["insert_s"] = put(service, rows)
             said["similar"] = figures(service, asked, cold, ways)
-            vectors = service.runtime.snapshot.items.vectors
+            vectors = service.catalog.current.items.vectors
             content = BuildOptions.text_dim
             for row in rows:
-                vector = vectors[service.runtime.snapshot.rows.get(row["item_id"])].copy()
+                vector = vectors[service.catalog.current.rows.get(row["item_id"])].copy()
                 vector[content:] = 0
                 row["embedding"] = vector.tolist()
             service.rollback_items(RollbackRequest(catalog_version=first))

@@ -146,7 +146,7 @@ def read_while(
 ) -> Reads:
     """Requests slates of ten items for random histories, one after another."""
     draw, times, failed = np.random.default_rng(seed), [], 0
-    strategy = "auto" if service.runtime.snapshot.index is None else "dense"
+    strategy = "auto" if service.catalog.current.index is None else "dense"
     while go_on():
         history = [f"item{row:08d}" for row in draw.integers(0, num_items, 20)]
         wanted = FILTERS[len(times) % len(FILTERS)] if filtered else None
@@ -184,10 +184,10 @@ def change(
         assert not answer.rejected, answer.rejected[:3]
         times.append((time.perf_counter() - started) * 1e3)
         computed.append((time.thread_time() - before) * 1e3)
-        bases[service.runtime.snapshot.base_trie.num_rows] = None
+        bases[service.catalog.current.base_trie.num_rows] = None
         late = max(late, (time.perf_counter() - due) * 1e3)
         number, changed = number + 1, changed + size
-    snapshot = service.runtime.snapshot
+    snapshot = service.catalog.current
     rows = snapshot.num_items - snapshot.base_trie.num_rows
     later = 0 if snapshot.index is None else snapshot.index.num_later
     spent = time.perf_counter() - began

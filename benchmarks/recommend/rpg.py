@@ -69,12 +69,12 @@ class Served:
         weight = self.weight if strategy == "beam" else 0.0
         return [
             SlateQuery(
-                self.root(h),
-                self.trie,
-                TOP,
-                50,
-                strategy,  # type: ignore[arg-type]
-                h,
+                root=self.root(h),
+                trie=self.trie,
+                k=TOP,
+                beam_width=50,
+                strategy=strategy,  # type: ignore[arg-type]
+                excluded=h,
                 dense_weight=weight,
                 graph=graph,
             )

@@ -40,7 +40,7 @@ from recserve.core.request import (
 )
 from recserve.models.item_heads import DraftPlan
 from recserve.search.strategies.speculative import SpeculativeStrategy, cheapest_draft
-from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE
+from recserve.service.auto_strategy import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"
 METHODS = (BEAM, DRAFTED, AUTO)

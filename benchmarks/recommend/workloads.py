@@ -22,8 +22,8 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.strategy import Heads
+from recserve.service.auto_strategy import AUTO, BEAM, StrategyChooser
 from recserve.service.model_loader import item_index, load_heads
-from recserve.service.recommend.auto_strategy import AUTO, BEAM, Chooser
 from recserve.training.evaluation.cases import leave_one_out_cases
 
 HISTORY_TOKENS = 200
@@ -76,7 +76,7 @@ class Subject:
             EngineModels(model, heads=heads), EngineConfig(kv_bytes=slot * 65_536)
         )
         self.engine.record(trie)  # the server captures its searches too
-        self.chooser = Chooser(self.engine.strategies)
+        self.chooser = StrategyChooser(self.engine.strategies)
         self.index = item_index(model, heads)
 
     def ask(
@@ -88,7 +88,17 @@ class Subject:
         """
         name = self.chooser.choose(width, None).strategy if strategy == AUTO else strategy
         slates: list[Any] = self.engine.run_many(
-            [SlateQuery(root, self.trie, k, width, name, index=self.index) for root in roots]  # type: ignore[arg-type]
+            [
+                SlateQuery(
+                    root=root,
+                    trie=self.trie,
+                    k=k,
+                    beam_width=width,
+                    strategy=name,
+                    index=self.index,
+                )
+                for root in roots
+            ]  # type: ignore[arg-type]
         )
         if work is not None:
             for slate in slates:

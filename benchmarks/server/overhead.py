@@ -108,19 +108,20 @@ def exchange(connection: socket.socket, path: str, body: bytes) -> bytes:
 def measure(service: Service, port: int, path: str, bodies: list[bytes]) -> list[Sample]:
     """Sends the requests one after the other."""
     engine_ms: list[float] = []
-    submit = service.runtime.engine.submit
+    submit_all = service.engine.submit_all
 
-    def noted(request):
-        future = submit(request)
+    def noted(queries):
+        futures = submit_all(queries)
 
         def note(done) -> None:
             result: Result = done.result()
             engine_ms.append(result.timing.total_ms)
 
-        future.add_done_callback(note)
-        return future
+        for future in futures:
+            future.add_done_callback(note)
+        return futures
 
-    service.runtime.engine.submit = noted
+    service.engine.submit_all = noted
     samples = []
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -130,7 +131,7 @@ def measure(service: Service, port: int, path: str, bodies: list[bytes]) -> list
             client_ms = (time.perf_counter() - began) * 1e3
             timing = msgspec.json.decode(raw)["timing_ms"]
             samples.append(Sample(client_ms, engine_ms[-1], timing["total"], timing["features"]))
-    service.runtime.engine.submit = submit
+    service.engine.submit_all = submit_all
     return samples[WARM_UP:]
 
 
@@ -165,7 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bundle = make_bundle(Path(folder), options.items)
         service = Service.open(bundle, f"lmdb:{folder}/store", "cpu")
-        ids = service.runtime.snapshot.catalog.items.ids
+        ids = service.catalog.current.catalog.items.ids
         server, thread, port = serve(service)
         users = [f"user-{n}" for n in range(options.users)]
         for user in users:

@@ -74,7 +74,7 @@ class SlateRecipe:
 
         torch.set_num_threads(self.threads)
         with Service.open(self.bundle, self.store, self.device) as service:
-            engine, strategy = service.runtime.engine, self.defaults.strategy
+            engine, strategy = service.engine, self.defaults.strategy
             there = ("auto", *engine.strategies)
             if strategy not in there:
                 listed = ", ".join(there)
@@ -86,7 +86,7 @@ class SlateRecipe:
                 reset=lambda: reset(engine),
                 versions={
                     **service.versions(),
-                    "device": service.runtime.device.type,
+                    "device": service.device.type,
                     "kernels": backend.FORCED,
                 },
             )

@@ -137,19 +137,19 @@ def answer_together(service: Service, calls: Sequence[TextCall]) -> list[TextAns
 
 
 def _begin(service: Service) -> Callable[[TextCall], Callable[[], TextAnswer]]:
-    texts = service.texts
+    texts = service.text
 
     def begin(call: TextCall) -> Callable[[], TextAnswer]:
         match call.body:
             case CompletionRequest():
-                return texts.begin_completion(call.body, call.name).answer
+                return texts.begin_completion(call.body, call.name).wait
             case ChatRequest():
-                return texts.begin_chat(call.body, call.name).answer
+                return texts.begin_chat(call.body, call.name).wait
             case RerankRequest():
                 version = call.url[2]  # of /v1/rerank or /v2/rerank
-                return texts.scores.begin_rerank(call.body, version, call.name).answer
+                return texts.scores.begin_rerank(call.body, version, call.name).wait
             case GenerativeScoringRequest():
-                return texts.scores.begin_scoring(call.body, call.name).answer
+                return texts.scores.begin_scoring(call.body, call.name).wait
 
     return begin
 

@@ -21,8 +21,8 @@ from recserve.core.finite import NotFinite
 from recserve.engine.engine import Engine
 from recserve.schemas.items import RecommendRequest, RecommendResponse
 from recserve.service import Service
+from recserve.service.auto_strategy import AUTO, BEAM
 from recserve.service.errors import UnknownModel
-from recserve.service.recommend.auto_strategy import AUTO, BEAM
 
 
 class NoAnswer(ValueError):
@@ -39,12 +39,12 @@ def together(service: Service) -> Recommend:
     Args:
         service: Service that receives no other requests while the job runs.
     """
-    engine = service.runtime.engine
+    engine = service.engine
 
     def begin(body: RecommendRequest) -> Callable[[], RecommendResponse]:
         if body.strategy == AUTO and BEAM in engine.strategies:
             body = structs.replace(body, strategy=BEAM)
-        return service.begin_recommend(body).wait
+        return service.recommender.begin(body).wait
 
     def recommend(bodies: Sequence[RecommendRequest]) -> list[RecommendResponse | Exception]:
         return submit_together(engine, begin, bodies)

@@ -241,7 +241,7 @@ def completion(service: Service, drafter: str) -> tuple[CompletionResponse, floa
         ignore_eos=True,
         speculation=SpeculationOptions(drafter=drafter),
     )
-    answer = service.texts.begin_completion(body).answer()
+    answer = service.text.begin_completion(body).wait()
     assert isinstance(answer, CompletionResponse)
     return answer, time.monotonic() - began
 

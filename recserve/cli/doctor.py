@@ -237,7 +237,8 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     from recserve.service.text.loader import TextSettings, load_text
 
     device = resolve_device("auto")
-    network, named = load_text(TextSettings(llm, drafters=drafters), device).parts
+    text = load_text(TextSettings(llm, drafters=drafters), device)
+    network, named = text.network, text.drafters
     if device.type != "cuda":
         none = f"none: steps are not captured on {device.type}"
         return Finding("graphs", "ok", f"{none}; {vocabulary_limit(network.config.vocab_size)}")

@@ -67,7 +67,7 @@ class Prefix:
     salt: bytes = field(default_factory=current_salt)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlateQuery:
     """A request for the k best items.
 

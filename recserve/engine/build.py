@@ -61,7 +61,7 @@ class EngineModels:
 
     recommender: Recommender | None = None
     ranker: Ranker | None = None
-    heads: Heads | None = None
+    heads: Heads = Heads()
     text: LanguageModel | None = None
     drafters: Mapping[str, Drafter] | None = None
 
@@ -81,7 +81,7 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
     engine = Engine(config)
     engine.offer("warm", PrewarmStrategy())
     if models.recommender is not None:
-        _add_recommender(engine, models.recommender, models.heads or Heads())
+        _add_recommender(engine, models.recommender, models.heads)
     if models.ranker is not None:
         runner = _runner(RankerAdapter(models.ranker.eval()), config)
         engine.schedulers["ranker"] = _item_scheduler(runner)

@@ -186,6 +186,11 @@ class CompletionRequest(TextRequest, frozen=True, kw_only=True):
     best_of: Any = None
     suffix: Any = None
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the response has log-probabilities of the prompt's own tokens."""
+        return self.prompt_logprobs is not None or bool(self.echo and self.logprobs is not None)
+
 
 TemplateSetting = bool | int | float | str | None
 

@@ -49,7 +49,7 @@ from recserve.server.transport.gate import AccessKeys, Gate
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
-from recserve.service.recommend.recommend import POPULAR
+from recserve.service.recommend import POPULAR
 from recserve.service.service import SCORERS
 
 log = logging.getLogger(__name__)

@@ -44,8 +44,8 @@ from recserve.server.threads import (
 )
 from recserve.server.transport.trace import Trace, trace_of, upload_of
 from recserve.service import Service
+from recserve.service.attribution import Signer
 from recserve.service.pending import Pending
-from recserve.service.recommend.attribution import Signer
 from recserve.service.slate_log.slate_log import SlateLog
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ class AppState:
         ranks = isinstance(body, RankRequest | RankBatchRequest)
         models = RANK_MODELS if ranks else RECOMMEND_MODELS
         call = checked_first(service.engine, models, deadline_s, call)
-        if service.store_blocks and reads_store(body):
+        if service.histories.blocks and reads_store(body):
             return await on_thread(self.threads.store, call)
         if is_large(body):
             return await on_thread(self.threads.items, call)
@@ -237,7 +237,7 @@ async def outcomes(
         ClientGone: If the client closes the connection; unfinished answers are cancelled.
         DeadlineExceeded: If the deadline passes; unfinished answers are cancelled.
     """
-    futures = [work.future for work in works if work.future is not None]
+    futures = [future for work in works for future in work.futures]
     if futures:
         await ended(request, futures, deadline_s, together=False)
 

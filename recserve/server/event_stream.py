@@ -149,7 +149,8 @@ class EventStream(Response):
         """Stops the watchers and cancels the unfinished texts."""
         self.gone.cancel()
         self.timer.cancel()
-        self.work.cancel()
+        for future in self.work.futures:
+            future.cancel()
         self.on_end(self.error)
 
 

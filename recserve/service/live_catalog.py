@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from recserve.bundle.bundle import Bundle
+from recserve.engine.build import EngineModels
 from recserve.engine.engine import Engine
 from recserve.features.catalog.filters import CATEGORIES
 from recserve.features.catalog.item_journal import ItemJournal, JournalError
@@ -56,7 +57,6 @@ from recserve.schemas.items import (
 )
 from recserve.schemas.validation import converted
 from recserve.service.errors import UnknownItem, UnknownVersion
-from recserve.service.model_loader import Models
 from recserve.service.snapshot import History, Snapshot
 
 log = logging.getLogger(__name__)
@@ -89,9 +89,9 @@ class LiveCatalog:
 
     def __init__(
         self,
-        bundle: Bundle,
-        models: Models,
         engine: Engine,
+        models: EngineModels,
+        bundle: Bundle,
         snapshot: Snapshot,
         journal: ItemJournal | None,
         ranking: LiveRanking | None,
@@ -99,9 +99,9 @@ class LiveCatalog:
         """Starts with the items of the bundle.
 
         Args:
-            bundle: The open bundle.
-            models: Its networks.
             engine: Captures searches over a new base trie, if it uses CUDA graphs.
+            models: Networks of the bundle.
+            bundle: The open bundle.
             snapshot: The bundle's own catalogue.
             journal: Journal of the changes; None keeps the changes in memory only.
             ranking: The ranker's item tables; None without a ranker.

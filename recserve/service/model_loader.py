@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from recserve.bundle.bundle import ITEM_GRAPH, Bundle
+from recserve.engine.build import EngineModels
 from recserve.features.vectors.item_graph import ItemLinks
 from recserve.features.vectors.vector_index import FaissIndex, VersionIndex
 from recserve.kernels.item_graph import ItemGraph
@@ -18,7 +18,7 @@ from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.item_heads import SelfDraftHead, load_self_draft
 from recserve.models.loading import DTYPES
 from recserve.models.packing import pack_weights
-from recserve.models.ranker import Ranker, load_ranker
+from recserve.models.ranker import load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.strategy import Heads
 from recserve.service.memory import ModelSize, fitting_dtypes
@@ -32,44 +32,27 @@ Device = Literal["auto", "cpu", "cuda"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
 
-@dataclass(frozen=True)
-class Models:
-    """The networks of a bundle.
+def model_fields(models: EngineModels, strategies: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Returns facts about each model of a bundle, keyed by its name.
 
-    Attributes:
-        recommender: The generative recommender; None if it has not been trained.
-        ranker: The ranking model; None if it has not been trained.
-        heads: Draft heads and the dense retriever that belong to the recommender.
+    Args:
+        models: The networks.
+        strategies: Names of the strategies that the engine offers.
+
+    Returns:
+        The number of parameters of each model, with the strategies and outcomes of the
+        recommender and the tasks of the ranker.
     """
-
-    recommender: Recommender | None
-    ranker: Ranker | None
-    heads: Heads
-
-    def described(self, strategies: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Returns facts about each model, keyed by its name.
-
-        Args:
-            strategies: Names of the strategies that the engine offers.
-
-        Returns:
-            The number of parameters of each model, with the strategies and outcomes of the
-            recommender and the tasks of the ranker.
-        """
-        said: dict[str, dict[str, Any]] = {}
-        if self.recommender is not None:
-            said["recommender"] = {
-                "parameters": _parameters(self.recommender),
-                "strategies": list(strategies),
-            }
-            if self.heads.retriever is not None:
-                said["recommender"]["outcomes"] = list(self.heads.retriever.config.outcomes)
-        if self.ranker is not None:
-            said["ranker"] = {
-                "parameters": _parameters(self.ranker),
-                "tasks": list(self.ranker.config.tasks),
-            }
-        return said
+    facts: dict[str, dict[str, Any]] = {}
+    if models.recommender is not None:
+        count = _count_parameters(models.recommender)
+        facts["recommender"] = {"parameters": count, "strategies": list(strategies)}
+        if models.heads.retriever is not None:
+            facts["recommender"]["outcomes"] = list(models.heads.retriever.config.outcomes)
+    if models.ranker is not None:
+        count, tasks = _count_parameters(models.ranker), list(models.ranker.config.tasks)
+        facts["ranker"] = {"parameters": count, "tasks": tasks}
+    return facts
 
 
 def load_models(
@@ -78,7 +61,7 @@ def load_models(
     device: torch.device,
     dtype: DTypeName | None = None,
     weights: str | None = None,
-) -> Models:
+) -> EngineModels:
     """Loads all models that the bundle contains.
 
     Args:
@@ -99,7 +82,7 @@ def load_models(
     if bundle.has("recommender"):
         codes = torch.from_numpy(catalog.index.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
-        count = _parameters(recommender)
+        count = _count_parameters(recommender)
         size = ModelSize(count, loaded_bytes=count * torch.float32.itemsize, weights=weights)
         recommender.to(resolve_dtype(dtype, device, size))
         if weights is not None:
@@ -112,7 +95,7 @@ def load_models(
     if bundle.has("ranker"):
         ranker = load_ranker(bundle.directory("ranker"), vectors, device)
         ranker.pack()
-    return Models(recommender, ranker, heads)
+    return EngineModels(recommender, ranker, heads)
 
 
 def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
@@ -238,5 +221,5 @@ def resolve_dtype(
     return found
 
 
-def _parameters(model: torch.nn.Module) -> int:
+def _count_parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""A pending answer: the caller starts it, the engine computes it, and the caller finishes it."""
+"""A pending answer: a part of the service starts it, the engine computes it, the caller waits."""
 
 from __future__ import annotations
 
@@ -6,37 +6,31 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from recserve.core.request import Request, Result, Timing
+from recserve.core.futures import wait_all
+from recserve.core.request import Request, Timing
 from recserve.engine.engine import Engine
 from recserve.schemas.items import TimingMs
 
-A = TypeVar("A")
+A = TypeVar("A", covariant=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending(Generic[A]):
     """An answer that the engine computes.
 
     Attributes:
-        future: The engine's result; None if the answer does not need the engine.
-        finish: Builds the answer from the engine's result.
+        futures: The engine's results; empty if the answer does not need the engine.
+        finish: Builds the answer from the results, in the order of the futures.
     """
 
-    future: Future[Result] | None
-    finish: Callable[[Result | None], A]
+    futures: Sequence[Future[Any]]
+    finish: Callable[[list[Any]], A]
 
     def wait(self) -> A:
         """Waits for the answer. Raises the engine's exception if the request failed."""
-        if self.future is None:
-            return self.finish(None)
-        try:
-            result = self.future.result()
-        except BaseException:
-            self.future.cancel()
-            raise
-        return self.finish(result)
+        return self.finish(wait_all(self.futures))
 
     def outcome(self) -> A | Exception:
         """Waits for the answer, or for the exception if the request failed."""
@@ -48,33 +42,33 @@ class Pending(Generic[A]):
 
 @dataclass(frozen=True)
 class Prepared(Generic[A]):
-    """An answer that the engine can compute.
+    """A checked and translated request.
 
     Attributes:
-        query: The engine's request; None if the answer does not need the engine.
+        queries: What the engine computes; empty if the answer does not need the engine.
         finish: As in `Pending`.
     """
 
-    query: Request | None
-    finish: Callable[[Result | None], A]
+    queries: Sequence[Request]
+    finish: Callable[[list[Any]], A]
 
     def begin(self, engine: Engine) -> Pending[A]:
-        """Submits the request. Raises what the engine refuses it with."""
-        return Pending(None if self.query is None else engine.submit(self.query), self.finish)
+        """Submits the queries, all or none. Raises what the engine refuses them with."""
+        return Pending(engine.submit_all(self.queries), self.finish)
 
 
 def begin_all(engine: Engine, answers: Sequence[Prepared[A] | Exception]) -> list[Pending[A]]:
-    """Submits the requests of all answers, or none. An error stays the answer that it is.
+    """Submits the queries of all answers, or none. An error stays the answer that it is.
 
     Raises:
-        Exception: What the engine refuses a request with.
+        Exception: What the engine refuses a query with.
     """
-    queries = [a.query for a in answers if isinstance(a, Prepared) and a.query is not None]
-    futures = iter(engine.submit_all(queries))
+    prepared = [one for one in answers if isinstance(one, Prepared)]
+    futures = iter(engine.submit_all([query for one in prepared for query in one.queries]))
     return [
         failed(one)
         if isinstance(one, Exception)
-        else Pending(None if one.query is None else next(futures), one.finish)
+        else Pending([next(futures) for _ in one.queries], one.finish)
         for one in answers
     ]
 
@@ -113,7 +107,7 @@ class Stopwatch:
 def failed(error: Exception) -> Pending[A]:
     """Returns a pending answer that raises an error."""
 
-    def fail(_: Result | None) -> A:
+    def fail(_: list[Any]) -> A:
         raise error
 
-    return Pending(None, fail)
+    return Pending((), fail)

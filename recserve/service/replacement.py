@@ -39,11 +39,11 @@ from recserve.schemas.items import (
     RankRequest,
     RecommendRequest,
 )
+from recserve.service.errors import UnknownModel
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.memory import SERVED, available_bytes, needed_bytes, release_freed
 from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions
-from recserve.service.parts import ItemParts, open_parts
 from recserve.service.service import Service
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ def check_successor(old: Service, bundle: Bundle, options: ServiceOptions, force
             bundle, or lacks more than half of its items.
         BundleError: If the catalogue is damaged.
     """
-    parts = _parts(old)
-    needed, free = needed_bytes(bundle, options.engine), available_bytes(parts.runtime.device)
+    needed, free = needed_bytes(bundle, options.engine), available_bytes(old.device)
     if free is not None and needed > free:
         raise UnfitBundle(
             f"the bundle needs about {needed / 1e6:,.0f} MB beside the current one, and "
@@ -83,13 +82,13 @@ def check_successor(old: Service, bundle: Bundle, options: ServiceOptions, force
     if force:
         return
     for name in SERVED:
-        if parts.bundle.has(name) and not bundle.has(name):
+        if old.bundle.has(name) and not bundle.has(name):
             raise UnfitBundle(f"the bundle has no {name}, which the current one has; train it")
     try:
         ids = pq.read_table(bundle.path(CATALOG), columns=["item_id"])[0].cast(pa.string())
     except (pa.ArrowException, OSError) as error:
         raise UnfitBundle(f"the catalogue of the bundle is damaged: {error}") from error
-    current = pa.array(parts.items.current.catalog.items.ids, pa.string())
+    current = pa.array(old.catalog.current.catalog.items.ids, pa.string())
     share = pc.sum(pc.is_in(current, ids)).as_py() / len(current)
     if share < MIN_SHARED_ITEMS:
         raise UnfitBundle(
@@ -122,10 +121,9 @@ def open_successor(
     options = options or ServiceOptions()
     if options.text is None and "text" in old.engine.schedulers:
         raise UnfitBundle("the new service would have no language model; pass one in the options")
-    parts = at_low_priority(lambda: open_parts(bundle, None, device, options, _parts(old)))
-    parts.runtime.engine.start()  # here, so that the engine's thread has the usual priority
-    text = None if options.text is None else options.text.model
-    return Service(parts.runtime.engine, parts, text)
+    new = at_low_priority(lambda: Service.open(bundle, None, device, options, replaced=old))
+    new.engine.start()  # here, so that the engine's thread has the usual priority
+    return new
 
 
 def probe(service: Service) -> None:
@@ -134,11 +132,10 @@ def probe(service: Service) -> None:
     Raises:
         Exception: The error of the request.
     """
-    parts = _parts(service)
     (item,) = service.samples(0, 1)["items"]
-    if parts.recommendations is not None:
+    with contextlib.suppress(UnknownModel):
         service.recommend(RecommendRequest(history=[item], k=1))
-    if parts.rankings is not None:
+    with contextlib.suppress(UnknownModel):
         service.rank(RankRequest(history=[item], candidates=[Candidate(item_id=item)]))
 
 
@@ -204,23 +201,23 @@ def hand_over(
     Raises:
         JournalError: If the new journal cannot be written. The old service goes on then.
     """
-    before, after = _parts(old), _parts(new)
+    before, after = old.catalog, new.catalog
     carried, seen = CarriedItems(), None
-    after.items.successor = after.users.successor = None  # it may have been replaced before
+    after.successor = new.histories.successor = None  # it may have been replaced before
     for _ in range(PASSES):
-        if seen is before.items.current.items:
+        if seen is before.current.items:
             break
-        seen = before.items.current.items
-        carried += _carry(before.items, after.items, override)
-    with before.items.pause_changes():
-        if seen is not before.items.current.items:
-            carried += _carry(before.items, after.items, override)
-        if after.items.journal is None:  # both catalogues have one journal file
-            after.items.journal, before.items.journal = before.items.journal, None
-        after.items.recent.clear()
-        before.items.successor, before.users.successor = after.items, after.runtime
-        before.runtime.histories.owns_store = False
-        after.runtime.histories.owns_store = True
+        seen = before.current.items
+        carried += _carry(before, after, override)
+    with before.pause_changes():
+        if seen is not before.current.items:
+            carried += _carry(before, after, override)
+        if after.journal is None:  # both catalogues have one journal file
+            after.journal, before.journal = before.journal, None
+        after.recent.clear()
+        before.successor, old.histories.successor = after, new.engine
+        old.histories.histories.owns_store = False
+        new.histories.histories.owns_store = True
         publish()
     return carried
 
@@ -395,10 +392,3 @@ def _free(closed: tuple[weakref.ref[Service], weakref.ref[Engine]]) -> None:
         gc.collect()
         gc.freeze()
     release_freed()
-
-
-def _parts(service: Service) -> ItemParts:
-    """Returns the parts of the bundle. Raises UnknownModel without one."""
-    _ = service.bundle
-    assert service.item_parts is not None
-    return service.item_parts

@@ -1,19 +1,38 @@
 """The service: models, an engine and a history store behind plain methods.
 
-HTTP, the command line and batch jobs all call a `Service`, so that their answers agree.
+HTTP, the command line and batch jobs all call a `Service`, so that their answers agree. It has five
+parts. A route is one method of one part: it takes a checked message and returns the answer, or a
+`Pending` answer of the engine. The methods of `Service` itself are for Python: they check plain
+fields, call the same method and wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import secrets
+from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
-from recserve.bundle.bundle import Bundle
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.stats import EngineStats
+from recserve.features.catalog.item_journal import ItemJournal
+from recserve.features.history.circuit_breaker import CircuitBreaker
+from recserve.features.history.history import StoreOptions
+from recserve.features.history.stores import open_store
+from recserve.features.history.timed_reads import TimedReads
+from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.kernels.native.processor import instruction_set
 from recserve.metrics import Gauges
 from recserve.schemas.events import (
     EventsRequest,
@@ -26,7 +45,6 @@ from recserve.schemas.items import (
     ItemResponse,
     ItemsRequest,
     ItemsResponse,
-    RankBatchRequest,
     RankRequest,
     RankResponse,
     RecommendRequest,
@@ -35,94 +53,225 @@ from recserve.schemas.items import (
     RollbackResponse,
 )
 from recserve.schemas.shorthand import checked
+from recserve.service.attribution import Envelope, Signer
 from recserve.service.errors import ServiceClosed, UnknownModel
+from recserve.service.history.event_changes import import_events
+from recserve.service.history.histories import Histories
 from recserve.service.history.user_histories import UserHistories
 from recserve.service.live_catalog import LiveCatalog
-from recserve.service.model_loader import Device
+from recserve.service.model_loader import (
+    Device,
+    default_journal,
+    default_store,
+    item_index,
+    load_item_graph,
+    load_models,
+    model_fields,
+    resolve_device,
+)
 from recserve.service.options import ServiceOptions
-from recserve.service.parts import ItemParts, open_parts
-from recserve.service.pending import Pending, Prepared, begin_all
-from recserve.service.recommend.rank import Rankings
-from recserve.service.recommend.recommend import Recommendations
-from recserve.service.runtime import Runtime, gauges_of
-from recserve.service.text.completions import Texts
+from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
+from recserve.service.prewarm import Prewarm
+from recserve.service.rank import ItemScorer, LikelihoodScorer, RankerScorer, RankService
+from recserve.service.recommend import RecommendService
+from recserve.service.snapshot import Snapshot
+from recserve.service.text.completions import TextService
 from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
 
 SCORERS = ("ranker", "likelihood")
+# Name of the scorer that each model implements.
+SCORER_OF = {"ranker": "ranker", "recommender": "likelihood"}
 Fields = Mapping[str, Any]
 
 
 class Service:
     """Answers requests of a bundle, of a language model, or of both, from any thread.
 
+    The parts `catalog`, `histories`, `recommender`, `ranker` and `text` raise UnknownModel if the
+    bundle or the server lacks them, and ServiceClosed after `close`.
+
     Attributes:
         engine: Runs the requests of all models on its own thread.
-        item_parts: Parts that serve the bundle; None without a bundle.
+        device: Device of the models.
     """
 
     def __init__(
-        self, engine: Engine, item_parts: ItemParts | None = None, text: TextModel | None = None
+        self,
+        engine: Engine,
+        device: torch.device,
+        *,
+        text: TextModel | None = None,
+        bundle: Bundle | None = None,
+        networks: EngineModels | None = None,
+        catalog: LiveCatalog | None = None,
+        histories: UserHistories | None = None,
+        recommender: RecommendService | None = None,
+        ranker: RankService | None = None,
+        signer: Signer | None = None,
     ) -> None:
-        """Assembles a service; `Service.open` is the usual entry point.
+        """Joins parts that are open; `Service.open` and `Service.of_text` open them.
 
         Args:
-            engine: A running engine of the models.
-            item_parts: Parts that serve the bundle; None without a bundle.
+            engine: An engine of the models.
+            device: Device of the models.
             text: The language model; None without one.
+            bundle: The bundle; None without one. Then all following are None.
+            networks: Its networks.
+            catalog: Its live catalogue.
+            histories: The stored events of users.
+            recommender: Answers recommend requests; None if the bundle has no recommender.
+            ranker: Answers rank requests; None if no model of the bundle can rank.
+            signer: Signs attribution tokens.
         """
         self.engine = engine
-        self.item_parts = item_parts
-        self._texts: Texts | None = None
+        self.device = device
+        self._bundle, self._networks = bundle, networks or EngineModels()
+        self._catalog, self._histories, self._signer = catalog, histories, signer
+        self._recommender, self._ranker = recommender, ranker
+        self._text: TextService | None = None
         if text is not None:
             context = min(text.context, engine.token_capacity("text"))
-            self._texts = Texts(engine, replace(text, context=context))
+            self._text = TextService(engine, replace(text, context=context))
         self._closed = False
 
     @staticmethod
     def open(
-        bundle: Path | str,
+        bundle: Path | str | Bundle,
         store: str | None = None,
         device: Device = "auto",
         options: ServiceOptions | None = None,
+        replaced: Service | None = None,
     ) -> Service:
-        """Opens a bundle and starts its engine.
+        """Opens a bundle and starts its engine, unless the service will replace another one.
 
         Args:
-            bundle: Folder of the bundle.
+            bundle: Folder of the bundle, or the bundle. It is compared with its hashes unless that
+                has been done.
             store: URL of the history store; None means an LMDB folder next to the bundle. An empty
                 store is filled with the bundle's own events.
             device: Device of the models.
             options: The other options; None means the defaults.
+            replaced: Service that this one will replace. Its store and signing key are shared, and
+                the store gets the bundle's events of new users only. The caller starts the engine.
 
         Raises:
-            BundleError: If the bundle is damaged.
+            BundleError: If a file differs from its hash, or changes until it is loaded.
             StoreUnavailable: If the history store does not answer.
             JournalError: If the journal of item changes cannot be read.
             ValueError: If the device or an option does not fit this machine.
         """
         options = options or ServiceOptions()
-        parts = open_parts(Bundle.open(bundle), store, device, options)
-        text = None if options.text is None else options.text.model
-        return Service(parts.runtime.engine, parts, text)
+        if not isinstance(bundle, Bundle):
+            bundle = Bundle.open(bundle)
+        if not bundle.verified:
+            bundle.verify()
+        place, manifest = resolve_device(device), bundle.manifest
+        snapshot = Snapshot.of(bundle.catalog(), place)
+        networks = load_models(bundle, snapshot, place, options.dtype, options.weights)
+        tables = None
+        if networks.ranker is not None:
+            items, vectors = snapshot.catalog.items, snapshot.catalog.vectors
+            tables = RankingTables.load(bundle.directory("ranker"), items, vectors)
+        snapshot = replace(
+            snapshot,
+            graph=load_item_graph(bundle, place),
+            index=item_index(networks.recommender, networks.heads),
+            ranking=tables,
+        )
+        stored = _open_histories(bundle, store, options, replaced)
+        engine: Engine | None = None
+        try:
+            text = options.text
+            models = networks
+            if text is not None:
+                models = replace(networks, text=text.network, drafters=text.drafters)
+            engine = build_engine(models, options.engine)
+            engine.record(snapshot.trie)
+            if replaced is None:
+                engine.start()
+            bundle.check_unchanged()  # before names are written to the store
+            stored.types.add(options.event_types)
+            trained = () if tables is None else tables.settings.type_names
+            stored.types.add_of_bundle((*manifest.type_names, *trained))
+            if tables is not None and tables.settings.has_values:
+                stored.default_value = tables.settings.mean_value
+            catalog = LiveCatalog(
+                engine,
+                networks,
+                bundle,
+                snapshot,
+                _journal(bundle, options, replaced),
+                None if tables is None else LiveRanking(tables),
+            )
+            signer = _signer(options, replaced)
+            envelope = Envelope(signer, manifest.model_version)
+            scorers: dict[str, ItemScorer] = {}
+            item_prefixes, ranker_prefixes, recommender = None, None, None
+            if tables is not None and networks.ranker is not None:
+                seed = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
+                ranker_prefixes = RankerPrefixBuilder(tables, stored.types, seed, place)
+                scorers["ranker"] = RankerScorer(ranker_prefixes, networks.ranker.config.tasks)
+            if networks.recommender is not None:
+                item_prefixes = RecommenderPrefixBuilder(networks.recommender.config, place)
+                scorers["likelihood"] = LikelihoodScorer(item_prefixes)
+                retriever = networks.heads.retriever
+                recommender = RecommendService(
+                    engine,
+                    catalog,
+                    stored,
+                    envelope,
+                    item_prefixes,
+                    dense_weight=float(manifest.recommender.get("dense_weight", 0.0)),
+                    outcomes=() if retriever is None else retriever.config.outcomes,
+                )
+            prewarm = Prewarm(engine, catalog, stored, item_prefixes, ranker_prefixes)
+            service = Service(
+                engine,
+                place,
+                text=None if text is None else text.model,
+                bundle=bundle,
+                networks=networks,
+                catalog=catalog,
+                histories=UserHistories(engine, catalog, stored, prewarm),
+                recommender=recommender,
+                ranker=RankService(engine, catalog, stored, envelope, scorers) if scorers else None,
+                signer=signer,
+            )
+            catalog.open_tools()
+            bundle.check_unchanged()  # before the journal and the store are written
+            catalog.replay()
+            import_events(stored.store, bundle, stored.types, only_new_users=replaced is not None)
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            stored.close()
+            raise
+        return service
 
     @staticmethod
     def of_text(text: LoadedText, config: EngineConfig | None = None) -> Service:
         """Returns a service that has only a language model, with a running engine."""
-        network, drafters = text.parts
-        engine = build_engine(EngineModels(text=network, drafters=drafters), config)
+        engine = build_engine(EngineModels(text=text.network, drafters=text.drafters), config)
         engine.start()
-        return Service(engine, None, text.model)
+        return Service(engine, text.model.device, text=text.model)
 
     def close(self) -> None:
-        """Finishes the engine's requests, then closes engine and store. May be called twice."""
+        """Finishes the engine's requests, then closes journal, engine and store.
+
+        May be called twice.
+        """
         if self._closed:
             return
         self._closed = True
-        if self.item_parts is not None:
-            self.item_parts.close()
-        else:
-            self.engine.close()
+        if self._catalog is not None:
+            self._catalog.close()
+        self.engine.close()
+        if self._histories is not None:
+            self._histories.close()
+        # A reference to this service must not keep its successors in memory.
+        if self._catalog is not None and self._histories is not None:
+            self._catalog.successor = self._histories.successor = None
 
     def __enter__(self) -> Service:
         return self
@@ -144,60 +293,60 @@ class Service:
     @property
     def bundle(self) -> Bundle:
         """The open bundle. Raises UnknownModel without one."""
-        return self._parts.bundle
+        if self._bundle is None:
+            raise UnknownModel("this server has a language model only; start it with --bundle")
+        return self._bundle
 
     @property
-    def runtime(self) -> Runtime:
-        """State that all item requests share. Raises UnknownModel without a bundle."""
-        return self._parts.runtime
+    def signer(self) -> Signer:
+        """Signs attribution tokens. Raises UnknownModel without a bundle."""
+        _ = self.bundle
+        assert self._signer is not None
+        return self._signer
 
     @property
-    def store_blocks(self) -> bool:
-        """True if reading a history may wait for a network."""
-        return self.runtime.histories.blocks
+    def catalog(self) -> LiveCatalog:
+        """The live catalogue."""
+        _ = self.bundle
+        self._check_open()
+        assert self._catalog is not None
+        return self._catalog
 
     @property
-    def recommendations(self) -> Recommendations:
-        """Answers recommend requests. Raises UnknownModel or ServiceClosed."""
-        found = self._open_parts.recommendations
-        if found is None:
+    def histories(self) -> UserHistories:
+        """The stored events of users."""
+        _ = self.bundle
+        self._check_open()
+        assert self._histories is not None
+        return self._histories
+
+    @property
+    def recommender(self) -> RecommendService:
+        """Answers recommend requests."""
+        _ = self.bundle
+        self._check_open()
+        if self._recommender is None:
             raise UnknownModel("this bundle holds no recommender; train one first")
-        return found
+        return self._recommender
 
     @property
-    def rankings(self) -> Rankings:
-        """Answers rank requests. Raises UnknownModel or ServiceClosed."""
-        found = self._open_parts.rankings
-        if found is None:
+    def ranker(self) -> RankService:
+        """Answers rank requests."""
+        _ = self.bundle
+        self._check_open()
+        if self._ranker is None:
             raise UnknownModel("this bundle holds no ranking model; train one first")
-        return found
+        return self._ranker
 
     @property
-    def items(self) -> LiveCatalog:
-        """The live catalogue. Raises UnknownModel or ServiceClosed."""
-        return self._open_parts.items
-
-    @property
-    def users(self) -> UserHistories:
-        """The stored events of users. Raises UnknownModel or ServiceClosed."""
-        return self._open_parts.users
-
-    @property
-    def texts(self) -> Texts:
-        """Completions, chats and text scores. Raises UnknownModel."""
-        if self._texts is None:
+    def text(self) -> TextService:
+        """Completions, chats, text scores and embeddings."""
+        if self._text is None:
             raise UnknownModel("this server has no language model; start it with --llm")
-        return self._texts
+        return self._text
 
-    def begin_recommend(
-        self, body: RecommendRequest, request_id: str | None = None, deadline_s: float | None = None
-    ) -> Pending[RecommendResponse]:
-        """Starts a recommendation.
-
-        Args:
-            body: The request.
-            request_id: Identifies the request; None means the body's own id, or a random one.
-            deadline_s: time.monotonic() value of the deadline; None means no deadline.
+    def recommend(self, body: RecommendRequest | Fields) -> RecommendResponse:
+        """Returns a slate. The body is an object or its fields.
 
         Raises:
             InvalidRequest: If the body does not match the catalogue or the models.
@@ -205,117 +354,66 @@ class Service:
             QueueFull: If the queue of the engine is full.
             ServiceClosed: If the service is closed.
         """
-        return self.recommendations.begin(body, request_id or body.request_id, deadline_s)
-
-    def begin_rank(
-        self, body: RankRequest, request_id: str | None = None, deadline_s: float | None = None
-    ) -> Pending[RankResponse]:
-        """Starts a ranking; arguments and errors are those of `begin_recommend`."""
-        return self.rankings.begin(body, request_id or body.request_id, deadline_s)
-
-    def begin_recommend_batch(
-        self, bodies: Sequence[RecommendRequest], request_id: str, deadline_s: float | None = None
-    ) -> list[Pending[RecommendResponse]]:
-        """Starts several recommendations, all or none.
-
-        Args:
-            bodies: The requests.
-            request_id: Identifies the request; each recommendation adds its number.
-            deadline_s: time.monotonic() value of the deadline; None means no deadline.
-
-        Raises:
-            Exception: As in `begin_recommend`, for any of the requests.
-        """
-        prepare = self.recommendations.prepare
-        return begin_all(
-            self.engine,
-            [
-                prepare(body, f"{request_id}.{index}"[-128:], deadline_s)
-                for index, body in enumerate(bodies)
-            ],
-        )
-
-    def begin_rank_batch(
-        self,
-        body: RankBatchRequest,
-        request_id: str | None = None,
-        deadline_s: float | None = None,
-    ) -> list[Pending[RankResponse]]:
-        """Starts the rankings of a batch, in order.
-
-        Returns:
-            One pending answer per ranking. An invalid request yields its error as the answer.
-
-        Raises:
-            QueueFull: If the queue cannot hold the whole batch now; none of it is started.
-            TooManyQueries: If the queue can never hold the whole batch.
-        """
-        rankings = self.rankings
-        answers: list[Prepared[RankResponse] | Exception] = []
-        for index, one in enumerate(body.requests):
-            name = one.request_id or (f"{request_id}.{index}"[-128:] if request_id else None)
-            try:
-                prepared = rankings.prepare(one, name, deadline_s)
-                if prepared.query is not None:
-                    self.engine.check(prepared.query)
-                answers.append(prepared)
-            except ValueError as error:
-                answers.append(error)
-        return begin_all(self.engine, answers)
-
-    def recommend(self, body: RecommendRequest | Fields) -> RecommendResponse:
-        """Returns a slate. The body is an object or its fields. Raises as `begin_recommend`."""
-        return self.begin_recommend(checked(body, RecommendRequest)).wait()
+        return self.recommender.begin(checked(body, RecommendRequest)).wait()
 
     def rank(self, body: RankRequest | Fields) -> RankResponse:
-        """Returns a ranking. The body is an object or its fields. Raises as `begin_rank`."""
-        return self.begin_rank(checked(body, RankRequest)).wait()
+        """Returns a ranking. The body is an object or its fields. Raises as `recommend`."""
+        return self.ranker.begin(checked(body, RankRequest)).wait()
 
     def add_events(self, body: EventsRequest | Fields) -> EventsResponse:
         """Stores events and corrections. Raises StoreUnavailable or InvalidRequest."""
-        return self.users.add(checked(body, EventsRequest))
+        return self.histories.add(checked(body, EventsRequest))
 
     def event_types(self) -> EventTypesResponse:
         """Returns the names of the event types that events may have. Raises UnknownModel."""
-        return EventTypesResponse(event_types=list(self.runtime.histories.types.known))
+        return self.histories.event_types()
 
     def history(self, user_id: str) -> HistoryResponse:
         """Returns a user's stored events.
 
         Raises StoreUnavailable, CorruptHistory or InvalidRequest.
         """
-        return self.users.history(user_id)
+        return self.histories.history(user_id)
 
     def delete_user(self, user_id: str) -> None:
         """Removes a user from the history store and from the caches.
 
         Raises StoreUnavailable or InvalidRequest.
         """
-        self.users.delete(user_id)
+        self.histories.delete(user_id)
 
     def item(self, item_id: str) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""
-        return self.items.get(item_id)
+        return self.catalog.get(item_id)
 
     def put_items(self, body: ItemsRequest | Fields) -> ItemsResponse:
         """Inserts and updates items. Raises JournalError or InvalidRequest."""
-        return self.items.put(checked(body, ItemsRequest))
+        return self.catalog.put(checked(body, ItemsRequest))
 
     def hide_item(self, item_id: str) -> HideItemResponse:
         """Removes an item from all answers. Raises UnknownItem or JournalError."""
-        return HideItemResponse(item_id=item_id, catalog_version=self.items.hide(item_id))
+        return HideItemResponse(item_id=item_id, catalog_version=self.catalog.hide(item_id))
 
     def rollback_items(self, body: RollbackRequest) -> RollbackResponse:
         """Restores the items of an earlier version. Raises UnknownVersion or JournalError."""
-        return self.items.rollback(body.catalog_version)
+        return self.catalog.rollback(body.catalog_version)
 
     def models(self) -> list[dict[str, Any]]:
         """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""
-        listed = [] if self.item_parts is None else self.item_parts.described()
-        return listed if self._texts is None else [*listed, *self._texts.described()]
+        scorers = () if self._ranker is None else self._ranker.scorers
+        listed = []
+        for name, fields in model_fields(self._networks, self.engine.strategies).items():
+            scorer = SCORER_OF[name]
+            own = {"scorer": scorer} if scorer in scorers else {}
+            said = {**self.versions(), **fields, **own}
+            listed.append(
+                {"id": name, "object": "model", "created": 0, "owned_by": "recserve"}
+                | {"recserve": said}
+            )
+        return listed if self._text is None else [*listed, *self._text.model.listed()]
 
     def model(self, name: str) -> dict[str, Any]:
-        """Returns one model of `models()`. Raises UnknownModel."""
+        """Returns one model of `models`. Raises UnknownModel."""
         models = self.models()
         for model in models:
             if model["id"] == name:
@@ -325,26 +423,99 @@ class Service:
 
     def versions(self) -> dict[str, str]:
         """Returns the versions of models and catalogue; empty without a bundle."""
-        return {} if self.item_parts is None else self.runtime.versions()
+        if self._bundle is None or self._catalog is None:
+            return {}
+        return {
+            "model_version": self._bundle.manifest.model_version,
+            "catalog_version": self._catalog.current.items.name,
+        }
 
     def samples(self, num_users: int, num_items: int) -> dict[str, list[str]]:
         """Returns ids of some users and of the most popular items; empty without a bundle."""
-        if self.item_parts is None:
+        if self._bundle is None or self._catalog is None:
             return {"users": [], "items": []}
-        return self.item_parts.samples(num_users, num_items)
+        snapshot = self._catalog.current
+        popular = snapshot.most_popular(num_items, np.zeros(0, np.int64), None)
+        items = [snapshot.items.item_id(row) for row in popular.tolist()]
+        users: list[str] = []
+        if EVENTS in self._bundle.manifest.files:
+            column = pq.read_table(self._bundle.path(EVENTS), columns=["user_id"]).column(0)
+            users = column.unique().slice(0, num_users).to_pylist()
+        return {"users": users, "items": items}
 
     def gauges(self) -> Gauges:
         """Returns the metrics of the engine for Prometheus."""
-        return gauges_of(self.engine.stats()) if self.item_parts is None else self.runtime.gauges()
+        illegal = 0 if self._recommender is None else self._recommender.illegal_items
+        return gauges_of(self.engine.stats(), illegal)
 
-    @property
-    def _parts(self) -> ItemParts:
-        if self.item_parts is None:
-            raise UnknownModel("this server has a language model only; start it with --bundle")
-        return self.item_parts
-
-    @property
-    def _open_parts(self) -> ItemParts:
+    def _check_open(self) -> None:
         if self._closed:
             raise ServiceClosed("the service is closed")
-        return self._parts
+
+
+def _open_histories(
+    bundle: Bundle, store: str | None, options: ServiceOptions, replaced: Service | None
+) -> Histories:
+    """Opens the history store, or shares that of the replaced service."""
+    if replaced is not None:
+        shared = replaced.histories.histories
+        histories = Histories(shared.store, blocks=shared.blocks, timed=shared.timed)
+        histories.owns_store = False
+        return histories
+    kept = StoreOptions(ttl_s=options.history_ttl_s)
+    opened = open_store(default_store(bundle.root) if store is None else store, kept)
+    if not opened.blocks:
+        return Histories(opened, blocks=False)
+    guarded, limit_ms = CircuitBreaker(opened), options.history_timeout_ms
+    timed = None if limit_ms is None else TimedReads(guarded, limit_ms / 1e3)
+    return Histories(guarded, blocks=True, timed=timed)
+
+
+def _journal(
+    bundle: Bundle, options: ServiceOptions, replaced: Service | None
+) -> ItemJournal | None:
+    """Returns the journal of item changes.
+
+    It is None if the replaced service may still write to the same file. That service hands the
+    file over with its content.
+    """
+    folder = default_journal(bundle.root) if options.journal is None else options.journal
+    journal = ItemJournal(folder / f"{bundle.manifest.catalog_version}.jsonl")
+    used = None if replaced is None else replaced.catalog.journal
+    shared = used is not None and used.path.resolve() == journal.path.resolve()
+    return None if shared else journal
+
+
+def _signer(options: ServiceOptions, replaced: Service | None) -> Signer:
+    if replaced is not None:
+        return replaced.signer
+    return Signer(secrets.token_bytes(32) if options.signing_key is None else options.signing_key)
+
+
+def build_info(device: str) -> dict[str, str]:
+    """Returns the labels of `recserve_build_info` for models on a type of device."""
+    return {
+        "version": installed("recserve"),
+        "torch": torch.__version__,
+        "device": device,
+        "isa": instruction_set() or "generic",
+    }
+
+
+def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
+    """Returns an engine's statistics as Prometheus metrics."""
+    used = stats.pages_total - stats.pages_free - stats.pages_cached
+    return Gauges(
+        queue_depth=stats.queue_depth,
+        illegal_items=illegal_items,
+        kv_pages={"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
+        prefix_tokens={"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
+        graph_steps=stats.graph_steps,
+        graph_searches=stats.graph_searches,
+        graph_seconds=stats.graph_seconds,
+        graph_bytes=stats.graph_bytes,
+        background=stats.background,
+        running=stats.running,
+        drafts=stats.drafts,
+        build=build_info(stats.device),
+    )

@@ -95,7 +95,7 @@ def test_a_line_gets_the_text_of_the_service(service, tmp_path):
     asked = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0}
     source = write_lines(tmp_path / "in.jsonl", [line(0, "/v1/completions", **asked)])
     compute(service, source, tmp_path / "out")
-    text = service.texts.begin_completion(CompletionRequest(**asked)).answer().choices[0].text
+    text = service.text.begin_completion(CompletionRequest(**asked)).wait().choices[0].text
     (found,) = outputs(tmp_path / "out")
     assert found["response"]["body"]["choices"][0]["text"] == text
 

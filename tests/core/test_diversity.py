@@ -78,7 +78,7 @@ class World:
             "caps": [(by_prefix,), (by_list,), (by_prefix, by_list)][seed // 3 % 3],
         }
         root = draw_root(self.model, seed % 7, seed)
-        return SlateQuery(root, self.trie, **asked | fields)
+        return SlateQuery(root=root, trie=self.trie, **asked | fields)
 
     def legal(self, request):
         """Rows that the request may be answered with, caps aside."""
@@ -209,7 +209,9 @@ def test_thirty_prefixes_of_their_own():
     engine = build_engine(EngineModels(model), CONFIG)
     cap, again = Cap(PrefixGroups(trie, 0), 1), 0
     for seed in range(8):
-        request = SlateQuery(draw_root(model, 6, seed), trie, 10, 10, caps=(cap,))
+        request = SlateQuery(
+            root=draw_root(model, 6, seed), trie=trie, k=10, beam_width=10, caps=(cap,)
+        )
         slate = engine.run(request)
         again += slate.rounds > trie.num_levels
         assert len(set(codes[slate.rows, 0].tolist())) == slate.rows.size == 10

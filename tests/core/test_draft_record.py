@@ -112,11 +112,13 @@ def test_a_head_that_saves_no_round_is_paused_and_slates_stay_the_same():
     engine = build_engine(models, EngineConfig(kv_bytes=16 * 2**20))
     drafts = []
     for seed in range(2 * KNOWN_DRAFTS):
-        request = SlateQuery(draw_root(model, 5, seed), trie, 10, 10, "speculative")
+        request = SlateQuery(
+            root=draw_root(model, 5, seed), trie=trie, k=10, beam_width=10, strategy="speculative"
+        )
         drafted = engine.run(request)
         drafts.append(drafted.timing.drafted)
         if seed % 16 == 0:
-            request = SlateQuery(request.root, trie, 10, 10, "beam")
+            request = SlateQuery(root=request.root, trie=trie, k=10, beam_width=10, strategy="beam")
             exact = engine.run(request)
             assert drafted.exact and drafted.rows.tolist() == exact.rows.tolist()
             np.testing.assert_allclose(drafted.scores, exact.scores, atol=2e-5)
@@ -133,6 +135,14 @@ def test_a_good_head_raises_no_alarm():
     engine = build_engine(EngineModels(model, heads=Heads(head)), EngineConfig(kv_bytes=2**24))
     with torch.inference_mode():
         for seed in range(KNOWN_DRAFTS + 8):
-            engine.run(SlateQuery(draw_root(model, 5, seed), trie, 10, 10, "speculative"))
+            engine.run(
+                SlateQuery(
+                    root=draw_root(model, 5, seed),
+                    trie=trie,
+                    k=10,
+                    beam_width=10,
+                    strategy="speculative",
+                )
+            )
     health = engine.stats().drafts["speculative"]
     assert not health.alarm and not health.paused and health.acceptance == (1.0,)

@@ -24,7 +24,10 @@ from tests.support.text_plain import drawn_model
 
 def slates(number):
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
-    queries = [SlateQuery(draw_root(model, 4 + i, i), trie, 3, 3) for i in range(number)]
+    queries = [
+        SlateQuery(root=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3)
+        for i in range(number)
+    ]
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=4 * 2**20))
     return model, engine, queries
 

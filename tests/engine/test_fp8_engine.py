@@ -147,7 +147,14 @@ def test_slates_are_the_same_drafted_together_and_warm(catalogue, form):
 
     def slates(strategy, engine):
         requests = [
-            SlateQuery(draw_root(trained, 1 + 9 * i, i), trie, 5, 12, strategy) for i in range(4)
+            SlateQuery(
+                root=draw_root(trained, 1 + 9 * i, i),
+                trie=trie,
+                k=5,
+                beam_width=12,
+                strategy=strategy,
+            )
+            for i in range(4)
         ]
         return engine.run_many(requests), requests
 
@@ -193,7 +200,7 @@ def test_it_is_a_setting_of_the_server(tmp_path):
         )  # fmt: skip
         service = ServiceLoader(config).first()
         try:
-            user, ids = UserRef(id="me"), service.runtime.snapshot.catalog.items.ids
+            user, ids = UserRef(id="me"), service.catalog.current.catalog.items.ids
             events = [EventInput(user_id="me", item_id=item) for item in ids[50:61]]
             service.add_events(EventsRequest(events=events))
             candidates = [Candidate(item_id=item) for item in ids[:40]]

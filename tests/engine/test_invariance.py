@@ -104,7 +104,14 @@ def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
 
     def requests(strategy: str) -> list[SlateQuery]:
         return [
-            SlateQuery(root, trie, 5, 6 + 5 * i, dense_weight=weight, strategy=strategy)
+            SlateQuery(
+                root=root,
+                trie=trie,
+                k=5,
+                beam_width=6 + 5 * i,
+                dense_weight=weight,
+                strategy=strategy,
+            )
             for i, root in enumerate(roots)
         ]
 
@@ -169,7 +176,9 @@ def test_strategies_that_are_not_covered_are_not_offered():
     engine = build_engine(EngineModels(model, heads=heads), SIZES)
     assert engine.strategies == ("beam", "speculative")
     with pytest.raises(ValueError, match="strategy is 'nezha'; choose one of"):
-        engine.submit(SlateQuery(draw_root(model, 3, 0), trie, 5, 5, strategy="nezha"))
+        engine.submit(
+            SlateQuery(root=draw_root(model, 3, 0), trie=trie, k=5, beam_width=5, strategy="nezha")
+        )
 
 
 def test_answers_of_a_service_have_the_same_bits_warm_and_cold(tmp_path):
@@ -194,7 +203,7 @@ def test_answers_of_a_service_have_the_same_bits_warm_and_cold(tmp_path):
         return [{i.item_id: i.score for i in answer.items} for answer in (slate, ranked)]
 
     with opened("cold") as cold, opened("warm") as warm:
-        ids = cold.runtime.snapshot.catalog.items.ids
+        ids = cold.catalog.current.catalog.items.ids
         for item in ids[:11]:
             events = EventsRequest(events=[EventInput(user_id="me", item_id=item)])
             cold.add_events(events)

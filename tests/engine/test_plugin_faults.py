@@ -53,7 +53,9 @@ def test_a_strategy_that_returns_too_few_results_fails_alone():
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=4 * 2**20))
     short = ShortStrategy()
     engine.offer("short", short)
-    queries = [SlateQuery(draw_root(model, 4 + i, i), trie, 3, 3) for i in range(6)]
+    queries = [
+        SlateQuery(root=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3) for i in range(6)
+    ]
     expected = [engine.run(query).rows.tolist() for query in queries]
     mixed = [replace(q, strategy="short") if i % 2 else q for i, q in enumerate(queries)]
     results = run(engine, mixed)

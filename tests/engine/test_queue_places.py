@@ -116,7 +116,10 @@ def test_models_have_queues_of_their_own():
         engine.check_queue(["text"])
     engine.check_queue(["recommender"])
     engine.check_queue(["ranker", "recommender"])
-    slates = [SlateQuery(draw_root(recommender, 5, n), trie, 3, 3) for n in range(4)]
+    slates = [
+        SlateQuery(root=draw_root(recommender, 5, n), trie=trie, k=3, beam_width=3)
+        for n in range(4)
+    ]
     futures = engine.submit_all(slates)
     with pytest.raises(QueueFull) as refused:
         engine.check_queue(["ranker", "recommender"])

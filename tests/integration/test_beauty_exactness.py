@@ -102,7 +102,11 @@ def asked(request, tmp_path_factory):
             )
             root = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
             seen = history if case % 2 else None
-            made.append(SlateQuery(root, trie, 10, width, strategy, excluded=seen))
+            made.append(
+                SlateQuery(
+                    root=root, trie=trie, k=10, beam_width=width, strategy=strategy, excluded=seen
+                )
+            )
         return made
 
     return build_engine(

@@ -111,7 +111,7 @@ def test_the_rule_follows_the_likeliest_tokens(installed):
 
 def test_the_strategy_is_served(installed, tmp_path):
     with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu") as service:
-        ids = service.runtime.snapshot.catalog.items.ids
+        ids = service.catalog.current.catalog.items.ids
         answer = service.recommend(
             RecommendRequest(history=list(ids[:3]), k=4, strategy="first_items")
         )

@@ -100,7 +100,7 @@ def in_batch(world: World) -> Iterator[Answer]:
     """A batch job with one row per request, turned back into slates."""
 
     def recommend(bodies: Sequence[RecommendRequest]) -> list[RecommendResponse | Exception]:
-        return [pending.outcome() for pending in map(world.service.begin_recommend, bodies)]
+        return [pending.outcome() for pending in map(world.service.recommender.begin, bodies)]
 
     task = Generator(recommend, Defaults(k=10), in_flight=1)
     numbers = count()

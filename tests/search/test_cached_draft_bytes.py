@@ -15,7 +15,9 @@ ROOT = Prefix(NodeInputs(torch.arange(3)), np.arange(3))
 
 
 def asked(excluded):
-    return SlateQuery(ROOT, TRIE, 5, 8, "speculative", excluded)
+    return SlateQuery(
+        root=ROOT, trie=TRIE, k=5, beam_width=8, strategy="speculative", excluded=excluded
+    )
 
 
 def draft_of(excluded):

@@ -15,7 +15,13 @@ from recserve.search.strategies.speculative import CachedDraft
 
 CODES = torch.cartesian_prod(torch.arange(4), torch.arange(4))
 TRIE, OTHER = build_trie(CODES, (4, 4)), build_trie(CODES, (4, 4))
-REQUEST = SlateQuery(Prefix(NodeInputs(torch.arange(3)), np.arange(3)), TRIE, 5, 8, "speculative")
+REQUEST = SlateQuery(
+    root=Prefix(NodeInputs(torch.arange(3)), np.arange(3)),
+    trie=TRIE,
+    k=5,
+    beam_width=8,
+    strategy="speculative",
+)
 EVERYTHING = AllowedItems(np.full(2, 255, np.uint8), 16)
 
 

@@ -144,7 +144,10 @@ def test_company_does_not_change_a_slate(world):
     for seed in range(12):
         allowed = AllowedItems.of(draw.random(len(ORDINARY)) < 0.1) if seed % 4 == 1 else None
         requests.append(world.request(seed, 1 + 3 * seed, allowed=allowed))
-    others = [SlateQuery(draw_root(world.model, 5, 90 + i), world.trie, 5, 8) for i in (0, 1)]
+    others = [
+        SlateQuery(root=draw_root(world.model, 5, 90 + i), trie=world.trie, k=5, beam_width=8)
+        for i in (0, 1)
+    ]
     together = world.engine.run_many([*requests, *others])
     assert [answer.exact for answer in together] == [False] * 12 + [True] * 2
     for request, slate in zip(requests, together, strict=False):
@@ -212,7 +215,9 @@ def test_a_mix_moves_the_places_between_outcomes(world):
 
 def test_a_mix_of_another_length_or_no_index_fails_alone(world):
     wrong = world.request(1, 5, outcome=np.array([1.0]))
-    bare = SlateQuery(draw_root(world.model, 3, 1), world.trie, 5, 5, "dense")
+    bare = SlateQuery(
+        root=draw_root(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="dense"
+    )
     right = world.request(2, 5)
     futures = [world.engine.submit(r) for r in (wrong, right, bare)]
     while world.engine.step():

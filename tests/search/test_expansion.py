@@ -120,7 +120,14 @@ def test_fewer_items_are_the_first_of_more(codes, form, strategy, tied):
     for seed, (k, width) in enumerate(product((1, 2, 5), (3, 8, 20))):
         excluded = rng.integers(0, len(codes), len(codes) // 5) if seed % 2 else None
         weight = 1.5 * (seed % 3 == 0) if form[0] == "items" else 0.0
-        request = SlateQuery(draw_root(model, 3 + seed, seed), trie, k, width, strategy, excluded)
+        request = SlateQuery(
+            root=draw_root(model, 3 + seed, seed),
+            trie=trie,
+            k=k,
+            beam_width=width,
+            strategy=strategy,
+            excluded=excluded,
+        )
         requests.append(replace(request, dense_weight=weight))
     whole = engine.run_many([replace(r, k=r.width) for r in requests])
     for answers in (engine.run_many(requests), [engine.run(r) for r in requests]):
@@ -136,7 +143,10 @@ def test_the_bound_saves_nodes_and_rounds():
     rows = [[a, b, c] for a in range(8) for b in range(20) for c in range(9 if b % 10 == 0 else 1)]
     model, trie = make(torch.tensor(rows), "items", "children")
     engine = build_engine(EngineModels(model), SMALL)
-    requests = [SlateQuery(draw_root(model, 5, seed), trie, 3, 40) for seed in range(8)]
+    requests = [
+        SlateQuery(root=draw_root(model, 5, seed), trie=trie, k=3, beam_width=40)
+        for seed in range(8)
+    ]
     few = engine.run_many(requests)
     many = engine.run_many([replace(request, k=40) for request in requests])
     assert sum(a.timing.nodes for a in few) < 0.8 * sum(a.timing.nodes for a in many)
@@ -149,7 +159,7 @@ def test_the_bound_saves_nodes_and_rounds():
 def test_where_nothing_may_be_left_out():
     """As many items as beams, or caps, which let items of lower scores in."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    request = SlateQuery(draw_root(model, 3, 0), trie, 4, 9)
+    request = SlateQuery(root=draw_root(model, 3, 0), trie=trie, k=4, beam_width=9)
     cap = Cap(PrefixGroups(trie, 0), 1)
     free = [replace(request, k=9), replace(request, k=12), replace(request, caps=(cap,))]
     assert bound_ranks(free) is None
@@ -165,7 +175,9 @@ def test_what_forks_below_the_last_levels_is_scored_in_the_same_round():
     codes = torch.tensor(rows)[torch.from_numpy(rng.permutation(len(rows)))]
     model, trie = make(codes, "items", "children")
     assert trie.closing_level == 2
-    requests = [SlateQuery(draw_root(model, 5, i), trie, 12, 12) for i in range(6)]
+    requests = [
+        SlateQuery(root=draw_root(model, 5, i), trie=trie, k=12, beam_width=12) for i in range(6)
+    ]
     engine = build_engine(EngineModels(model), SMALL)
     together = engine.run_many(requests)
     trie.__dict__["closing_level"] = trie.num_levels

@@ -68,7 +68,9 @@ def test_equals_the_formulas_in_a_plain_loop(codes, form, normalization, placeho
     for seed, width in enumerate((1, 3, 10, 512)):
         root = draw_root(model, 1 + 7 * seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), len(codes) // 5)
-        request = SlateQuery(root, trie, width, width, "nezha", excluded=excluded)
+        request = SlateQuery(
+            root=root, trie=trie, k=width, beam_width=width, strategy="nezha", excluded=excluded
+        )
         expected = plain_nezha(model, head, root, width, excluded.tolist())
         for slate in (engine.run(request), engine.run(request)):  # cold, then from the cache
             assert slate.rows.tolist() == [row for row, _ in expected]
@@ -81,7 +83,12 @@ def test_same_alone_in_a_batch_and_beside_other_strategies():
     names = ("nezha", "beam", "speculative")
     requests = [
         SlateQuery(
-            draw_root(model, 1 + 2 * i, i), trie, 2 + i % 5, 3 + i, names[i % 3], dense_weight=i % 2
+            root=draw_root(model, 1 + 2 * i, i),
+            trie=trie,
+            k=2 + i % 5,
+            beam_width=3 + i,
+            strategy=names[i % 3],
+            dense_weight=i % 2,
         )
         for i in range(18)
     ]
@@ -115,7 +122,7 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
 
     runner.forward = counting
     root = draw_root(model, 9, 0)
-    request = SlateQuery(root, trie, 5, 10, "nezha")
+    request = SlateQuery(root=root, trie=trie, k=5, beam_width=10, strategy="nezha")
     first = engine.run(request)
     assert len(pieces) == 1 and first.timing.root_computed == 10 and first.timing.nodes == 4
     assert pieces[0][0].tree.kinds.tolist() == [0] * 10 + [AUXILIARY] * 4
@@ -133,7 +140,7 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
 def test_beam_is_the_same_bit_for_bit_with_a_head_beside_it():
     for form, normalization in FORMS:
         model, trie = make(CATALOGUES["ordinary"], form, normalization)
-        request = SlateQuery(draw_root(model, 9, 0), trie, 10, 20)
+        request = SlateQuery(root=draw_root(model, 9, 0), trie=trie, k=10, beam_width=20)
         before = build_engine(EngineModels(model), SMALL).run(request)
         after = make_engine(model).run(request)
         assert before.rows.tolist() == after.rows.tolist()
@@ -151,7 +158,12 @@ def test_only_allowed_items_and_all_of_them_where_few_are_left(form, normalizati
         allowed[kept] = True
         slate = engine.run(
             SlateQuery(
-                draw_root(model, 4, 0), trie, 10, 10, "nezha", allowed=AllowedItems.of(allowed)
+                root=draw_root(model, 4, 0),
+                trie=trie,
+                k=10,
+                beam_width=10,
+                strategy="nezha",
+                allowed=AllowedItems.of(allowed),
             )
         )
         assert len(slate.rows) == min(10, keep) == len(set(slate.rows.tolist()))
@@ -161,7 +173,9 @@ def test_only_allowed_items_and_all_of_them_where_few_are_left(form, normalizati
 def test_more_wanted_than_there_are():
     codes = CATALOGUES["ordinary"]
     model, trie = make(codes, "items", "children")
-    slate = make_engine(model).run(SlateQuery(draw_root(model, 4, 0), trie, 900, 512, "nezha"))
+    slate = make_engine(model).run(
+        SlateQuery(root=draw_root(model, 4, 0), trie=trie, k=900, beam_width=512, strategy="nezha")
+    )
     assert sorted(slate.rows.tolist()) == list(range(len(codes)))
     assert (np.diff(slate.scores) <= 0).all()
     # Normalised over valid children at every level, the probabilities of all items sum to one.
@@ -179,7 +193,15 @@ def test_the_dense_head_has_its_say(width):
         root = draw_root(model, 6 + seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), 20)
         requests.append(
-            SlateQuery(root, trie, width, width, "nezha", excluded=excluded, dense_weight=weight)
+            SlateQuery(
+                root=root,
+                trie=trie,
+                k=width,
+                beam_width=width,
+                strategy="nezha",
+                excluded=excluded,
+                dense_weight=weight,
+            )
         )
         with torch.inference_mode():
             tokens = root.inputs.tokens[None]
@@ -204,7 +226,9 @@ def test_a_saved_head_answers_the_same(tmp_path):
     save_self_draft(head, tmp_path)
     loaded = load_self_draft(tmp_path, model)
     assert loaded.config == head.config
-    request = SlateQuery(draw_root(model, 9, 0), trie, 10, 20, "nezha")
+    request = SlateQuery(
+        root=draw_root(model, 9, 0), trie=trie, k=10, beam_width=20, strategy="nezha"
+    )
     slates = [
         build_engine(EngineModels(model, heads=Heads(nezha=h)), SMALL).run(request)
         for h in (head, loaded)

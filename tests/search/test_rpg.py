@@ -80,7 +80,7 @@ def test_exhaustive_mode_equals_a_plain_loop(form):
     for history in ([], [3], list(range(20))):
         root = root_of(model, history)
         expected = plain_scores(model, root)
-        slate = engine.run(SlateQuery(root, trie, 200, 10, "rpg"))
+        slate = engine.run(SlateQuery(root=root, trie=trie, k=200, beam_width=10, strategy="rpg"))
         np.testing.assert_allclose(slate.scores, -np.sort(-expected), atol=1e-5)
         np.testing.assert_allclose(expected[slate.rows], slate.scores, atol=1e-5)
         assert sorted(slate.rows.tolist()) == list(range(trie.num_items))
@@ -99,7 +99,18 @@ def test_only_usable_items_and_k_of_them_whenever_k_exist(form):
         excluded = rng.integers(0, trie.num_items, 30)
         root = root_of(model, [n, n + 1])
         for used in (None, graph):
-            requests.append(SlateQuery(root, trie, 60, 60, "rpg", excluded, allowed, graph=used))
+            requests.append(
+                SlateQuery(
+                    root=root,
+                    trie=trie,
+                    k=60,
+                    beam_width=60,
+                    strategy="rpg",
+                    excluded=excluded,
+                    allowed=allowed,
+                    graph=used,
+                )
+            )
     together = engine.run_many(requests)
     for request, slate in zip(requests, together, strict=True):
         usable = np.ones(trie.num_items, dtype=bool)
@@ -124,7 +135,15 @@ def test_a_graph_with_every_edge_answers_as_exhaustive_mode():
     full = replace(graph, neighbours=near)
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
-        SlateQuery(root_of(model, h), trie, 10, width, "rpg", np.array(h), graph=used)
+        SlateQuery(
+            root=root_of(model, h),
+            trie=trie,
+            k=10,
+            beam_width=width,
+            strategy="rpg",
+            excluded=np.array(h),
+            graph=used,
+        )
         for h in ([1], [5, 6, 7])
         for width in (10, 30)
         for used in (None, full)
@@ -151,7 +170,14 @@ def test_a_graph_of_too_few_items_is_not_walked(unknown, walks, monkeypatch):
     engine = build_engine(EngineModels(model), SMALL)
     slates = engine.run_many(
         [
-            SlateQuery(root_of(model, [1, 2]), trie, 10, 10, "rpg", graph=used)
+            SlateQuery(
+                root=root_of(model, [1, 2]),
+                trie=trie,
+                k=10,
+                beam_width=10,
+                strategy="rpg",
+                graph=used,
+            )
             for used in (None, ItemGraph(near, graph.entries))
         ]
     )
@@ -165,7 +191,9 @@ def test_a_catalogue_of_one_item():
     graph = ItemGraph(torch.full((1, 1), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     engine = build_engine(EngineModels(model), SMALL)
     for used in (None, graph):
-        request = SlateQuery(root_of(model, [0]), trie, 3, 3, "rpg", graph=used)
+        request = SlateQuery(
+            root=root_of(model, [0]), trie=trie, k=3, beam_width=3, strategy="rpg", graph=used
+        )
         assert engine.run(request).rows.tolist() == [0]
         nothing = replace(request, excluded=np.array([0]))
         assert engine.run(nothing).rows.tolist() == []
@@ -175,7 +203,14 @@ def test_it_shares_a_batch_with_beam_search():
     model, trie, graph = make("items-dot")
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
-        SlateQuery(root_of(model, [n, 2 * n]), trie, 5, 10, name, graph=graph)
+        SlateQuery(
+            root=root_of(model, [n, 2 * n]),
+            trie=trie,
+            k=5,
+            beam_width=10,
+            strategy=name,
+            graph=graph,
+        )
         for n in range(3)
         for name in ("beam", "rpg")
     ]
@@ -191,7 +226,7 @@ def test_a_model_of_level_heads_alone_offers_what_it_learned():
     assert engine.strategies == ("rpg",)
     root = root_of(model, [4, 9])
     with pytest.raises(ValueError, match=r"strategy is 'beam'; choose one of \('rpg',\)"):
-        engine.run(SlateQuery(root, trie, 5, 5))
+        engine.run(SlateQuery(root=root, trie=trie, k=5, beam_width=5))
     rows = np.array([7, 0, 7, 79])
     requests = [LikelihoodQuery(root_of(model, h), trie, rows) for h in ([4, 9], [1])]
     for request, scores in zip(requests, engine.run_many(requests), strict=True):
@@ -260,7 +295,7 @@ def test_training_lowers_the_loss_and_beats_popularity(product):
 
 def test_the_service_answers_from_it(product, tmp_path):
     with Service.open(product[0], f"lmdb:{tmp_path}/history", "cpu") as service:
-        assert service.runtime.snapshot.graph is not None
+        assert service.catalog.current.graph is not None
         user = UserRef(id=service.samples(1, 1)["users"][0])
         answer = service.recommend(RecommendRequest(user=user, k=8, explain=True))
         assert answer.strategy == "rpg" and not answer.exact and answer.rounds == 0

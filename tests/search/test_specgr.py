@@ -29,7 +29,15 @@ def world(request):
 
 def ask(world, seed, k=10, width=12, strategy="specgr", **fields):
     root = draw_root(world.model, 1 + seed % 9, seed)
-    return SlateQuery(root, world.trie, k, width, strategy, index=world.index, **fields)
+    return SlateQuery(
+        root=root,
+        trie=world.trie,
+        k=k,
+        beam_width=width,
+        strategy=strategy,
+        index=world.index,
+        **fields,
+    )
 
 
 def drawn_fields(seed):
@@ -175,7 +183,9 @@ def test_every_valid_item_comes_where_k_is_larger(world):
 
 
 def test_no_index_fails_alone(world):
-    bare = SlateQuery(draw_root(world.model, 3, 1), world.trie, 5, 5, "specgr")
+    bare = SlateQuery(
+        root=draw_root(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="specgr"
+    )
     right = ask(world, 2, 5)
     for request in (bare, right):  # neither root is cached, so that they start together
         world.engine.forget(PrefixKeys(request.root.keys))

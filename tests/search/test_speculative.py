@@ -45,11 +45,11 @@ def test_same_ids_order_and_scores_as_beam(codes, form, kind):
     rng = np.random.default_rng(0)
     requests = [
         SlateQuery(
-            draw_root(model, 1 + 2 * i, i),
-            trie,
-            1 + i,
-            width,
-            "speculative",
+            root=draw_root(model, 1 + 2 * i, i),
+            trie=trie,
+            k=1 + i,
+            beam_width=width,
+            strategy="speculative",
             excluded=rng.integers(0, len(codes), i) if len(codes) > 20 else None,
         )
         for i, width in enumerate((1, 3, 10, 40))
@@ -69,7 +69,9 @@ def test_the_plan_follows_the_calibration_and_the_slate_does_not(drafts):
     if not drafts:
         head.calibration = Calibration({(10, 10): (NOTHING, DraftPlan(4.0, 90.0, 0.0, 1.0))})
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
-    requests = [SlateQuery(draw_root(model, 9, i), trie, 5, 5 + i) for i in range(4)]
+    requests = [
+        SlateQuery(root=draw_root(model, 9, i), trie=trie, k=5, beam_width=5 + i) for i in range(4)
+    ]
     plain = engine.run_many(requests)
     drafted = engine.run_many([replace(r, strategy="speculative") for r in requests])
     for one, two in zip(plain, drafted, strict=True):
@@ -97,7 +99,9 @@ def test_a_cached_draft_is_used_where_the_plan_is_beam_search(drafts):
     head = make_head(model, "from-target")
     head.calibration = Calibration({(10, 10): (NOTHING,)})
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
-    request = SlateQuery(draw_root(model, 9, 0), trie, 5, 10, "speculative")
+    request = SlateQuery(
+        root=draw_root(model, 9, 0), trie=trie, k=5, beam_width=10, strategy="speculative"
+    )
     first, second = engine.run(request), engine.run(request)
     assert not first.timing.drafted and second.timing.drafted and not drafts
     assert second.rounds == 1 < first.rounds and second.rows.tolist() == first.rows.tolist()
@@ -132,8 +136,10 @@ def test_a_wide_draft_needs_one_round():
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "drawn"))), SMALL)
     engine._strategies["speculative"].only = DraftPlan(50.0, 0.0, 0.0, 1.0)
     root = draw_root(model, 9, 0)
-    drafted = engine.run(SlateQuery(root, trie, 10, 60, "speculative"))
-    plain = engine.run(SlateQuery(root, trie, 10, 60))
+    drafted = engine.run(
+        SlateQuery(root=root, trie=trie, k=10, beam_width=60, strategy="speculative")
+    )
+    plain = engine.run(SlateQuery(root=root, trie=trie, k=10, beam_width=60))
     assert plain.rounds > 1 and drafted.rounds == 1
     assert drafted.rows.tolist() == plain.rows.tolist()
 
@@ -161,7 +167,12 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     strategy = engine._strategies["speculative"]
     strategy.only = DraftPlan(margin, 0.0, 0.0, 1.0)
-    requests = [SlateQuery(draw_root(model, 9, i), trie, 5, 10, "speculative") for i in range(3)]
+    requests = [
+        SlateQuery(
+            root=draw_root(model, 9, i), trie=trie, k=5, beam_width=10, strategy="speculative"
+        )
+        for i in range(3)
+    ]
     first = [engine.run(request) for request in requests]
     made = len(drafts)
     assert made == (3 if margin else 0)
@@ -194,7 +205,14 @@ def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, tri
     allowed = np.ones(trie.num_rows, dtype=bool)
     allowed[::2] = False
     requests = [
-        SlateQuery(draw_root(model, 9, i), trie, 3 + i, 8 + i, "speculative") for i in range(6)
+        SlateQuery(
+            root=draw_root(model, 9, i),
+            trie=trie,
+            k=3 + i,
+            beam_width=8 + i,
+            strategy="speculative",
+        )
+        for i in range(6)
     ]
     requests[3] = replace(requests[3], allowed=AllowedItems.of(allowed))
     for _ in range(3 if trims else 1):
@@ -219,7 +237,9 @@ def test_a_kept_draft_is_not_used_for_another_question(drafts):
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
     root = draw_root(model, 9, 0)
-    asked = SlateQuery(root, trie, 5, 10, "speculative", excluded=np.array([3]))
+    asked = SlateQuery(
+        root=root, trie=trie, k=5, beam_width=10, strategy="speculative", excluded=np.array([3])
+    )
     engine.run(asked)
     allowed = np.ones(trie.num_rows, dtype=bool)
     allowed[: trie.num_rows // 2] = False
@@ -268,14 +288,23 @@ def test_without_a_head_the_strategy_is_refused():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model), SMALL)
     with pytest.raises(ValueError, match="choose one of"):
-        engine.submit(SlateQuery(draw_root(model, 3, 0), trie, 3, 3, "speculative"))
+        engine.submit(
+            SlateQuery(
+                root=draw_root(model, 3, 0), trie=trie, k=3, beam_width=3, strategy="speculative"
+            )
+        )
 
 
 def test_a_cached_root_holds_its_last_state_and_the_nodes_of_its_draft_alone():
     """Requests that share a step do not keep the step's tensors alive."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
-    asked = [SlateQuery(draw_root(model, n, n), trie, 5, 9, "speculative") for n in range(1, 9)]
+    asked = [
+        SlateQuery(
+            root=draw_root(model, n, n), trie=trie, k=5, beam_width=9, strategy="speculative"
+        )
+        for n in range(1, 9)
+    ]
     engine.run_many(asked)
     for request in asked:
         entry = cached(engine, request)

@@ -65,7 +65,7 @@ def installed(tmp_path, monkeypatch):
 def test_an_installed_strategy_is_served(installed, tmp_path):
     installed(STRATEGY, "first_items = acme_strategy:FirstItems")
     with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu") as service:
-        ids = service.runtime.snapshot.catalog.items.ids
+        ids = service.catalog.current.catalog.items.ids
         body = {"history": list(ids[:3]), "k": 4, "strategy": "first_items"}
         answer = service.recommend(RecommendRequest(**body))
         assert answer.strategy == "first_items" and not answer.exact

@@ -12,7 +12,7 @@ from recserve.features.history.history import HistoryStore, StoreUnavailable
 from recserve.service import Service
 from recserve.service.history.histories import Histories
 from recserve.service.pending import Pending
-from recserve.service.recommend.rank import Rankings
+from recserve.service.rank import RankService
 from recserve.service.snapshot import Snapshot
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
@@ -62,7 +62,7 @@ def test_a_filter_is_not_evaluated_for_a_queue_that_is_full(service, monkeypatch
 
 @pytest.mark.parametrize("number", [1, 9])
 def test_a_large_batch_is_prepared_on_a_thread(service, monkeypatch, number):
-    threads = recorded(monkeypatch, Rankings, "prepare")
+    threads = recorded(monkeypatch, RankService, "_prepare")
     with live(service) as client:
         item = client.get("/playground/samples").json()["items"][0]
         one = {"history": [item], "candidates": [{"item_id": item}]}
@@ -93,8 +93,8 @@ class HangingStore(HistoryStore):
 
 def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
     store = HangingStore()
-    owned = service.runtime.histories
-    service.runtime.histories = Histories(CircuitBreaker(store), blocks=True)
+    owned = service.histories
+    service.histories = Histories(CircuitBreaker(store), blocks=True)
     with live(service) as client, ThreadPoolExecutor(40) as pool:
         item = client.get("/playground/samples").json()["items"][0]
         stuck = [
@@ -114,5 +114,5 @@ def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
         store.go_on.set()
         answers = [future.result() for future in stuck]
         assert {a.json()["degraded"][0] for a in answers} == {"history_unavailable"}
-        assert service.runtime.histories.store.circuit.is_open
-    service.runtime.histories = owned
+        assert service.histories.store.circuit.is_open
+    service.histories = owned

@@ -15,10 +15,10 @@ from tests.support.paths import reference
 
 def text_of(service: Service) -> str:
     request = CompletionRequest(prompt="Once upon a time", max_tokens=12, temperature=0)
-    work = service.texts.begin_completion(request, "r", None, lambda piece: None)
+    work = service.text.begin_completion(request, "r", None, lambda piece: None)
     for future in work.futures:
         future.result()
-    return work.answer().choices[0].text
+    return work.wait().choices[0].text
 
 
 def test_text_and_drafters_survive_a_replacement(tmp_path):
@@ -37,8 +37,8 @@ def test_text_and_drafters_survive_a_replacement(tmp_path):
     before = text_of(old)
     new = loader.successor(old, Bundle.open(bundles / "two"))
     try:
-        assert new.texts.model.default_drafter == "ngram"
-        assert new.texts.model.drafters["ngram"] is not old.texts.model.drafters["ngram"]
+        assert new.text.model.default_drafter == "ngram"
+        assert new.text.model.drafters["ngram"] is not old.text.model.drafters["ngram"]
         hand_over(old, new, lambda: None)
         assert text_of(old) == text_of(new) == before
         old.close()

@@ -52,7 +52,7 @@ def answered(client, route, body):
 
 
 def history(client):
-    return client.app.state.lifecycle.service.runtime.snapshot.catalog.items.ids
+    return client.app.state.lifecycle.service.catalog.current.catalog.items.ids
 
 
 def assert_fails_once(client, fault, route, body, said):
@@ -73,7 +73,7 @@ def assert_fails_once(client, fault, route, body, said):
 
 
 def test_slates(server, monkeypatch):
-    lane = server.app.state.lifecycle.service.runtime.engine.schedulers["recommender"]
+    lane = server.app.state.lifecycle.service.engine.schedulers["recommender"]
     fault, ids = Fault(monkeypatch, lane.runner), history(server)
     for number, strategy in enumerate(("beam", "speculative", "nezha")):
         body = {
@@ -94,7 +94,7 @@ def test_slates(server, monkeypatch):
 
 @pytest.mark.parametrize("scorer, model", [("ranker", "ranker"), ("likelihood", "recommender")])
 def test_rankings(server, scorer, model, monkeypatch):
-    engine = server.app.state.lifecycle.service.runtime.engine
+    engine = server.app.state.lifecycle.service.engine
     fault, ids = Fault(monkeypatch, engine.schedulers[model].runner), history(server)
     body = {
         "history": [ids[7], ids[57]],

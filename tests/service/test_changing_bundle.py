@@ -9,14 +9,19 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.history.history import StoreOptions
 from recserve.features.history.stores import open_store
-from recserve.service import Service, ServiceOptions, parts
+from recserve.service import Service, ServiceOptions
+from recserve.service import service as service_module
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.replacement import open_successor
 from tests.support.bundle_shelf import shelf
 
 RANKER = "ranker/model.safetensors"
-# Functions of `open_parts` in the order of their calls: before, between and after the files.
-STAGES = [(parts, "resolve_device"), (parts, "load_item_graph"), (LiveCatalog, "open_tools")]
+# Functions of `Service.open` in the order of their calls: before, between and after the files.
+STAGES = [
+    (service_module, "resolve_device"),
+    (service_module, "load_item_graph"),
+    (LiveCatalog, "open_tools"),
+]
 
 
 @pytest.fixture

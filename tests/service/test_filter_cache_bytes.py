@@ -55,9 +55,9 @@ def service(tmp_path):
 
 def test_varied_filters_after_a_change_stay_within_the_bound(service):
     """One changed item and filters of 24 kB, none twice: as much memory as the cache may have."""
-    ids = service.runtime.snapshot.catalog.items.ids
+    ids = service.catalog.current.catalog.items.ids
     service.put_items(ItemsRequest(items=[{"item_id": ids[7], "categories": ["Care"]}]))
-    snapshot = service.runtime.snapshot
+    snapshot = service.catalog.current
     snapshot.filter_cache.capacity_bytes = CAPACITY_BYTES
     assert snapshot.items.num_records == 1
 

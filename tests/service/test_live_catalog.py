@@ -72,7 +72,7 @@ def test_text_alone_places_a_new_item_as_the_build_would(service):
     catalog, row = base_of(service), lonely(service)
     words = {"title": catalog.items.titles[row], "categories": catalog.items.categories[row]}
     put(service, {"item_id": "twin", **words})
-    assert np.allclose(service.runtime.snapshot.items.vectors[500], catalog.vectors[row], atol=1e-6)
+    assert np.allclose(service.catalog.current.items.vectors[500], catalog.vectors[row], atol=1e-6)
     assert service.item("twin").semantic_id == [*catalog.index.codes[row, :2].tolist(), 1]
 
 
@@ -151,7 +151,7 @@ def test_an_embedding_of_any_length_has_its_direction(service, size):
     body = {"item_id": "plain", "embedding": direction.tolist()}
     other = {"item_id": "extreme", "embedding": (direction * size).tolist()}
     assert not put(service, body, other).degraded
-    items = service.runtime.snapshot.items
+    items = service.catalog.current.items
     plain, extreme = (items.vectors[items.visible.get(name)] for name in ("plain", "extreme"))
     np.testing.assert_allclose(extreme, plain, rtol=1e-5, atol=1e-7)
 
@@ -173,9 +173,9 @@ def test_a_new_vector_gives_a_new_place_and_keeps_the_history(service):
     mine = service.recommend(RecommendRequest(user=UserRef(id="me"), k=600, beam_width=600))
     assert ids[4] not in {i.item_id for i in mine.items} and len(mine.items) == 499
     # The same vector again changes nothing but the version.
-    row = service.runtime.snapshot.rows.get(ids[4])
+    row = service.catalog.current.rows.get(ids[4])
     put(service, {"item_id": ids[4], "embedding": far.tolist()})
-    assert service.runtime.snapshot.rows.get(ids[4]) == row
+    assert service.catalog.current.rows.get(ids[4]) == row
 
 
 def test_hidden_items_are_answered_nowhere_and_can_come_back(service):
@@ -246,7 +246,7 @@ def test_rows_of_other_versions_do_not_touch_the_scores(service):
     """A row that was replaced, or rolled back, has no share in the dense head's softmax."""
     first = scores(slate(service, dense_weight=5.0))
     strong = slate(service, dense_weight=5.0).items[0].item_id
-    vector = service.runtime.snapshot.items.vectors[service.runtime.snapshot.rows.get(strong)]
+    vector = service.catalog.current.items.vectors[service.catalog.current.rows.get(strong)]
     put(service, *[item_like(service, f"n{n}", embedding=vector.tolist()) for n in range(5)])
     moved = [{"item_id": f"n{n}", "embedding": (-vector).tolist()} for n in range(5)]
     put(service, *moved)
@@ -262,11 +262,11 @@ def test_folding_the_insertions_changes_no_answer(service, monkeypatch):
         far = base_of(service).vectors[90 + step].tolist()
         put(service, {"item_id": ids[step], "embedding": far})
     expected = slate(service, dense_weight=0.5)
-    assert service.runtime.snapshot.base_trie.num_rows == 500
+    assert service.catalog.current.base_trie.num_rows == 500
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 20)
     put(service, {"item_id": ids[40], "title": "over the bound"})
-    service.items._folding.join()
-    snapshot = service.runtime.snapshot
+    service.catalog._folding.join()
+    snapshot = service.catalog.current
     assert snapshot.base_trie.num_rows == snapshot.num_items == 520
     found = slate(service, dense_weight=0.5)
     assert scores(found) == pytest.approx(scores(expected), abs=1e-5)
@@ -278,7 +278,7 @@ def test_folding_the_insertions_changes_no_answer(service, monkeypatch):
 
 def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch):
     """Through changes, a fold and a rollback behind it; the slates are those that are launched."""
-    engine, first = service.runtime.engine, service.runtime.snapshot
+    engine, first = service.engine, service.catalog.current
     lane, strategy = engine.schedulers["recommender"], engine._strategies["beam"]
     shapes = tuple(SearchShape(1, 50, 64, weighed) for weighed in (True, False))
     graphs = BeamSearchGraphs(
@@ -303,13 +303,13 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     recorded(first.base_trie)
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 10)
     put(service, *[item_like(service, f"b{n}", 9 * n) for n in range(9)])
-    service.items._folding.join()
-    folded = service.runtime.snapshot.base_trie
+    service.catalog._folding.join()
+    folded = service.catalog.current.base_trie
     assert folded is not first.base_trie
     recorded(folded)
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 8192)
     service.rollback_items(RollbackRequest(catalog_version=base_of(service).version))
-    assert service.runtime.snapshot.base_trie is first.base_trie
+    assert service.catalog.current.base_trie is first.base_trie
     recorded(first.base_trie)
 
 
@@ -323,7 +323,7 @@ def test_changes_survive_a_restart(tmp_path):
         service.rollback_items(RollbackRequest(catalog_version=back))
         expected = slate(service, dense_weight=0.5)
         there = service.item("kept")
-        journal = service.items.journal
+        journal = service.catalog.journal
         assert journal.num_changes == 4 and len(journal.path.read_bytes()) == journal.length
     with opened(tmp_path) as service:
         found = slate(service, dense_weight=0.5)
@@ -376,7 +376,7 @@ def test_what_was_answered_survives_a_kill(tmp_path):
     answered += [line.strip() for line in writer.stdout if line.endswith("\n")]
     writer.wait()
     with opened(tmp_path) as service:
-        assert service.runtime.snapshot.items.number >= len(answered)
+        assert service.catalog.current.items.number >= len(answered)
         found = set(scores(slate(service)))
         assert {f"w{n}" for n in range(len(answered))} <= found
         assert put(service, {"item_id": "after", "embedding": [0.5] * 16}).inserted == 1
@@ -469,21 +469,21 @@ def test_every_answer_is_of_the_version_it_names(tmp_path):
                 if kind == 0:
                     victim = sorted(visible)[int(draw.integers(len(visible)))]
                     visible = visible - {victim}
-                    version = service.runtime.snapshot.items.number + 1
+                    version = service.catalog.current.items.number + 1
                     holds[f"{base_of(service).version}.{version}"] = visible
                     service.hide_item(victim)
                 else:
                     like = int(draw.integers(500))
                     name = f"n{change}" if kind == 1 else ids[int(draw.integers(20))]
                     visible = visible | {name}
-                    version = service.runtime.snapshot.items.number + 1
+                    version = service.catalog.current.items.number + 1
                     holds[f"{base_of(service).version}.{version}"] = visible
                     answer = put(service, item_like(service, name, like))
                     assert not answer.rejected
             time.sleep(0.2)
             done.set()
             answers = [one for reader in readers for one in reader.result()]
-        assert service.runtime.illegal_items == 0
+        assert service.recommender.illegal_items == 0
     versions = set()
     for answer in answers:
         if isinstance(answer, tuple):

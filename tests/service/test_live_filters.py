@@ -86,8 +86,8 @@ def test_answers_follow_every_change(service, monkeypatch):
     assert_filtered(service)
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 3)
     put(service, *[item_like(service, f"late-{n}", 30 * n, price=float(n)) for n in range(9)])
-    service.items._folding.join()
-    assert service.runtime.snapshot.base_trie.num_rows > len(base_of(service))
+    service.catalog._folding.join()
+    assert service.catalog.current.base_trie.num_rows > len(base_of(service))
     assert_filtered(service)
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 8192)
     put(
@@ -99,17 +99,17 @@ def test_answers_follow_every_change(service, monkeypatch):
 
 
 def test_the_same_filter_is_gone_through_once(service, monkeypatch):
-    evaluated, filters = [], service.runtime.snapshot.filters
+    evaluated, filters = [], service.catalog.current.filters
     evaluate = type(filters).evaluate
     monkeypatch.setattr(
         type(filters), "evaluate", lambda f, tree: evaluated.append(f) or evaluate(f, tree)
     )
-    snapshot = service.runtime.snapshot
+    snapshot = service.catalog.current
     before = snapshot.allowed(CARE)
     assert snapshot.allowed({"eq": ["category", "Care"]}) is before
     assert before.leaves(snapshot.trie) is before.leaves(snapshot.trie)
     put(service, item_like(service, "new"))
-    later = service.runtime.snapshot
+    later = service.catalog.current
     after = later.allowed(CARE)
     assert after is not before and after is later.allowed(CARE)
     assert after.bits is before.bits

@@ -54,7 +54,7 @@ def service(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["beam", "rpg", "dense", "specgr"])
 def test_new_items_come_and_hidden_ones_go(service, strategy):
-    ids = service.runtime.snapshot.catalog.items.ids
+    ids = service.catalog.current.catalog.items.ids
     count = len(ids)
 
     def everything() -> list[str]:
@@ -77,12 +77,12 @@ def test_new_items_come_and_hidden_ones_go(service, strategy):
     after = everything()
     assert gone not in after
     assert set(after) == (set(before) - {gone}) | {item["item_id"] for item in new}
-    assert service.runtime.illegal_items == 0
+    assert service.recommender.illegal_items == 0
 
 
 def test_diversity_counts_what_items_say_now(service):
     """An item that moves to another category is counted there in the next answer."""
-    ids = service.runtime.snapshot.catalog.items.ids
+    ids = service.catalog.current.catalog.items.ids
 
     def slate(**diversity) -> list[str]:
         body = RecommendRequest(
@@ -116,9 +116,9 @@ class Exhaustive:
     """All rows that may be answered, compared with every query."""
 
     def __init__(self, service) -> None:
-        items = service.runtime.snapshot.items
+        items = service.catalog.current.items
         self.rows = np.setdiff1d(np.arange(items.num_rows), items.removed_rows)
-        models = service.items.models
+        models = service.catalog.models
         vectors = item_vectors(models.heads.retriever, models.recommender)
         self.vectors = vectors.numpy()[self.rows]
         self.num_items = len(self.rows)
@@ -130,7 +130,7 @@ class Exhaustive:
 
 
 def dense_slate(service, k: int) -> dict[str, float]:
-    ids = service.runtime.snapshot.catalog.items.ids
+    ids = service.catalog.current.catalog.items.ids
     body = RecommendRequest(
         history=list(ids[200:204]), k=k, strategy="dense", exclude=Exclude(seen=False)
     )
@@ -140,7 +140,7 @@ def dense_slate(service, k: int) -> dict[str, float]:
 
 def check_dense(service) -> None:
     """Slates of `dense` are those of an exhaustive search over the version that is served."""
-    catalog, served = service.items, service.items.current
+    catalog, served = service.catalog, service.catalog.current
     for k in (3, 20, served.items.num_rows - served.items.removed_rows.size):
         found = dense_slate(service, k)
         assert len(found) == k
@@ -153,8 +153,8 @@ def check_dense(service) -> None:
 
 def put_some(service, step: int) -> None:
     """Four new items, a new vector for two old ones."""
-    vectors = service.runtime.snapshot.catalog.vectors
-    ids = service.runtime.snapshot.catalog.items.ids
+    vectors = service.catalog.current.catalog.vectors
+    ids = service.catalog.current.catalog.items.ids
     draw = np.random.default_rng(step)
     names = [f"new{step}-{n}" for n in range(4)] + [ids[step], ids[300 - step]]
     places = draw.integers(0, len(vectors), (len(names), 2))
@@ -170,24 +170,24 @@ def fold(service, monkeypatch) -> None:
     """Two folds: what comes during one is left for the next."""
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
     put_some(service, 90)
-    service.items._folding.join()
+    service.catalog._folding.join()
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 8192)
 
 
 def rows_in(service) -> tuple[int, int]:
     """Rows behind the base of the index, and rows that may not be answered but are searched."""
-    snapshot = service.runtime.snapshot
+    snapshot = service.catalog.current
     index, items = snapshot.index, snapshot.items
     return index.num_later, index.num_items - (items.num_rows - items.removed_rows.size)
 
 
 def test_dense_is_exhaustive_before_and_after_folds(service, monkeypatch):
     """Through new items, new vectors, deletions, returns, a fold and rollbacks across it."""
-    ids = service.runtime.snapshot.catalog.items.ids
+    ids = service.catalog.current.catalog.items.ids
     for step in range(3):
         put_some(service, step)
     check_dense(service)
-    before = service.runtime.snapshot.items.name
+    before = service.catalog.current.items.name
     best = list(dense_slate(service, 12))
     for item_id in best:
         service.hide_item(item_id)
@@ -202,7 +202,7 @@ def test_dense_is_exhaustive_before_and_after_folds(service, monkeypatch):
     assert best[0] in dense_slate(service, 12)
     assert rows_in(service) == (7, 2)
     check_dense(service)
-    folded = service.runtime.snapshot.items.name
+    folded = service.catalog.current.items.name
     service.rollback_items(RollbackRequest(catalog_version=before))
     assert list(dense_slate(service, 12)) == best
     check_dense(service)
@@ -212,22 +212,22 @@ def test_dense_is_exhaustive_before_and_after_folds(service, monkeypatch):
     service.rollback_items(RollbackRequest(catalog_version=folded))
     assert not set(dense_slate(service, 12)) & set(best[1:])
     check_dense(service)
-    assert service.item(ids[3]).catalog_version == service.runtime.snapshot.items.name
-    assert service.runtime.illegal_items == 0
+    assert service.item(ids[3]).catalog_version == service.catalog.current.items.name
+    assert service.recommender.illegal_items == 0
 
 
 @pytest.mark.parametrize("undone", [False, True], ids=["changed", "rolled-back"])
 def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, undone):
     """A fold that waits while items come and go; after a rollback it is of no use."""
     put_some(service, 0)
-    named = service.runtime.snapshot.items.name
-    hidden = service.runtime.snapshot.catalog.items.ids[60]
+    named = service.catalog.current.items.name
+    hidden = service.catalog.current.catalog.items.ids[60]
     service.hide_item(hidden)
-    waiting, compact_trie = threading.Event(), Snapshot.compact_trie
+    waiting, compacted = threading.Event(), Snapshot.compact_trie
 
     def slow(snapshot):
         waiting.wait(30)
-        return compact_trie(snapshot)
+        return compacted(snapshot)
 
     monkeypatch.setattr(Snapshot, "compact_trie", slow)
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
@@ -238,14 +238,14 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
     service.hide_item("new2-1")
     if undone:
         service.rollback_items(RollbackRequest(catalog_version=named))
-    base = service.runtime.snapshot.base_trie
+    base = service.catalog.current.base_trie
     check_dense(service)
     waiting.set()
-    service.items._folding.join()
-    assert (service.runtime.snapshot.base_trie is base) == undone
+    service.catalog._folding.join()
+    assert (service.catalog.current.base_trie is base) == undone
     assert rows_in(service)[0] == (18 if undone else 6)
     check_dense(service)
-    items = service.runtime.snapshot.items
+    items = service.catalog.current.items
     everything = dense_slate(service, items.num_rows - items.removed_rows.size)
     assert hidden in everything and "new2-1" not in everything
 
@@ -253,7 +253,7 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
 def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
     """Two readers ask for the whole catalogue while items change and every change is folded."""
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
-    ids = list(service.runtime.snapshot.catalog.items.ids)
+    ids = list(service.catalog.current.catalog.items.ids)
     body = RecommendRequest(history=ids[:4], k=1000, strategy="dense", exclude=Exclude(seen=False))
     done, seen = threading.Event(), []
 
@@ -267,7 +267,7 @@ def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
     content, bases = {}, set()
 
     def note() -> None:
-        snapshot = service.runtime.snapshot
+        snapshot = service.catalog.current
         items = snapshot.items
         live = np.setdiff1d(np.arange(items.num_rows), items.removed_rows).tolist()
         content[items.name] = sorted(items.item_id(row) for row in live)
@@ -295,7 +295,7 @@ def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
 
 def test_k_items_come_where_most_around_are_gone(service):
     """A tenth of the catalogue is left, the items far from the user: the search goes deeper."""
-    count = len(service.runtime.snapshot.catalog.items.ids)
+    count = len(service.catalog.current.catalog.items.ids)
     order = list(dense_slate(service, count))
     for item_id in order[: count * 9 // 10]:
         service.hide_item(item_id)
@@ -309,7 +309,7 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
     service.close()
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
     with Service.open(bundle, f"lmdb:{tmp_path}/other", "cpu") as again:
-        again.items._folding.join()
+        again.catalog._folding.join()
         assert rows_in(again) == (0, 0)
         assert "new0-3" in dense_slate(again, 504)
         check_dense(again)
@@ -318,8 +318,8 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
 @pytest.mark.parametrize("strategy", ["rpg", "specgr", "dense"])
 def test_the_model_fills_a_capped_slate(service, strategy):
     """k of its own items wherever so many keep to the cap, at most one of each group."""
-    ids = service.runtime.snapshot.catalog.items.ids
-    codes = service.runtime.snapshot.catalog.index.codes
+    ids = service.catalog.current.catalog.items.ids
+    codes = service.catalog.current.catalog.index.codes
     for level, k in ((0, 8), (0, 40), (1, 30)):
         body = RecommendRequest(
             history=ids[:4], k=k, beam_width=k, strategy=strategy, exclude=Exclude(seen=False),

@@ -18,10 +18,9 @@ from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import ItemsRequest, RecommendRequest, UserRef
 from recserve.service import Service, ServiceOptions
 from recserve.service import memory as memory_module
-from recserve.service import replacement as replacement_module
+from recserve.service.attribution import Signer
 from recserve.service.errors import UnknownItem
 from recserve.service.memory import needed_bytes
-from recserve.service.recommend.attribution import Signer
 from recserve.service.replacement import (
     NICENESS,
     UnfitBundle,
@@ -127,7 +126,7 @@ def test_another_catalogue_gets_new_and_hidden_items_and_keeps_its_own_words(bun
     put(one, item_id="new", title="blue kettle", categories=["Kitchen > Tools"], price=3.5)
     put(one, item_id="item000011", title="changed")
     put(one, item_id=DROPPED[0], title="changed too")
-    title = one.runtime.snapshot.catalog.items.titles[11]
+    title = one.catalog.current.catalog.items.titles[11]
     one.hide_item("item000007")
     other = bundles.to("other")
     assert other.item("new").title == "blue kettle" and other.item("new").attributes["price"] == 3.5
@@ -231,13 +230,13 @@ def test_a_successor_is_opened_at_low_priority_and_its_engine_has_the_usual_one(
         return os.getpriority(os.PRIO_PROCESS, thread)
 
     opened_at = []
-    original = replacement_module.open_parts
+    original = Service.open
 
-    def watched(*arguments):
+    def watched(*arguments, **named):
         opened_at.append(niceness(threading.get_native_id()))
-        return original(*arguments)
+        return original(*arguments, **named)
 
-    monkeypatch.setattr(replacement_module, "open_parts", watched)
+    monkeypatch.setattr(Service, "open", watched)
     usual = niceness(threading.get_native_id())
     before = set(threading.enumerate())
     two = bundles.to("two")
@@ -263,7 +262,7 @@ def test_an_error_while_opening_is_the_callers(bundles):
 def test_tokens_stay_valid(bundles):
     one = bundles.current
     answer = one.recommend(RecommendRequest(user=UserRef(id="user000001"), k=1))
-    signer: Signer = bundles.to("two").runtime.signer
+    signer: Signer = bundles.to("two").signer
     assert signer.read(answer.attribution_token).model_version == answer.model_version
 
 
@@ -275,7 +274,7 @@ def test_a_replaced_service_leaves_no_engine_and_no_memory(bundles):
     gone = []
     for name in ("two", "other") * 5:
         old = bundles.current
-        gone.append((weakref.ref(old), weakref.ref(old.engine), weakref.ref(old.runtime.snapshot)))
+        gone.append((weakref.ref(old), weakref.ref(old.engine), weakref.ref(old.catalog.current)))
         put(old, item_id="new", title=name)
         bundles.to(name)
         del old
@@ -288,11 +287,11 @@ def test_an_unfit_bundle_is_refused(bundles, tmp_path, monkeypatch):
     one, options = bundles.current, bundles.options
     two = Bundle.open(bundles.folder / "two")
     check_successor(one, two, options, force=False)
-    one.runtime.snapshot.catalog.items.ids[:] = ["x", "y", "item000001"]
+    one.catalog.current.catalog.items.ids[:] = ["x", "y", "item000001"]
     with pytest.raises(UnfitBundle, match="33% of the current items"):
         check_successor(one, two, options, force=False)
     check_successor(one, two, options, force=True)
-    one.runtime.snapshot.catalog.items.ids[:] = two.catalog().items.ids
+    one.catalog.current.catalog.items.ids[:] = two.catalog().items.ids
     bare = Bundle.open(bundles.folder / "other")
     del bare.manifest.sections["ranker"]
     with pytest.raises(UnfitBundle, match="no ranker"):

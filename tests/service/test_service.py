@@ -10,6 +10,7 @@ import pytest
 from msgspec import UNSET, structs
 
 from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.futures import wait_all
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
     Candidate,
@@ -21,8 +22,8 @@ from recserve.schemas.items import (
     UserRef,
 )
 from recserve.service import Service, ServiceOptions
+from recserve.service.attribution import BadToken
 from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
-from recserve.service.recommend.attribution import BadToken
 from tests.support.background_work import settled
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle
 
@@ -44,7 +45,7 @@ def user(service):
 
 @pytest.fixture
 def ids(service):
-    return service.runtime.snapshot.catalog.items.ids
+    return service.catalog.current.catalog.items.ids
 
 
 def recommend(service, user=None, **fields):
@@ -149,11 +150,10 @@ def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, us
     answer = recommend(service, user, k=3, beam_width=3)
     assert {i.source for i in answer.items} == {"model"}
     body = RecommendRequest(user=UserRef(id=user), k=30)
-    recommendations = service.recommendations
-    work = recommendations.begin(body, None, None)
-    slate = work.future.result()
+    work = service.recommender.begin(body)
+    (slate,) = wait_all(work.futures)
     short = type(slate)(slate.rows[:4], slate.scores[:4], True, 1, slate.timing)
-    filled = work.finish(short)
+    filled = work.finish([short])
     assert [i.source for i in filled.items] == ["model"] * 4 + ["popular"] * 26
     assert filled.items[4].score is None
     assert len({i.item_id for i in filled.items}) == 30
@@ -162,13 +162,13 @@ def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, us
 
 def test_an_item_that_must_not_be_there_is_counted_and_dropped(service, user):
     body = RecommendRequest(user=UserRef(id=user), k=3)
-    work = service.recommendations.begin(body, None, None)
-    slate = work.future.result()
-    seen = service.runtime.snapshot.rows.get(seen_items(service, user)[0])
+    work = service.recommender.begin(body)
+    (slate,) = wait_all(work.futures)
+    seen = service.catalog.current.rows.get(seen_items(service, user)[0])
     wrong = type(slate)(
         np.array([slate.rows[0], seen, 10_000]), slate.scores, True, 1, slate.timing
     )
-    answer = work.finish(wrong)
+    answer = work.finish([wrong])
     assert [i.source for i in answer.items] == ["model", "popular", "popular"]
     assert "illegal_items" in answer.degraded and service.gauges().illegal_items == 2
 
@@ -294,7 +294,7 @@ def test_a_damaged_history_is_said_and_a_closed_store_too(tmp_path):
         assert "damaged" in rejected[0].reason
         service.delete_user(user)
         assert recommend(service, user).degraded == ["cold_start"]
-        service.runtime.histories.close()
+        service.histories.close()
         assert recommend(service, user).degraded == ["history_unavailable", "cold_start"]
 
 
@@ -369,7 +369,7 @@ def test_a_number_that_would_overflow_in_the_ranker_is_refused(service, user, id
 def test_a_batch_answers_in_order_and_keeps_errors_apart(service, user, ids):
     one = RankRequest(user=UserRef(id=user), candidates=[Candidate(item_id=i) for i in ids[:4]])
     bad = RankRequest(user=UserRef(id=user), candidates=one.candidates, scorer="dice")
-    works = service.begin_rank_batch(RankBatchRequest(requests=[one, bad, one]), "batch")
+    works = service.ranker.begin_batch(RankBatchRequest(requests=[one, bad, one]), "batch")
     assert works[0].wait().request_id == "batch.0"
     with pytest.raises(InvalidRequest, match="dice"):
         works[1].wait()
@@ -401,12 +401,12 @@ def test_neither_user_nor_history_is_refused(service):
 def test_a_deadline_that_has_passed(service, user):
     body = RecommendRequest(user=UserRef(id=user))
     with pytest.raises(DeadlineExceeded):
-        service.begin_recommend(body, deadline_s=time.monotonic() - 1).wait()
+        service.recommender.begin(body, deadline_s=time.monotonic() - 1).wait()
 
 
 def test_attribution_tokens_are_signed_and_hold_no_user_id(service, user):
     answer = recommend(service, user, request_id="r-1")
-    signer = service.runtime.signer
+    signer = service.signer
     said = signer.read(answer.attribution_token)
     assert said.request_id == "r-1" and said.user == signer.user(user)
     assert said.model_version == answer.model_version
@@ -466,13 +466,13 @@ def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, mode
 
     def ask(opened):
         if model == "ranker":
-            begun = opened.begin_rank(
+            begun = opened.ranker.begin(
                 RankRequest(
                     user=UserRef(id="me"), candidates=[Candidate(item_id=i) for i in ids[20:60]]
                 )
             )
         else:
-            begun = opened.begin_recommend(RecommendRequest(user=UserRef(id="me"), k=30))
+            begun = opened.recommender.begin(RecommendRequest(user=UserRef(id="me"), k=30))
         result = begun.future.result()
         return result.timing, {i.item_id: i.score for i in begun.finish(result).items}
 
@@ -496,6 +496,6 @@ def test_a_full_queue_leaves_roots_cold(service, ids, monkeypatch):
     def full(_):
         raise QueueFull("full", 0.1)
 
-    monkeypatch.setattr(service.runtime.engine, "submit", full)
+    monkeypatch.setattr(service.engine, "submit", full)
     body = structs.replace(view("me", ids[0]), warm=True)
     assert service.add_events(body).warmed == 0

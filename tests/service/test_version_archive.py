@@ -92,12 +92,12 @@ def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monke
     expected = scores(slate(service))
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 5)
     put(service, *[item_like(service, f"b{n}", 5 * n) for n in range(4)])
-    service.items._folding.join()
+    service.catalog._folding.join()
     service.hide_item("a1")
-    folded = service.runtime.snapshot.base_trie
+    folded = service.catalog.current.base_trie
     answer = service.rollback_items(RollbackRequest(catalog_version=wanted.catalog_version))
     assert answer.restored == wanted.catalog_version
-    assert service.runtime.snapshot.base_trie is not folded
+    assert service.catalog.current.base_trie is not folded
     assert scores(slate(service)) == pytest.approx(expected, abs=1e-5)
     put(service, item_like(service, "c"))
     assert set(scores(slate(service))) == set(expected) | {"c"}
@@ -110,8 +110,8 @@ def test_a_version_of_long_ago_holds_no_record_that_was_replaced(service, monkey
     for number in range(20):
         wanted = put(service, {"item_id": "a", "title": f"title {number}"})
     put(service, {"item_id": "a", "title": "later"})
-    archived = service.items._archive.get(wanted.catalog_version).items
-    assert len(archived.log) == 1 < len(service.runtime.snapshot.items.log)
+    archived = service.catalog._archive.get(wanted.catalog_version).items
+    assert len(archived.log) == 1 < len(service.catalog.current.items.log)
     service.rollback_items(RollbackRequest(catalog_version=wanted.catalog_version))
     assert service.item("a").title == "title 19"
     put(service, {"item_id": "a", "title": "last"})

@@ -64,7 +64,7 @@ def test_a_refused_completion_leaves_no_prompt_to_score(service, field):
     before = depth(service)
     with pytest.raises((ValueError, UnknownModel)):
         body = msgspec.convert({**good, field: BAD_FIELDS[field]}, CompletionRequest)
-        service.texts.begin_completion(body)
+        service.text.begin_completion(body)
     assert depth(service) == before
 
 
@@ -76,7 +76,7 @@ def begin_many(service, count: int, name: str):
     prompts = [[1, 2, number] for number in range(count)]
     rank = RankRequest(history=HISTORY, candidates=[Candidate(item_id=HISTORY[0])])
     scored = CompletionRequest(prompt=prompts[: count // 2], max_tokens=1, prompt_logprobs=1)
-    texts = service.texts
+    texts = service.text
     labels = {"label_token_ids": [1, 2], "query": "q"}
     calls = {
         "texts": lambda: texts.begin_completion(CompletionRequest(prompt=prompts, max_tokens=1)),
@@ -89,8 +89,8 @@ def begin_many(service, count: int, name: str):
         "scoring": lambda: texts.scores.begin_scoring(
             GenerativeScoringRequest(items=prompts, **labels)
         ),
-        "rank:batch": lambda: service.begin_rank_batch(RankBatchRequest(requests=[rank] * count)),
-        "infer": lambda: service.begin_recommend_batch(
+        "rank:batch": lambda: service.ranker.begin_batch(RankBatchRequest(requests=[rank] * count)),
+        "infer": lambda: service.recommender.begin_batch(
             [RecommendRequest(history=HISTORY, k=3)] * count, "id"
         ),
     }

@@ -3,7 +3,7 @@
 
 def settled(service):
     """Waits until the background work of the service's engine is done."""
-    engine = service.runtime.engine
+    engine = service.engine
     while True:
         with engine.held():
             if not engine.stats().background:

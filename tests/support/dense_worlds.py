@@ -40,4 +40,12 @@ class World:
     def request(self, seed, k=10, **fields):
         """Returns a `dense` request with a random history."""
         root = draw_root(self.model, 1 + seed % 9, seed)
-        return SlateQuery(root, self.trie, k, k, "dense", index=self.index, **fields)
+        return SlateQuery(
+            root=root,
+            trie=self.trie,
+            k=k,
+            beam_width=k,
+            strategy="dense",
+            index=self.index,
+            **fields,
+        )

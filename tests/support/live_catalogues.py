@@ -18,7 +18,7 @@ def opened(folder):
 
 def base_of(service):
     """Returns the base catalogue of the current snapshot."""
-    return service.runtime.snapshot.catalog
+    return service.catalog.current.catalog
 
 
 def put(service, *items):

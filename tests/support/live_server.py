@@ -20,6 +20,7 @@ from recserve.server.app import create_app
 from recserve.server.transport.connection import connection_class
 from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.service import Service
+from recserve.service.errors import UnknownModel
 
 # A full garbage collection at the start takes long in a process with thousands of tests.
 COLLECTOR = SimpleNamespace(
@@ -38,8 +39,10 @@ def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
     Requests written by hand may call the server `x`.
     """
     settings = {"allowed_hosts": ("x",), **settings}
-    parts = service.item_parts
-    named = {"llm": "given"} if parts is None else {"bundle": parts.bundle.root}
+    try:
+        named = {"bundle": service.bundle.root}
+    except UnknownModel:
+        named = {"llm": "given"}
     config = ServerConfig(**named, **settings)
     app = create_app(config, service)
     http = connection_class(ConnectionLimits.of(config), app.state.metrics)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recserve.schemas.items import RecommendedItem, RecommendResponse, TimingMs
-from recserve.service.recommend.attribution import Signer
+from recserve.service.attribution import Signer
 from recserve.service.slate_log.slate_log import SlateLog, SlateLogSettings
 
 SIGNER = Signer(b"k" * 16)

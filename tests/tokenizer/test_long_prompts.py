@@ -147,7 +147,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def calls(server, monkeypatch):
     """Returns how often a text was encoded since the test began."""
-    texts = server.app.state.lifecycle.service.texts
+    texts = server.app.state.lifecycle.service.text
     tokenizer = texts.model.tokenizer
     recording = [Recording(tokenizer.tokenizer), Recording(tokenizer.literal)]
     model = replace(
@@ -217,7 +217,7 @@ def test_a_document_that_is_cut_may_be_of_any_length(server, calls, monkeypatch)
     monkeypatch.setattr(engine, "submit_all", lambda requests: sent.extend(requests) or 1 / 0)
     asked = {"query": "q", "documents": [TOO_LONG], "max_tokens_per_doc": 5}
     assert server.post("/v1/rerank", json=asked).status_code == 500
-    (x,) = server.app.state.lifecycle.service.texts.model.tokenizer.encode_literal("x")
+    (x,) = server.app.state.lifecycle.service.text.model.tokenizer.encode_literal("x")
     assert sent[0].tokens[:5].tolist() == [x] * 5 and sent[0].tokens[5] != x
 
 
@@ -239,10 +239,8 @@ def test_a_text_at_the_bound_is_encoded_to_know(server, calls):
 
 def test_without_a_bound_a_long_text_is_encoded_and_refused_alike(tmp_path):
     served = scripted(tmp_path, lambda prompt, seed: "yes")
-    model = served.texts.model
-    served.texts.model = replace(
-        model, tokenizer=replace(model.tokenizer, max_bytes_per_token=None)
-    )
+    model = served.text.model
+    served.text.model = replace(model, tokenizer=replace(model.tokenizer, max_bytes_per_token=None))
     with live(served) as running:
         answer = running.post("/v1/completions", json={"prompt": TOO_LONG})
     error = answer.json()["error"]

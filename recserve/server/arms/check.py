@@ -40,11 +40,11 @@ def _probe(service: Service, use: Use, fields: ArmFields) -> None:
     deadline_s = time.monotonic() + 60.0
     if use == "recommend":
         slate = fields.applied(RecommendRequest(history=[], k=1))
-        service.begin_recommend(slate, "probe", deadline_s)
+        service.recommender.begin(slate, "probe", deadline_s)
     elif use == "rank":
         unknown = [Candidate(item_id="\x00no such item")]
         ranking = fields.applied(RankRequest(history=[], candidates=unknown))
-        service.begin_rank(ranking, "probe", deadline_s)
+        service.ranker.begin(ranking, "probe", deadline_s)
     else:
         text = fields.applied(CompletionRequest(prompt="x", temperature=0.0))
-        speculation(text.speculation, text.temperature, service.texts.model)
+        speculation(text.speculation, text.temperature, service.text.model)

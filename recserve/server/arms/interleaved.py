@@ -41,15 +41,15 @@ async def interleaved(item_request: ItemRequest[B, A], experiment: Experiment) -
     works: list[Pending[A]] = []
     for arm in experiment.arms:
         try:
-            work = await item_request.begin(arm, item_request.arm_deadline_s(arm))
+            work = await item_request.begin_on(arm, item_request.arm_deadline_s(arm))
         except Exception as error:
             work = failed(error)
-        if work.future is not None:
 
-            def note(_: object, name: str = arm.name) -> None:
-                ended_s[name] = time.monotonic()
+        def note(_: object, name: str = arm.name) -> None:
+            ended_s[name] = time.monotonic()
 
-            work.future.add_done_callback(note)
+        for future in work.futures:
+            future.add_done_callback(note)
         works.append(work)
     found = await outcomes(item_request.request, works, item_request.deadline_s)
     for arm, outcome in zip(experiment.arms, found, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 from starlette.requests import Request
 
@@ -16,15 +18,23 @@ from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.arms.paired import paired
 from recserve.server.arms.shadow_copies import with_shadow
 from recserve.server.transport.trace import trace_of
+from recserve.service.pending import Pending
 
 
-async def answer_items(app_state: AppState, request: Request, use: ItemUse[B, A], body: B) -> A:
+async def answer_items(
+    app_state: AppState,
+    request: Request,
+    use: ItemUse[B, A],
+    begin: Callable[[B, str, float], Pending[A]],
+    body: B,
+) -> A:
     """Returns the answer of a request.
 
     Args:
         app_state: State of the application.
         request: The HTTP request.
         use: The route.
+        begin: Starts the request on this service.
         body: The decoded body.
 
     Raises:
@@ -32,8 +42,8 @@ async def answer_items(app_state: AppState, request: Request, use: ItemUse[B, A]
     """
     trace = trace_of(request.scope)
     deadline_s = app_state.deadline_s(request, body.timeout_ms)
-    signer = app_state.service.runtime.signer
-    item_request = ItemRequest(app_state, request, use, body, deadline_s, signer)
+    signer = app_state.service.signer
+    item_request = ItemRequest(app_state, request, use, begin, body, deadline_s, signer)
     user = None if body.user is None else body.user.id
     draw = None
     if ARM_HEADER not in request.headers:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, cast
+from typing import Generic
 
 import msgspec
 from starlette.requests import Request
 
-from recserve.core.request import Result
 from recserve.experiments.serving.arm_tally import ArmResult
 from recserve.experiments.serving.experiment import Experiment, ServingArm
 from recserve.schemas.items import InvalidRequest
@@ -22,8 +20,8 @@ from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.errors import row_of
 from recserve.server.threads import is_large
 from recserve.server.transport.trace import trace_of
+from recserve.service.attribution import Signer
 from recserve.service.pending import Pending
-from recserve.service.recommend.attribution import Signer
 
 
 class ArmNotApplicable(ValueError):
@@ -38,6 +36,7 @@ class ItemRequest(Generic[B, A]):
         app_state: State of the application.
         request: The HTTP request.
         use: The route.
+        begin: Starts the request on the plain service.
         body: The decoded body, without the fields of an arm.
         deadline_s: time.monotonic() value of the deadline.
         signer: Signs attribution tokens.
@@ -46,18 +45,18 @@ class ItemRequest(Generic[B, A]):
     app_state: AppState
     request: Request
     use: ItemUse[B, A]
+    begin: Callable[[B, str, float], Pending[A]]
     body: B
     deadline_s: float
     signer: Signer
 
-    async def begin(self, arm: ServingArm | None, deadline_s: float) -> Pending[A]:
+    async def begin_on(self, arm: ServingArm | None, deadline_s: float) -> Pending[A]:
         """Starts the request on an arm; None is the plain service. Raises what it refuses with."""
         body = self.body if arm is None else arm.fields.applied(self.body)
         server = None if arm is None else self.app_state.arm_servers.get(arm.label)
         if server is not None:
             return self._forwarded(server, body, deadline_s)
-        service = self.app_state.service
-        return await self.app_state.begin(self.use.begin(service), self.request, body, deadline_s)
+        return await self.app_state.begin(self.begin, self.request, body, deadline_s)
 
     def arm_deadline_s(self, arm: ServingArm) -> float:
         """Returns the deadline of an arm. Another server gets half of the time that is left."""
@@ -76,19 +75,19 @@ class ItemRequest(Generic[B, A]):
             asyncio.get_running_loop(),
         )
 
-        def finish(_: Result | None) -> A:
-            answer = future.result()
+        def finish(results: list[A]) -> A:
+            (answer,) = results
             user = None if body.user is None else body.user.id
             versions = answer.model_version, answer.catalog_version
             token = self.signer.token(request_id, user, *versions)
             return msgspec.structs.replace(answer, attribution_token=token)
 
-        return Pending(cast("Future[Result]", future), finish)
+        return Pending((future,), finish)
 
     async def answer(self, arm: ServingArm | None, deadline_s: float | None = None) -> A:
         """Returns the answer of an arm; None is the plain service."""
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
-        work = await self.begin(arm, deadline_s)
+        work = await self.begin_on(arm, deadline_s)
         # The connection to another server has a timer of its own, which says what was late.
         remote = arm is not None and arm.remote
         until_s = self.deadline_s if remote else deadline_s

@@ -14,8 +14,6 @@ from recserve.schemas.items import (
     RecommendRequest,
     RecommendResponse,
 )
-from recserve.service import Service
-from recserve.service.pending import Pending
 
 B = TypeVar("B", bound=RecommendRequest | RankRequest)
 A = TypeVar("A", bound=Envelope)
@@ -29,7 +27,6 @@ class ItemUse(Generic[B, A]):
         name: Name of the use in experiments.
         path: Path of the route.
         answer: Class of a response.
-        begin: Starts a request on a service.
         empty: Whether a response has no item from a model.
         item_ids: Ids of the items of a response, best first.
     """
@@ -37,7 +34,6 @@ class ItemUse(Generic[B, A]):
     name: Use
     path: str
     answer: type[A]
-    begin: Callable[[Service], Callable[[B, str, float], Pending[A]]]
     empty: Callable[[A], bool]
     item_ids: Callable[[A], list[str]]
 
@@ -51,7 +47,6 @@ RECOMMEND = ItemUse[RecommendRequest, RecommendResponse](
     "recommend",
     "/v1/recommend",
     RecommendResponse,
-    lambda service: service.recommendations.begin,
     _no_model_items,
     lambda answer: [item.item_id for item in answer.items],
 )
@@ -59,7 +54,6 @@ RANK = ItemUse[RankRequest, RankResponse](
     "rank",
     "/v1/rank",
     RankResponse,
-    lambda service: service.rankings.begin,
     lambda answer: not answer.items,
     lambda answer: [item.item_id for item in answer.items],
 )

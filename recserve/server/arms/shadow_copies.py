@@ -48,9 +48,8 @@ async def _copy(item_request: ItemRequest[B, A], experiment: Experiment, given: 
     began_s = time.monotonic()
     deadline_s = began_s + item_request.app_state.default_timeout_ms / 1e3
     try:
-        work = await item_request.begin(arm, deadline_s)
-        if work.future is not None:
-            await asyncio.wrap_future(work.future)
+        work = await item_request.begin_on(arm, deadline_s)
+        await asyncio.gather(*map(asyncio.wrap_future, work.futures))
         answer = work.wait()
     except Exception as error:
         record_error(experiment, arm, error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -36,13 +35,13 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def complete(request: Request) -> Response:
         """Continue a prompt."""
         body = await app_state.body(request, BODY)
-        return await _answer(app_state, request, body, app_state.service.texts.begin_completion)
+        return await _answer(app_state, request, body, app_state.service.text.begin_completion)
 
     @app.post("/v1/chat/completions", operation_id="chat")
     async def chat(request: Request) -> Response:
         """Generate the assistant's next turn."""
         body = await app_state.body(request, CHAT_BODY)
-        return await _answer(app_state, request, body, app_state.service.texts.begin_chat)
+        return await _answer(app_state, request, body, app_state.service.text.begin_chat)
 
 
 async def _answer(app_state: AppState, request: Request, body: B, begin: Begin[B]) -> Response:
@@ -74,12 +73,12 @@ async def _answer(app_state: AppState, request: Request, body: B, begin: Begin[B
             raise
         arm = plain
         work = await prepared(arm.body)
-    work = replace(work, experiment=arm.label)
+    work.experiment = arm.label
 
     def count() -> None:
         usage = work.usage()
         app_state.metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
-        app_state.metrics.count_drafts(work.speculation.drafter, work.drafted())
+        app_state.metrics.count_drafts(work.plan.speculation.drafter, work.drafted())
         timing_ms = work.timing_ms()
         trace.record_answer(timing_ms)
         reasons = [stream.finish_reason for stream in work.streams]
@@ -97,8 +96,8 @@ async def _answer(app_state: AppState, request: Request, body: B, begin: Begin[B
     if body.stream:
         return await EventStream(request, work, pieces, deadline_s, end).begin()
     try:
-        await ended(request, work.all_futures, deadline_s)
-        answer = work.answer()
+        await ended(request, work.futures, deadline_s)
+        answer = work.wait()
     except BaseException as error:
         end(error)
         raise

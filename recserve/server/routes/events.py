@@ -28,7 +28,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
 
     async def event_types() -> Response:
         """Return the names of the event types that events may have."""
-        return json_response(app_state.service.event_types())
+        return json_response(app_state.service.histories.event_types())
 
     add_get(app, "/v1/event-types", event_types, "event_types")
 
@@ -36,11 +36,13 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def users(request: Request) -> Response:
         """Return a page of the users with stored events; `prefix`, `limit` and `after`."""
         query = query_of(request, UsersQuery)
-        return json_response(await app_state.from_store(app_state.service.users.listed, query))
+        return json_response(await app_state.from_store(app_state.service.histories.listed, query))
 
     async def history(user_id: str) -> Response:
         """Return a user's events, oldest first."""
-        return json_response(await app_state.from_store(app_state.service.users.history, user_id))
+        return json_response(
+            await app_state.from_store(app_state.service.histories.history, user_id)
+        )
 
     async def delete_user(user_id: str) -> Response:
         """Delete a user's stored events, cached prefixes and rows of the slate log."""
@@ -66,12 +68,12 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
 
 def _add(app_state: AppState, body: EventsRequest) -> EventsResponse:
     service, slates = app_state.service, app_state.slate_log
-    answer = service.users.add(body)
+    answer = service.histories.add(body)
     if all(event.attribution_token is None for event in body.events):
         return answer
     refused = {rejection.index for rejection in answer.rejected}
     users = "none" if slates is None else slates.settings.users
-    outcomes, wrong = attributed(body.events, refused, service.runtime.signer, users)
+    outcomes, wrong = attributed(body.events, refused, service.signer, users)
     if slates is not None:
         for outcome in outcomes:
             slates.outcome(outcome)
@@ -80,6 +82,6 @@ def _add(app_state: AppState, body: EventsRequest) -> EventsResponse:
 
 def _delete(app_state: AppState, user_id: str) -> None:
     service = app_state.service
-    service.users.delete(user_id)
+    service.histories.delete(user_id)
     if app_state.slate_log is not None:
-        app_state.slate_log.forget(user_id, service.runtime.signer)
+        app_state.slate_log.forget(user_id, service.signer)

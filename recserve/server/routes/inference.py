@@ -108,7 +108,7 @@ async def _slates(
     requests = slate_requests(body)
     deadline_s = app_state.deadline_s(request, body.parameters.least_timeout_ms)
 
-    begin = service.begin_recommend_batch
+    begin = service.recommender.begin_batch
     works = await app_state.begin(begin, request, requests, deadline_s)
     found = await outcomes(request, works, deadline_s)
     answers = [finished(trace_of(request.scope), outcome) for outcome in found]
@@ -121,7 +121,7 @@ async def _rankings(
     requests = ranking_requests(body)
     deadline_s = app_state.deadline_s(request, body.parameters.least_timeout_ms)
     batch = RankBatchRequest(requests=requests)
-    works = await app_state.begin(service.begin_rank_batch, request, batch, deadline_s)
+    works = await app_state.begin(service.ranker.begin_batch, request, batch, deadline_s)
     found = await outcomes(request, works, deadline_s)
     answers: list[RankResponse] = [finished(trace_of(request.scope), one) for one in found]
     return answers[0].model_version, ranking_tensors(requests, answers)
@@ -131,7 +131,7 @@ def _serving(service: Service, name: str, request: Request) -> Service:
     """Returns the service if it has the model and the version of the path. Raises UnknownModel."""
     if name not in INPUTS:
         raise UnknownModel(f"expected one of {', '.join(INPUTS)}, got {name[:80]!r}")
-    _ = service.recommendations if name == "recommend" else service.rankings
+    _ = service.recommender if name == "recommend" else service.ranker
     version = request.path_params.get("version")
     if version is not None and version != (served := service.versions()["model_version"]):
         raise UnknownModel(f"expected version {served} of {name}, got {version[:80]!r}")
@@ -139,7 +139,6 @@ def _serving(service: Service, name: str, request: Request) -> Service:
 
 
 def _tasks(service: Service) -> list[str]:
-    """Returns the tasks of the ranker, or the one score of `likelihood`."""
-    parts = service.item_parts
-    ranker = None if parts is None else parts.models.ranker
-    return ["likelihood"] if ranker is None else list(ranker.config.tasks)
+    """Returns the tasks of the scorer that `auto` selects."""
+    scorer = next(iter(service.ranker.scorers.values()))
+    return list(scorer.tasks)

@@ -44,13 +44,13 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def items(request: Request) -> Response:
         """Return a page of the catalogue; `query`, `limit` and `after`."""
         query = query_of(request, ItemsQuery)
-        return json_response(await app_state.from_store(app_state.service.items.page, query))
+        return json_response(await app_state.from_store(app_state.service.catalog.page, query))
 
     @app.put("/v1/items", operation_id="put_items")
     async def put_items(request: Request) -> Response:
         """Insert and update items; the next answer takes them into account."""
         body = _items(await app_state.body(request, PUT))
-        return json_response(await app_state.from_store(app_state.service.items.put, body))
+        return json_response(await app_state.from_store(app_state.service.catalog.put, body))
 
     @app.post("/v1/items:rollback", operation_id="rollback_items")
     async def rollback_items(request: Request) -> Response:
@@ -66,7 +66,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     @app.get("/v1/items/{item_id:path}", operation_id="item")
     async def item(item_id: str) -> Response:
         """Return one item of the catalogue."""
-        return json_response(app_state.service.items.get(item_id))
+        return json_response(app_state.service.catalog.get(item_id))
 
 
 def _items(body: PutBody) -> ItemsRequest:

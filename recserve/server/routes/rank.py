@@ -26,13 +26,14 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def rank(request: Request) -> Response:
         """Return the given candidates, best first."""
         body = await app_state.body(request, BODY)
-        return json_response(await answer_items(app_state, request, RANK, body))
+        begin = app_state.service.ranker.begin
+        return json_response(await answer_items(app_state, request, RANK, begin, body))
 
     @app.post("/v1/rank:batch", operation_id="rank_batch")
     async def rank_batch(request: Request) -> Response:
         """Return one ranking per request; an error in one does not affect the others."""
         body = await app_state.body(request, BATCH_BODY)
-        begin = app_state.service.begin_rank_batch
+        begin = app_state.service.ranker.begin_batch
         deadline_s = app_state.deadline_s(request, body.timeout_ms)
         works = await app_state.begin(begin, request, body, deadline_s)
         pool = app_state.threads.items if is_large(body) else None

@@ -24,8 +24,9 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         """Return the k best items for a user or a history."""
         body = await app_state.body(request, BODY)
         # Read before the answer: the server may be draining when the answer is there.
-        signer = app_state.service.runtime.signer
-        answer = await answer_items(app_state, request, RECOMMEND, body)
+        service = app_state.service
+        begin, signer = service.recommender.begin, service.signer
+        answer = await answer_items(app_state, request, RECOMMEND, begin, body)
         app_state.metrics.rounds.observe(answer.rounds)
         app_state.log_slate(body, answer, signer)
         return json_response(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -13,7 +14,7 @@ from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
 from recserve.server.app_state import AppState, ended, json_response
 from recserve.server.threads import TEXT_MODELS, checked_first, on_thread
 from recserve.server.transport.trace import trace_of
-from recserve.service.text.text_scores import PendingScores
+from recserve.service.pending import Pending
 
 RERANK_BODY = msgspec.json.Decoder(RerankRequest)
 SCORING_BODY = msgspec.json.Decoder(GenerativeScoringRequest)
@@ -40,7 +41,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         """Return probabilities of label tokens after a query and each item."""
         body = await app_state.body(request, SCORING_BODY)
         deadline_s = app_state.text_deadline_s(request, body.timeout_ms)
-        name, scores = trace_of(request.scope).request_id, app_state.service.texts.scores
+        name, scores = trace_of(request.scope).request_id, app_state.service.text.scores
         begin = scores.begin_scoring
         return await _answer(app_state, request, deadline_s, lambda: begin(body, name, deadline_s))
 
@@ -48,16 +49,16 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
 async def _rerank(app_state: AppState, request: Request, version: str) -> Response:
     body = await app_state.body(request, RERANK_BODY)
     deadline_s = app_state.text_deadline_s(request, body.timeout_ms)
-    name, begin = trace_of(request.scope).request_id, app_state.service.texts.scores.begin_rerank
+    name, begin = trace_of(request.scope).request_id, app_state.service.text.scores.begin_rerank
     return await _answer(
         app_state, request, deadline_s, lambda: begin(body, version, name, deadline_s)
     )
 
 
 async def _answer(
-    app_state: AppState, request: Request, deadline_s: float, begin: Callable[[], PendingScores]
+    app_state: AppState, request: Request, deadline_s: float, begin: Callable[[], Pending[Any]]
 ) -> Response:
     call = checked_first(app_state.service.engine, TEXT_MODELS, deadline_s, begin)
     work = await on_thread(app_state.threads.text, call)
     await ended(request, work.futures, deadline_s)
-    return json_response(work.answer())
+    return json_response(work.wait())

@@ -5,26 +5,47 @@ from __future__ import annotations
 from msgspec import structs
 
 from recserve.bounds import MAX_ID_LENGTH
+from recserve.engine.engine import Engine
 from recserve.schemas.browse import UserPage, UsersQuery
-from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
+from recserve.schemas.events import (
+    EventsRequest,
+    EventsResponse,
+    EventTypesResponse,
+    HistoryResponse,
+)
 from recserve.schemas.items import InvalidRequest
-from recserve.service.history.histories import Rewritten
+from recserve.service.history.histories import Histories, Rewritten
 from recserve.service.live_catalog import LiveCatalog
-from recserve.service.recommend.prewarm import Prewarm
-from recserve.service.runtime import Runtime
+from recserve.service.prewarm import Prewarm
 
 
 class UserHistories:
     """Adds, lists and deletes events, and keeps the prefix caches consistent with them.
 
     Attributes:
-        successor: Runtime of the service that replaces this one; it shares the store. Requests
+        successor: Engine of the service that replaces this one; it shares the store. Requests
             that are still in flight here also clear its caches. None before a replacement.
     """
 
-    def __init__(self, runtime: Runtime, items: LiveCatalog, prewarm: Prewarm) -> None:
-        self.runtime, self.items, self.prewarm = runtime, items, prewarm
-        self.successor: Runtime | None = None
+    def __init__(
+        self, engine: Engine, items: LiveCatalog, histories: Histories, prewarm: Prewarm
+    ) -> None:
+        self.engine, self.items, self.histories = engine, items, histories
+        self.prewarm = prewarm
+        self.successor: Engine | None = None
+
+    def event_types(self) -> EventTypesResponse:
+        """Returns the names of the event types that events may have."""
+        return EventTypesResponse(event_types=list(self.histories.types.known))
+
+    @property
+    def blocks(self) -> bool:
+        """True if reading a history may wait for a network."""
+        return self.histories.blocks
+
+    def close(self) -> None:
+        """Closes the store, unless another service owns it."""
+        self.histories.close()
 
     def add(self, body: EventsRequest) -> EventsResponse:
         """Stores events and corrections, and drops the cached prefixes that they invalidate.
@@ -34,10 +55,10 @@ class UserHistories:
         Raises:
             StoreUnavailable: If the history store does not answer.
         """
-        added = self.runtime.histories.add(body, self.runtime.snapshot)
+        added = self.histories.add(body, self.items.current)
         self.prewarm.forget(added.rewritten)
         if self.successor is not None and added.rewritten:
-            self.successor.engine.forget_all()
+            self.successor.forget_all()
         answer = added.answer
         if not body.warm:
             return answer
@@ -54,7 +75,7 @@ class UserHistories:
             InvalidRequest: If the id is empty or too long.
         """
         _check(user_id)
-        return self.runtime.histories.listed(user_id, self.runtime.snapshot)
+        return self.histories.listed(user_id, self.items.current)
 
     def listed(self, query: UsersQuery) -> UserPage:
         """Returns a page of users with stored events.
@@ -64,7 +85,7 @@ class UserHistories:
             ListingUnsupported: If the history store cannot list its users.
             StoreUnavailable: If the history store does not answer.
         """
-        store = self.runtime.histories.store
+        store = self.histories.store
         try:
             found = store.users(query.prefix, query.limit, query.after)
             ids = _askable(found.ids)
@@ -85,13 +106,12 @@ class UserHistories:
             InvalidRequest: If the id is empty or too long.
         """
         _check(user_id)
-        runtime = self.runtime
-        history = runtime.histories.delete(user_id, runtime.snapshot)
+        history = self.histories.delete(user_id, self.items.current)
         if self.items.has_changed_rows(history):
-            runtime.engine.forget_all()
+            self.engine.forget_all()
         self.prewarm.forget({user_id: Rewritten(history, None)})
         if self.successor is not None:
-            self.successor.engine.forget_all()
+            self.successor.forget_all()
 
 
 def _check(user_id: str) -> None:

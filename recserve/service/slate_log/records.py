@@ -14,7 +14,7 @@ import pyarrow as pa
 from recserve.features.tables.rfc3339 import parse_timestamp
 from recserve.schemas.events import REMOVE, EventInput
 from recserve.schemas.items import RecommendResponse, Rejection
-from recserve.service.recommend.attribution import MAC_BYTES, BadToken, Signer
+from recserve.service.attribution import MAC_BYTES, BadToken, Signer
 
 Users = Literal["hash", "id", "none"]
 MAX_TOKEN = 4096  # characters

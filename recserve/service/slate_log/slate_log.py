@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recserve.metrics import SlateLogCounts
 from recserve.schemas.items import RecommendResponse
-from recserve.service.recommend.attribution import Signer
+from recserve.service.attribution import Signer
 from recserve.service.slate_log.files import LogFiles
 from recserve.service.slate_log.records import (
     OutcomeRecord,

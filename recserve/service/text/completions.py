@@ -4,45 +4,27 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from importlib.metadata import version as installed
-from typing import Any
 
 import numpy as np
 
-from recserve.schemas.items import InvalidRequest
-from recserve.schemas.text import (
-    ChatRequest,
-    CompletionRequest,
-    TextRequest,
-)
+from recserve.core.request import PromptScores
+from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
 from recserve.service.pending import Stopwatch
 from recserve.service.text.answers import ChatShape, CompletionShape, Shape
 from recserve.service.text.embeddings import Embeddings
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.pending_texts import PendingTexts
-from recserve.service.text.prompt_scores import ScoredPrompts, scored_prompts
-from recserve.service.text.prompts import (
-    COMPLETION_TOKENS,
-    Prompt,
-    chat_prompt,
-    completion_prompts,
-    derived_seed,
-    sampling,
-    speculation,
-    stop_strings,
-)
-from recserve.service.text.stream import Listener, TextReceiver, TextStream
+from recserve.service.text.prompt_scores import add_prompt_scores, prompt_queries
+from recserve.service.text.prompts import TextPlan, plan_chat, plan_completion
+from recserve.service.text.stream import Listener, TextStream
 from recserve.service.text.text_scores import TextScores
 from recserve.speculation.completion import GROUP_COST, OUTPUT_COST, Completion, TextQuery
-from recserve.speculation.sampling_params import SamplingParams
-from recserve.speculation.verifiers.registry import verifiers
 
 
-class Texts:
-    """The text routes' side of a language model.
+class TextService:
+    """Answers the text requests of a language model.
 
     Attributes:
         engine: Runs the requests.
@@ -79,20 +61,25 @@ class Texts:
             UnknownModel: If the body names another model.
             Exception: What the engine refuses the request with.
         """
-        call = TextReceiver(self._check(body), request_id, deadline_s, listener)
-        prompts = completion_prompts(body, self.model)
-        table = self.model.tokenizer.all_bytes
-        shape = CompletionShape(table, body.logprobs is not None, _token_sources(body))
+        watch = Stopwatch()
+        plan = plan_completion(body, self.model)
+        tokenizer = self.model.tokenizer
+        shape = CompletionShape(tokenizer.all_bytes, body.logprobs is not None, _sources(body))
+        echoed = [prompt.text if body.echo else "" for prompt in plan.prompts]
+        streams = self._streams(plan, body.min_tokens, listener, echoed)
+        queries = _queries(body, plan, streams, deadline_s)
+        scoring = prompt_queries(body, plan.prompts, self.model.device, deadline_s)
+        watch.features_done()
+        submitted = self.engine.submit_all([*scoring, *queries])
+        texts = submitted[len(scoring) :] if queries else [_empty_text() for _ in streams]
 
-        def params(prompt: Prompt) -> SamplingParams:
-            room = self.model.context - len(prompt.tokens)
-            most = body.most_tokens
-            if most is None:
-                most = max(1, min(COMPLETION_TOKENS, room))
-            return sampling(body, self.model, prompt, most, body.logprobs)
+        def add_scores(results: list[PromptScores]) -> None:
+            add_prompt_scores(body, plan.prompts, results, streams, tokenizer)
 
-        scored = scored_prompts(body, prompts, self.model, deadline_s)
-        return self._begin(body, prompts, params, shape, call, scored)
+        head = self._head(shape, request_id)
+        return PendingTexts(
+            body, plan, shape, head, watch, streams, texts, submitted[: len(scoring)], add_scores
+        )
 
     def begin_chat(
         self,
@@ -102,104 +89,64 @@ class Texts:
         listener: Listener | None = None,
     ) -> PendingTexts:
         """Starts the responses to a chat. Arguments and errors as in `begin_completion`."""
-        call = TextReceiver(self._check(body), request_id, deadline_s, listener)
-        if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequest("top_logprobs", "needs logprobs: true")
-        prompt = chat_prompt(body, self.model)
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        table, sources = self.model.tokenizer.all_bytes, _token_sources(body)
-        shape = ChatShape(table, logprobs is not None, sources)
+        watch = Stopwatch()
+        plan = plan_chat(body, self.model)
+        shape = ChatShape(self.model.tokenizer.all_bytes, bool(body.logprobs), _sources(body))
+        streams = self._streams(plan, body.min_tokens, listener, [""])
+        queries = _queries(body, plan, streams, deadline_s)
+        watch.features_done()
+        texts = self.engine.submit_all(queries)
+        return PendingTexts(body, plan, shape, self._head(shape, request_id), watch, streams, texts)
 
-        def params(prompt: Prompt) -> SamplingParams:
-            return sampling(body, self.model, prompt, body.most_tokens, logprobs)
+    def _streams(
+        self, plan: TextPlan, min_tokens: int, listener: Listener | None, beginnings: list[str]
+    ) -> list[TextStream]:
+        """Returns a stream per text; `beginnings` are the echoed prompts."""
+        table = self.model.tokenizer.text_bytes
+        return [
+            TextStream(
+                index, table, plan.stops, min_tokens, listener, beginnings[index // plan.copies]
+            )
+            for index in range(len(plan.params))
+        ]
 
-        return self._begin(body, [prompt], params, shape, call)
-
-    def described(self) -> list[dict[str, Any]]:
-        """Returns the model in OpenAI's form under each of its names."""
-        return self.model.listed()
-
-    def _check(self, body: TextRequest) -> Stopwatch:
-        self.model.check_name(body.model)
-        body.check()
-        return Stopwatch()
-
-    def _begin(
-        self,
-        body: TextRequest,
-        prompts: Sequence[Prompt],
-        params: Callable[[Prompt], SamplingParams],
-        shape: Shape,
-        call: TextReceiver,
-        scored: ScoredPrompts | None = None,
-    ) -> PendingTexts:
-        """Builds all requests of a body, and then submits all of them or none."""
-        drafting = speculation(body.speculation, body.temperature, self.model)
-        stops = stop_strings(body)
-        echo = isinstance(body, CompletionRequest) and bool(body.echo)
-        requests: list[TextQuery] = []
-        streams: list[TextStream] = []
-        copies, cost = body.n or 1, 0
-        for prompt in prompts:
-            first = params(prompt)
-            tokens = np.array(prompt.tokens, np.int64)
-            for copy in range(copies):
-                stream = TextStream(
-                    len(streams),
-                    self.model.tokenizer.text_bytes,
-                    stops,
-                    body.min_tokens,
-                    call.listener,
-                    prompt.text if echo else "",
-                )
-                own = replace(first, seed=derived_seed(first.seed, copy))
-                group = cost // GROUP_COST
-                cost += OUTPUT_COST * own.max_tokens + (len(tokens) if copy == 0 else 0)
-                requests.append(
-                    TextQuery(
-                        prompt=tokens,
-                        params=own,
-                        speculation=drafting,
-                        priority=body.priority,
-                        deadline_s=call.deadline_s,
-                        on_commit=stream.on_commit,
-                        group=group,
-                    )
-                )
-                streams.append(stream)
-        head = {
-            "id": f"{shape.prefix}-{call.request_id or uuid.uuid4()}",
+    def _head(self, shape: Shape, request_id: str | None) -> dict[str, object]:
+        """Returns the fields that every response and chunk begins with."""
+        return {
+            "id": f"{shape.prefix}-{request_id or uuid.uuid4()}",
             "created": int(time.time()),
             "model": self.model.name,
             "system_fingerprint": self.fingerprint,
         }
-        options, exact = body.stream_options, verifiers()[drafting.verifier].exact
-        if body.most_tokens == 0:  # every text is empty and complete
-            requests = []
-        call.watch.features_done()
-        scoring = [] if scored is None else scored.queries
-        submitted = self.engine.submit_all([*scoring, *requests])
-        if scored is not None:
-            scored = replace(scored, futures=tuple(submitted[: len(scoring)]))
-        futures: list[Future[Completion]] = submitted[len(scoring) :]
-        if not requests:
-            futures = [_empty_text() for _ in streams]
-        for future, stream in zip(futures, streams, strict=True):
-            future.add_done_callback(stream.end)
-        return PendingTexts(
-            head=head,
-            shape=shape,
-            streams=tuple(streams),
-            futures=tuple(futures),
-            copies=copies,
-            prompt_tokens=tuple(len(prompt.tokens) for prompt in prompts),
-            speculation=drafting,
-            exact=exact,
-            include_usage=options is not None and options.include_usage,
-            continuous_usage=options is not None and options.continuous_usage_stats,
-            watch=call.watch,
-            scored=scored,
+
+
+def _queries(
+    body: TextRequest, plan: TextPlan, streams: list[TextStream], deadline_s: float | None
+) -> list[TextQuery]:
+    """Returns the query of each text; none if every text is empty."""
+    if body.most_tokens == 0:
+        return []
+    queries: list[TextQuery] = []
+    prompts = [np.array(prompt.tokens, np.int64) for prompt in plan.prompts]
+    cost = 0
+    for index, (params, stream) in enumerate(zip(plan.params, streams, strict=True)):
+        prompt = prompts[index // plan.copies]
+        group = cost // GROUP_COST
+        cost += OUTPUT_COST * params.max_tokens
+        if index % plan.copies == 0:  # the copies share the prompt
+            cost += len(prompt)
+        queries.append(
+            TextQuery(
+                prompt=prompt,
+                params=params,
+                speculation=plan.speculation,
+                priority=body.priority,
+                deadline_s=deadline_s,
+                on_commit=stream.on_commit,
+                group=group,
+            )
         )
+    return queries
 
 
 def _empty_text() -> Future[Completion]:
@@ -209,6 +156,6 @@ def _empty_text() -> Future[Completion]:
     return future
 
 
-def _token_sources(body: TextRequest) -> bool:
+def _sources(body: TextRequest) -> bool:
     """Returns whether the chunks of a stream report the source of each token."""
     return body.stream_options is not None and body.stream_options.include_token_sources

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 
 import numpy as np
 
-from recserve.core.futures import wait_all
 from recserve.core.request import PromptQuery, PromptScores
 from recserve.schemas.encoding import (
     MAX_INPUTS,
@@ -28,41 +25,11 @@ from recserve.schemas.encoding import (
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.text import Usage
 from recserve.service.errors import ContextExceeded
+from recserve.service.pending import Pending
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.prompt_scores import prompt_query
 from recserve.service.text.prompts import chat_text, check_tokens, encoded
 from recserve.tokenizer.token_bytes import shown, spelled
-
-
-@dataclass(frozen=True)
-class PendingEmbeddings:
-    """Vectors that the engine computes for one request body.
-
-    Attributes:
-        futures: Engine results, in the order of the inputs.
-        sizes: Number of tokens of each input.
-        model: Name of the model.
-        packed: Whether the response holds the vectors as base64.
-    """
-
-    futures: tuple[Future[PromptScores], ...]
-    sizes: tuple[int, ...]
-    model: str
-    packed: bool
-
-    def answer(self) -> EmbeddingsResponse:
-        """Waits for the vectors and returns the response. Raises what the engine raised."""
-        data = []
-        for index, scores in enumerate(wait_all(self.futures)):
-            mean = scores.mean
-            assert mean is not None
-            vector = mean / max(float(np.linalg.norm(mean)), 1e-12)
-            packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-            value = packed if self.packed else vector.tolist()
-            data.append(Embedding(index=index, embedding=value))
-        total = sum(self.sizes)
-        usage = Usage(prompt_tokens=total, completion_tokens=0, total_tokens=total)
-        return EmbeddingsResponse(data=data, model=self.model, usage=usage)
 
 
 class Embeddings:
@@ -72,7 +39,9 @@ class Embeddings:
         self.engine = engine
         self.model = model
 
-    def begin(self, body: EmbeddingsRequest, deadline_s: float | None = None) -> PendingEmbeddings:
+    def begin(
+        self, body: EmbeddingsRequest, deadline_s: float | None = None
+    ) -> Pending[EmbeddingsResponse]:
         """Starts the vectors of a request's inputs.
 
         Args:
@@ -89,20 +58,29 @@ class Embeddings:
         body.check()
         inputs = [self._tokens(number, one) for number, one in enumerate(_inputs(body.input))]
         queries: list[PromptQuery] = []
-        before = 0
+        num_tokens = 0
         for tokens in inputs:
             query = prompt_query(
-                tokens, self.model.device, mean=True, deadline_s=deadline_s, before=before
+                tokens, self.model.device, mean=True, deadline_s=deadline_s, before=num_tokens
             )
             queries.append(query)
-            before += len(tokens)
-        sizes = tuple(map(len, inputs))
-        futures = self.engine.submit_all(queries)
-        return PendingEmbeddings(
-            tuple(futures), sizes, self.model.name, body.encoding_format == "base64"
-        )
+            num_tokens += len(tokens)
 
-    def tokenized(self, body: TokenizeRequest) -> TokenizeResponse:
+        def finish(results: list[PromptScores]) -> EmbeddingsResponse:
+            data = []
+            for index, scores in enumerate(results):
+                mean = scores.mean
+                assert mean is not None
+                vector = mean / max(float(np.linalg.norm(mean)), 1e-12)
+                packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                value = packed if body.encoding_format == "base64" else vector.tolist()
+                data.append(Embedding(index=index, embedding=value))
+            usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
+            return EmbeddingsResponse(data=data, model=self.model.name, usage=usage)
+
+        return Pending(self.engine.submit_all(queries), finish)
+
+    def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
         """Returns the tokens of a text or of a chat's prompt. Raises as `begin`."""
         self.model.check_name(body.model)
         body.check()
@@ -125,7 +103,7 @@ class Embeddings:
             token_strs=strings,
         )
 
-    def detokenized(self, body: DetokenizeRequest) -> DetokenizeResponse:
+    def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
         """Returns the text of tokens. Raises as `begin`."""
         self.model.check_name(body.model)
         check_tokens("tokens", body.tokens, self.model)

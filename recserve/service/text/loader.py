@@ -66,11 +66,6 @@ class LoadedText:
     drafters: Mapping[str, Drafter]
     model: TextModel
 
-    @property
-    def parts(self) -> tuple[LanguageModel, Mapping[str, Drafter]]:
-        """The arguments of the engine: the network and the drafters."""
-        return self.network, self.drafters
-
 
 def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
     """Loads the model and the drafters that the settings name.

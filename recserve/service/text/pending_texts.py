@@ -2,78 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from recserve.core.futures import wait_all
+from recserve.core.request import PromptScores
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import TimingMs
 from recserve.schemas.speculation import SpeculationMetrics
-from recserve.schemas.text import PromptDetails, TextMetrics, TextResponse, Usage
-from recserve.service.pending import Stopwatch
+from recserve.schemas.text import PromptDetails, TextMetrics, TextRequest, TextResponse, Usage
+from recserve.service.pending import Pending, Stopwatch
 from recserve.service.text.answers import Shape
-from recserve.service.text.prompt_scores import ScoredPrompts
+from recserve.service.text.prompts import TextPlan
 from recserve.service.text.stream import Piece, TextStream
 from recserve.speculation.completion import Completion, SpeculationCounts
 from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.sampling_params import Speculation
+from recserve.speculation.verifiers.registry import verifiers
 
 
-@dataclass(frozen=True)
-class PendingTexts:
+class PendingTexts(Pending[TextResponse]):
     """Texts that the engine generates for one request body.
 
     Attributes:
-        head: Fields that every response and chunk begins with.
-        shape: Response format of the route.
-        streams: The texts; `copies` of them per prompt, in prompt order.
-        futures: Engine results, in the order of `streams`.
-        copies: Number of texts per prompt.
-        prompt_tokens: Length of each prompt.
-        speculation: Drafting options.
-        exact: True if the acceptance rule leaves the text's distribution unchanged.
+        futures: The engine's results of the texts, then those of the prompts' own tokens.
+        streams: The texts; `plan.copies` of them per prompt, in prompt order.
+        plan: What the body asks for.
         include_usage: True if a stream ends with a chunk of token counts.
-        continuous_usage: True if every chunk has the token counts of its text so far.
-        watch: Started when the body arrived.
         experiment: Experiment and arm of the request; UNSET outside experiments.
-        scored: Prompts whose own tokens are scored; None if the request does not want that.
     """
 
-    head: dict[str, Any]
-    shape: Shape
-    streams: tuple[TextStream, ...]
-    futures: tuple[Future[Completion], ...]
-    copies: int
-    prompt_tokens: tuple[int, ...]
-    speculation: Speculation
-    exact: bool
-    include_usage: bool
-    continuous_usage: bool
-    watch: Stopwatch
-    experiment: ExperimentLabel | UnsetType = UNSET
-    scored: ScoredPrompts | None = None
+    def __init__(
+        self,
+        body: TextRequest,
+        plan: TextPlan,
+        shape: Shape,
+        head: dict[str, Any],
+        watch: Stopwatch,
+        streams: Sequence[TextStream],
+        texts: Sequence[Future[Completion]],
+        prompt_scores: Sequence[Future[PromptScores]] = (),
+        add_scores: Callable[[list[PromptScores]], None] | None = None,
+    ) -> None:
+        """Connects the streams with the engine's results.
 
-    @property
-    def all_futures(self) -> tuple[Future[Any], ...]:
-        """Engine results that a whole response needs."""
-        return self.futures if self.scored is None else (*self.futures, *self.scored.futures)
+        Args:
+            body: The request.
+            plan: What the body asks for.
+            shape: Response format of the route.
+            head: Fields that every response and chunk begins with.
+            watch: Started when the body arrived.
+            streams: The texts.
+            texts: Their results.
+            prompt_scores: Results of the prompts' own tokens; empty if they are not scored.
+            add_scores: Adds these to the streams.
+        """
+        super().__init__([*texts, *prompt_scores], self._respond)
+        self.plan = plan
+        self.streams = streams
+        self.experiment: ExperimentLabel | UnsetType = UNSET
+        options = body.stream_options
+        self.include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._shape, self._head, self._watch = shape, head, watch
+        self._add_scores = add_scores
+        for future, stream in zip(texts, streams, strict=True):
+            future.add_done_callback(stream.end)
 
-    def cancel(self) -> None:
-        """Cancels all texts and the scores of their prompts."""
-        for future in self.all_futures:
-            future.cancel()
-
-    def answer(self) -> TextResponse:
-        """Waits for all texts and returns the response. Raises what the engine raised."""
-        wait_all(self.all_futures)
+    def _respond(self, results: list[Any]) -> TextResponse:
         for stream in self.streams:
             stream.wait()
-        if self.scored is not None:
-            self.scored.fill(self.streams, self.copies)
-        return self.shape.answer(self.head | {"usage": self.usage()} | self._tail(), self.streams)
+        if self._add_scores is not None and len(results) > len(self.streams):
+            self._add_scores(results[len(self.streams) :])
+        head = self._head | {"usage": self.usage()} | self._tail()
+        return self._shape.answer(head, self.streams)
 
     def chunk(self, piece: Piece, last: bool) -> TextResponse:
         """Returns the chunk for a piece.
@@ -83,16 +86,16 @@ class PendingTexts:
             last: True if neither a further piece nor a chunk of token counts follows.
         """
         usage: Usage | None | UnsetType = None if self.include_usage else UNSET
-        if self.continuous_usage:
+        if self._continuous_usage:
             usage = self.usage_so_far(piece)
-        head = {**self.head, "usage": usage}
+        head = {**self._head, "usage": usage}
         if last and not self.include_usage:
             head |= self._tail()
-        return self.shape.chunk(head, [piece])
+        return self._shape.chunk(head, [piece])
 
     def counts(self) -> TextResponse:
         """Returns the chunk of token counts that follows the last piece with `include_usage`."""
-        return self.shape.chunk(self.head | {"usage": self.usage()} | self._tail(), [])
+        return self._shape.chunk(self._head | {"usage": self.usage()} | self._tail(), [])
 
     def _tail(self) -> dict[str, Any]:
         """Returns the fields of a whole response and of a stream's last chunk."""
@@ -102,8 +105,8 @@ class PendingTexts:
         """Returns the token counts of all texts."""
         written = sum(stream.num_tokens for stream in self.streams)
         # Copies share their prompt, so only the first text of each prompt counts.
-        cached = sum(stream.timing.root_cached for stream in self.streams[:: self.copies])
-        prompts = sum(self.prompt_tokens)
+        cached = sum(stream.timing.root_cached for stream in self.streams[:: self.plan.copies])
+        prompts = sum(len(prompt.tokens) for prompt in self.plan.prompts)
         return Usage(
             prompt_tokens=prompts,
             completion_tokens=written,
@@ -113,7 +116,7 @@ class PendingTexts:
 
     def usage_so_far(self, piece: Piece) -> Usage:
         """Returns the token counts of one text up to a piece, as vLLM counts them."""
-        prompt = self.prompt_tokens[piece.index // self.copies]
+        prompt = len(self.plan.prompts[piece.index // self.plan.copies].tokens)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=piece.num_tokens,
@@ -122,7 +125,7 @@ class PendingTexts:
 
     def timing_ms(self) -> TimingMs:
         """Returns the stages of the text that took longest."""
-        return self.watch.read(max((s.timing for s in self.streams), key=lambda t: t.total_ms))
+        return self._watch.read(max((s.timing for s in self.streams), key=lambda t: t.total_ms))
 
     def drafted(self) -> SpeculationCounts:
         """Returns the draft statistics, summed over the texts."""
@@ -141,15 +144,15 @@ class PendingTexts:
 
     def metrics(self) -> TextMetrics:
         """Returns the draft statistics in the form of a response; none for plain decoding."""
-        if self.speculation.drafter == NoDrafter.name:
+        if self.plan.speculation.drafter == NoDrafter.name:
             return TextMetrics(None)
         counts = self.drafted()
         accepted = counts.num_accepted_tokens
         return TextMetrics(
             SpeculationMetrics(
-                drafter=self.speculation.drafter,
-                verifier=self.speculation.verifier,
-                exact=self.exact,
+                drafter=self.plan.speculation.drafter,
+                verifier=self.plan.speculation.verifier,
+                exact=verifiers()[self.plan.speculation.verifier].exact,
                 mean_acceptance_length=1 + accepted / max(counts.num_drafts, 1),
                 draft_acceptance_rate=accepted / max(counts.num_draft_tokens, 1),
                 num_drafts=counts.num_drafts,

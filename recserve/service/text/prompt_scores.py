@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from recserve.core.request import GROUP_TOKENS, Prefix, PromptQuery, PromptScores
 from recserve.models.inputs import NodeInputs
-from recserve.schemas.items import InvalidRequest
 from recserve.schemas.logprobs import PromptLogprob, PromptLogprobs
 from recserve.schemas.text import CompletionRequest
-from recserve.service.text.model import TextModel
 from recserve.service.text.prompts import Prompt
 from recserve.service.text.stream import TextStream, WrittenToken
 from recserve.speculation.completion import TokenLogprobs
@@ -23,68 +19,51 @@ from recserve.tokenizer.token_bytes import shown, spelled
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 
-@dataclass(frozen=True)
-class ScoredPrompts:
-    """Prompts of a completion request whose own tokens are scored.
-
-    Attributes:
-        prompts: The prompts.
-        queries: Their requests.
-        futures: Engine results, in the same order. Empty until they are submitted.
-        model: The served model.
-        num_echoed: Number of likeliest tokens that `logprobs` reports, for the prompt's tokens too;
-            None leaves them out.
-        num_top: Value of `prompt_logprobs`; None omits the field.
-    """
-
-    prompts: Sequence[Prompt]
-    queries: Sequence[PromptQuery]
-    model: TextModel
-    num_echoed: int | None
-    num_top: int | None
-    futures: tuple[Future[PromptScores], ...] = ()
-
-    def fill(self, streams: Sequence[TextStream], copies: int) -> None:
-        """Adds what is known about the prompts to their texts, of which each has `copies`."""
-        tokenizer = self.model.tokenizer
-        for number, (prompt, future) in enumerate(zip(self.prompts, self.futures, strict=True)):
-            scores = future.result()
-            for stream in streams[number * copies : (number + 1) * copies]:
-                if self.num_echoed is not None:
-                    stream.prompt = written_prompt(prompt, scores, self.num_echoed, tokenizer)
-                if self.num_top is not None:
-                    stream.prompt_logprobs = prompt_logprobs(
-                        prompt, scores, self.num_top, tokenizer.all_bytes
-                    )
-
-
-def scored_prompts(
+def prompt_queries(
     body: CompletionRequest,
     prompts: Sequence[Prompt],
-    model: TextModel,
+    device: torch.device,
     deadline_s: float | None,
-) -> ScoredPrompts | None:
-    """Returns the prompts if the request wants their log-probabilities; None if it does not.
-
-    Raises:
-        InvalidRequest: If the request is a stream, whose chunks have no place for them.
-    """
-    num_echoed = body.logprobs if body.echo else None
-    if num_echoed is None and body.prompt_logprobs is None:
-        return None
-    if body.stream:
-        name = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
-        raise InvalidRequest(name, "log-probabilities of a prompt are not streamed")
-    num_top = max(num_echoed or 0, body.prompt_logprobs or 0)
+) -> list[PromptQuery]:
+    """Returns the requests about the prompts; none if the body does not want log-probabilities."""
+    if not body.scores_prompt:
+        return []
+    num_top = max((body.logprobs or 0) if body.echo else 0, body.prompt_logprobs or 0)
     queries: list[PromptQuery] = []
     before = 0
     for prompt in prompts:
-        query = prompt_query(
-            prompt.tokens, model.device, num_top, deadline_s=deadline_s, before=before
-        )
+        query = prompt_query(prompt.tokens, device, num_top, deadline_s=deadline_s, before=before)
         queries.append(query)
         before += len(prompt.tokens)
-    return ScoredPrompts(prompts, queries, model, num_echoed, body.prompt_logprobs)
+    return queries
+
+
+def add_prompt_scores(
+    body: CompletionRequest,
+    prompts: Sequence[Prompt],
+    results: Sequence[PromptScores],
+    streams: Sequence[TextStream],
+    tokenizer: TextTokenizer,
+) -> None:
+    """Adds what is known about the prompts to their texts.
+
+    Args:
+        body: The request.
+        prompts: Its prompts.
+        results: Results of `prompt_queries`.
+        streams: The texts; the copies of a prompt follow each other.
+        tokenizer: Tokeniser of the model.
+    """
+    copies = len(streams) // len(prompts)
+    num_echoed = body.logprobs if body.echo else None
+    for number, (prompt, scores) in enumerate(zip(prompts, results, strict=True)):
+        for stream in streams[number * copies : (number + 1) * copies]:
+            if num_echoed is not None:
+                stream.prompt = written_prompt(prompt, scores, num_echoed, tokenizer)
+            if body.prompt_logprobs is not None:
+                stream.prompt_logprobs = prompt_logprobs(
+                    prompt, scores, body.prompt_logprobs, tokenizer.all_bytes
+                )
 
 
 def prompt_query(
@@ -106,9 +85,9 @@ def prompt_query(
         before: Number of tokens of the prompts before it in the same body.
     """
     empty = np.zeros(0, np.int64)
-    root = Prefix(NodeInputs(torch.from_numpy(empty).to(device)), empty)
+    prefix = Prefix(NodeInputs(torch.from_numpy(empty).to(device)), empty)
     group = before // GROUP_TOKENS
-    return PromptQuery(root, np.array(tokens, np.int64), num_top, mean, deadline_s, group)
+    return PromptQuery(prefix, np.array(tokens, np.int64), num_top, mean, deadline_s, group)
 
 
 def written_prompt(

@@ -1,11 +1,14 @@
-"""Translates text requests into engine terms: tokens, sampling parameters, drafting options."""
+"""Translates text requests into engine terms: tokens, sampling parameters, drafting options.
+
+`plan_completion` and `plan_chat` translate a whole body in one call.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -47,13 +50,182 @@ class Prompt:
     encoded: bool
 
 
-def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt]:
-    """Returns the prompts of a body, in order.
+@dataclass(frozen=True)
+class TextPlan:
+    """What a request body asks the model to write.
+
+    Attributes:
+        prompts: The prompts.
+        copies: Number of texts per prompt.
+        params: Sampling parameters of all texts; the copies of a prompt follow each other.
+        speculation: Drafting options.
+        stops: Strings that end a text.
+    """
+
+    prompts: list[Prompt]
+    copies: int
+    params: list[SamplingParams]
+    speculation: Speculation
+    stops: list[str]
+
+
+def plan_completion(body: CompletionRequest, model: TextModel) -> TextPlan:
+    """Translates the body of a completion.
 
     Raises:
-        InvalidRequest: If there are too many, or one is empty or invalid.
-        ContextExceeded: If a text is too long for the context.
+        InvalidRequest: If a prompt is empty or invalid, or another field is out of range.
+        ContextExceeded: If prompt and text do not fit the context.
+        UnknownModel: If the body names another model.
     """
+    model.check_name(body.model)
+    body.check()
+    prompts = _completion_prompts(body, model)
+    if body.stream and body.scores_prompt:
+        name = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
+        raise InvalidRequest(name, "log-probabilities of a prompt are not streamed")
+    most: list[int | None] = [body.most_tokens] * len(prompts)
+    if body.most_tokens is None:
+        rooms = [model.context - len(prompt.tokens) for prompt in prompts]
+        most = [max(1, min(COMPLETION_TOKENS, room)) for room in rooms]
+    return _plan(body, model, prompts, most, body.logprobs)
+
+
+def plan_chat(body: ChatRequest, model: TextModel) -> TextPlan:
+    """Translates the body of a chat: renders its messages with the model's chat template.
+
+    Raises:
+        InvalidRequest: If the model has no template, the template rejects the messages, or another
+            field is out of range.
+        ContextExceeded: If prompt and text do not fit the context.
+        UnknownModel: If the body names another model.
+    """
+    model.check_name(body.model)
+    body.check()
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs", "needs logprobs: true")
+    text = chat_text(body.messages, body.chat_template_kwargs, model)
+    prompts = [_prompt(text, False, model)]
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _plan(body, model, prompts, [body.most_tokens], logprobs)
+
+
+def chat_text(
+    messages: Sequence[ChatMessage],
+    settings: Mapping[str, TemplateSetting] | None,
+    model: TextModel,
+    answer_follows: bool = True,
+) -> str:
+    """Returns the text of a conversation.
+
+    Args:
+        messages: The conversation.
+        settings: Further variables for the chat template.
+        model: The served model.
+        answer_follows: Whether the text ends with the start of the assistant's turn.
+
+    Raises:
+        InvalidRequest: If the model has no template, or the template rejects the messages.
+    """
+    template = model.tokenizer.template
+    if template is None:
+        raise UnsupportedField(
+            "messages",
+            "this model has no chat template; use /v1/completions, or start the server with one",
+        )
+    try:
+        return template.render(
+            [_turn(n, m) for n, m in enumerate(messages)], settings, answer_follows
+        )
+    except TemplateError as error:
+        raise InvalidRequest("messages", str(error)) from None
+
+
+def speculation(
+    body: SpeculationOptions | None, temperature: float | None, model: TextModel
+) -> Speculation:
+    """Returns the drafting options of a request.
+
+    Raises:
+        InvalidRequest: If an option is unknown here, or the options do not fit each other.
+    """
+    options = body or SpeculationOptions()
+    drafter = options.drafter or model.default_drafter
+    verifier = options.verifier or model.default_verifier
+    names: dict[str, tuple[str, Collection[str]]] = {
+        "drafter": (drafter, model.drafters),
+        "verifier": (verifier, verifiers()),
+    }
+    for field, (value, there) in names.items():
+        if value not in there:
+            raise InvalidRequest(
+                f"speculation.{field}", f"expected one of {', '.join(there)}, got {value!r}"
+            )
+    if verifier == GREEDY and temperature != 0:
+        raise InvalidRequest("speculation.verifier", "greedy needs temperature 0; use sample")
+    tree = None if options.tree is None else tuple(tuple(path) for path in options.tree)
+    drafting = Speculation(drafter, verifier, options.num_tokens, tree)
+    try:
+        check_speculation(drafting, model.drafters[drafter], temperature == 0)
+    except UnfitDraft as error:
+        raise UnfitRule("speculation.verifier", str(error)) from None
+    except ValueError as error:
+        raise InvalidRequest("speculation", str(error)) from None
+    return drafting
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Returns the seed of a prompt's text number `index`; the first text uses `seed` itself."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
+
+
+def check_tokens(param: str, tokens: Sequence[int], model: TextModel) -> None:
+    """Raises InvalidRequest for a token id outside the model's vocabulary."""
+    if tokens and max(tokens) >= model.vocab_size:
+        raise InvalidRequest(
+            param, f"expected token ids below {model.vocab_size}, got {max(tokens)}"
+        )
+
+
+def check_length(param: str, text: str, model: TextModel) -> None:
+    """Raises ContextExceeded for a text that cannot fit the context, before it is encoded."""
+    fewest = model.tokenizer.min_tokens(text)
+    if fewest > model.context:
+        raise ContextExceeded(
+            param,
+            f"this model's context has {model.context} tokens; this text has at least {fewest}",
+        )
+
+
+def encoded(param: str, given: str | list[int], model: TextModel) -> list[int]:
+    """Returns the tokens of a text with special tokens, or checked token ids."""
+    if isinstance(given, str):
+        check_length(param, given, model)
+        return model.tokenizer.encode(given)
+    check_tokens(param, given, model)
+    return given
+
+
+def _plan(
+    body: TextRequest,
+    model: TextModel,
+    prompts: list[Prompt],
+    most_tokens: Sequence[int | None],
+    logprobs: int | None,
+) -> TextPlan:
+    drafting = speculation(body.speculation, body.temperature, model)
+    copies, params = body.n or 1, list[SamplingParams]()
+    for prompt, most in zip(prompts, most_tokens, strict=True):
+        first = _sampling(body, model, prompt, most, logprobs)
+        params += [replace(first, seed=derived_seed(first.seed, copy)) for copy in range(copies)]
+    stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
+    return TextPlan(prompts, copies, params, drafting, stops)
+
+
+def _completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt]:
+    """Returns the prompts of a body, in order. Raises InvalidRequest or ContextExceeded."""
     given = body.prompt
     parts: Sequence[str | list[int]]
     if isinstance(given, str):
@@ -70,45 +242,7 @@ def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt
     return [_prompt(part, body.add_special_tokens, model) for part in parts]
 
 
-def chat_prompt(body: ChatRequest, model: TextModel) -> Prompt:
-    """Renders the messages with the model's chat template.
-
-    Raises:
-        InvalidRequest: If the model has no template, or the template rejects the messages.
-        ContextExceeded: If the rendered text is too long for the context.
-    """
-    return _prompt(chat_text(body.messages, body.chat_template_kwargs, model), False, model)
-
-
-def chat_text(
-    messages: Sequence[ChatMessage],
-    settings: Mapping[str, TemplateSetting] | None,
-    model: TextModel,
-    answer_follows: bool = True,
-) -> str:
-    """Returns the text of a conversation. Raises InvalidRequest as `chat_prompt`.
-
-    Args:
-        messages: The conversation.
-        settings: Further variables for the chat template.
-        model: The served model.
-        answer_follows: Whether the text ends with the start of the assistant's turn.
-    """
-    template = model.tokenizer.template
-    if template is None:
-        raise UnsupportedField(
-            "messages",
-            "this model has no chat template; use /v1/completions, or start the server with one",
-        )
-    try:
-        return template.render(
-            [_turn(n, m) for n, m in enumerate(messages)], settings, answer_follows
-        )
-    except TemplateError as error:
-        raise InvalidRequest("messages", str(error)) from None
-
-
-def sampling(
+def _sampling(
     body: TextRequest,
     model: TextModel,
     prompt: Prompt,
@@ -172,79 +306,6 @@ def sampling(
             f"the {model.vocab_size}",
         )
     return params
-
-
-def speculation(
-    body: SpeculationOptions | None, temperature: float | None, model: TextModel
-) -> Speculation:
-    """Returns the drafting options of a request.
-
-    Raises:
-        InvalidRequest: If an option is unknown here, or the options do not fit each other.
-    """
-    options = body or SpeculationOptions()
-    drafter = options.drafter or model.default_drafter
-    verifier = options.verifier or model.default_verifier
-    names: dict[str, tuple[str, Collection[str]]] = {
-        "drafter": (drafter, model.drafters),
-        "verifier": (verifier, verifiers()),
-    }
-    for field, (value, there) in names.items():
-        if value not in there:
-            raise InvalidRequest(
-                f"speculation.{field}", f"expected one of {', '.join(there)}, got {value!r}"
-            )
-    if verifier == GREEDY and temperature != 0:
-        raise InvalidRequest("speculation.verifier", "greedy needs temperature 0; use sample")
-    tree = None if options.tree is None else tuple(tuple(path) for path in options.tree)
-    drafting = Speculation(drafter, verifier, options.num_tokens, tree)
-    try:
-        check_speculation(drafting, model.drafters[drafter], temperature == 0)
-    except UnfitDraft as error:
-        raise UnfitRule("speculation.verifier", str(error)) from None
-    except ValueError as error:
-        raise InvalidRequest("speculation", str(error)) from None
-    return drafting
-
-
-def stop_strings(body: TextRequest) -> list[str]:
-    """Returns the strings that end a text."""
-    return [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
-
-
-def derived_seed(seed: int, index: int) -> int:
-    """Returns the seed of a prompt's text number `index`; the first text uses `seed` itself."""
-    if index == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, signed=True)
-
-
-def check_tokens(param: str, tokens: Sequence[int], model: TextModel) -> None:
-    """Raises InvalidRequest for a token id outside the model's vocabulary."""
-    if tokens and max(tokens) >= model.vocab_size:
-        raise InvalidRequest(
-            param, f"expected token ids below {model.vocab_size}, got {max(tokens)}"
-        )
-
-
-def check_length(param: str, text: str, model: TextModel) -> None:
-    """Raises ContextExceeded for a text that cannot fit the context, before it is encoded."""
-    fewest = model.tokenizer.min_tokens(text)
-    if fewest > model.context:
-        raise ContextExceeded(
-            param,
-            f"this model's context has {model.context} tokens; this text has at least {fewest}",
-        )
-
-
-def encoded(param: str, given: str | list[int], model: TextModel) -> list[int]:
-    """Returns the tokens of a text with special tokens, or checked token ids."""
-    if isinstance(given, str):
-        check_length(param, given, model)
-        return model.tokenizer.encode(given)
-    check_tokens(param, given, model)
-    return given
 
 
 def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:

@@ -12,7 +12,6 @@ from msgspec import UNSET, UnsetType
 
 from recserve.core.request import Timing
 from recserve.schemas.logprobs import PromptLogprobs
-from recserve.service.pending import Stopwatch
 from recserve.speculation.completion import (
     Completion,
     FinishReason,
@@ -74,23 +73,6 @@ class Piece:
 
 
 Listener = Callable[[Piece], None]
-
-
-@dataclass(frozen=True)
-class TextReceiver:
-    """How a caller receives the texts of one request body.
-
-    Attributes:
-        watch: Started when the body arrived.
-        request_id: Last part of the response's id; None generates one.
-        deadline_s: time.monotonic() value after which the texts are useless; None means never.
-        listener: Called with every piece, on the engine's thread; None reads the texts at the end.
-    """
-
-    watch: Stopwatch
-    request_id: str | None
-    deadline_s: float | None
-    listener: Listener | None
 
 
 class TextStream:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from recserve.core.futures import wait_all
 from recserve.core.request import GROUP_TOKENS, Prefix, Scores, TextScoreQuery
 from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import InvalidRequest
@@ -33,9 +31,11 @@ from recserve.schemas.scoring import (
 )
 from recserve.schemas.text import PromptDetails, Usage
 from recserve.service.errors import ContextExceeded
+from recserve.service.pending import Pending
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.prompts import check_length, check_tokens
 
+A = TypeVar("A")
 INSTRUCTION = "Given a search query, retrieve relevant documents that answer the query"
 RERANK_SYSTEM_PROMPT = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
@@ -60,32 +60,6 @@ class Question:
     labels: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class PendingScores:
-    """Scores that the engine computes for one request body.
-
-    Attributes:
-        futures: Engine results, in the order of the branches.
-        num_tokens: Tokens of the query and all branches.
-        finish: Makes the response from log-probabilities [M, K] and the usage.
-    """
-
-    futures: tuple[Future[Scores], ...]
-    num_tokens: int
-    finish: Callable[[np.ndarray, Usage], Any]
-
-    def answer(self) -> Any:
-        """Waits for the scores and returns the response. Raises what the engine raised."""
-        results = wait_all(self.futures)
-        usage = Usage(
-            prompt_tokens=self.num_tokens,
-            completion_tokens=0,
-            total_tokens=self.num_tokens,
-            prompt_tokens_details=PromptDetails(results[0].timing.root_cached),
-        )
-        return self.finish(np.concatenate([r.values for r in results]).astype(np.float64), usage)
-
-
 class TextScores:
     """A language model as a scorer of given texts."""
 
@@ -98,7 +72,7 @@ class TextScores:
         body: GenerativeScoringRequest,
         request_id: str | None = None,
         deadline_s: float | None = None,
-    ) -> PendingScores:
+    ) -> Pending[GenerativeScoringResponse]:
         """Starts the scores of items.
 
         Args:
@@ -115,10 +89,10 @@ class TextScores:
         self.model.check_name(body.model)
         body.check()
         check_tokens("label_token_ids", body.label_token_ids, self.model)
-        root = self._tokens("query", body.query, body.add_special_tokens)
+        query = self._tokens("query", body.query, body.add_special_tokens)
         items = [self._tokens(f"items[{n}]", item, False) for n, item in enumerate(body.items)]
 
-        def finish(values: np.ndarray, usage: Usage) -> GenerativeScoringResponse:
+        def respond(values: np.ndarray, usage: Usage) -> GenerativeScoringResponse:
             scores = _softmax(values) if body.apply_softmax else np.exp(values)
             return GenerativeScoringResponse(
                 id=f"generative-scoring-{request_id or uuid.uuid4()}",
@@ -131,7 +105,7 @@ class TextScores:
                 usage=usage,
             )
 
-        return self._begin("items", root, items, tuple(body.label_token_ids), deadline_s, finish)
+        return self._begin("items", query, items, tuple(body.label_token_ids), deadline_s, respond)
 
     def begin_rerank(
         self,
@@ -139,7 +113,7 @@ class TextScores:
         version: str,
         request_id: str | None = None,
         deadline_s: float | None = None,
-    ) -> PendingScores:
+    ) -> Pending[RerankResponse]:
         """Starts the relevance scores of documents; see `begin_scoring` for the other arguments.
 
         Args:
@@ -155,7 +129,7 @@ class TextScores:
                 check_length(f"documents[{place}]", text, self.model)
         branches = [[*encode(text)[:most], *question.after] for text in texts]
 
-        def finish(values: np.ndarray, usage: Usage) -> RerankResponse:
+        def respond(values: np.ndarray, usage: Usage) -> RerankResponse:
             scores = _softmax(values)[:, 0]
             best = np.argsort(-scores, kind="stable")[: body.top_n]
             results = [
@@ -177,42 +151,60 @@ class TextScores:
             )
 
         return self._begin(
-            "documents", question.before, branches, question.labels, deadline_s, finish
+            "documents", question.before, branches, question.labels, deadline_s, respond
         )
 
     def _begin(
         self,
         param: str,
-        root: list[int],
+        query: list[int],
         branches: Sequence[list[int]],
         labels: tuple[int, ...],
         deadline_s: float | None,
-        finish: Callable[[np.ndarray, Usage], Any],
-    ) -> PendingScores:
+        respond: Callable[[np.ndarray, Usage], A],
+    ) -> Pending[A]:
         """Submits one engine request per group of branches.
 
         Equal branches are scored once. Two calls of a kernel may differ in the last bit, and equal
         texts must tie.
+
+        Args:
+            param: Field of the branches, for errors.
+            query: Tokens of the query.
+            branches: Tokens of M branches.
+            labels: K tokens to score after each branch.
+            deadline_s: time.monotonic() value after which the scores are useless; None means never.
+            respond: Makes the response from log-probabilities [M, K] and the usage.
         """
         longest = max(range(len(branches)), key=lambda n: len(branches[n]))
-        if len(root) + len(branches[longest]) > self.model.context:
+        if len(query) + len(branches[longest]) > self.model.context:
             raise ContextExceeded(
                 f"{param}[{longest}]",
-                f"this model's context has {self.model.context} tokens; the query has {len(root)} "
+                f"this model's context has {self.model.context} tokens; the query has {len(query)} "
                 f"and this text {len(branches[longest])}",
             )
         places: dict[tuple[int, ...], int] = {}
         which = [places.setdefault(tuple(branch), len(places)) for branch in branches]
-        keys = np.array(root, np.int64)
+        keys = np.array(query, np.int64)
         shared = Prefix(NodeInputs(torch.from_numpy(keys).to(self.model.device)), keys)
         requests: list[TextScoreQuery] = []
         for number, group in enumerate(_groups(list(places))):
             tokens = np.array([token for branch in group for token in branch], np.int64)
             offsets = np.cumsum([0, *map(len, group)])
             requests.append(TextScoreQuery(shared, tokens, offsets, labels, deadline_s, number))
-        num_tokens = len(root) + sum(map(len, branches))
-        futures = self.engine.submit_all(requests)
-        return PendingScores(tuple(futures), num_tokens, lambda v, usage: finish(v[which], usage))
+        num_tokens = len(query) + sum(map(len, branches))
+
+        def finish(results: list[Scores]) -> A:
+            usage = Usage(
+                prompt_tokens=num_tokens,
+                completion_tokens=0,
+                total_tokens=num_tokens,
+                prompt_tokens_details=PromptDetails(results[0].timing.root_cached),
+            )
+            values = np.concatenate([r.values for r in results]).astype(np.float64)
+            return respond(values[which], usage)
+
+        return Pending(self.engine.submit_all(requests), finish)
 
     def _question(self, instruction: str, query: str) -> Question:
         """Builds the prompt around a document.

@@ -71,7 +71,7 @@ class Slates:
         for head in (heads.prefixes, heads.nezha) if heads else ():
             if head is not None:
                 head.pack()
-        self.engine = build_engine(EngineModels(model, heads=heads))
+        self.engine = build_engine(EngineModels(model, heads=heads or Heads()))
 
     def __call__(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> Ints:
         """Returns [n, k] item rows of the cases `which`, best first, -1 after a slate's end."""
@@ -93,11 +93,11 @@ class Slates:
         tokens = self._tokens(history)
         inputs = NodeInputs(torch.from_numpy(tokens).to(self.trie.device))
         return SlateQuery(
-            Prefix(inputs, tokens),
-            self.trie,
-            k,
-            options.width,
-            options.strategy,
+            root=Prefix(inputs, tokens),
+            trie=self.trie,
+            k=k,
+            beam_width=options.width,
+            strategy=options.strategy,
             excluded=history if options.filtered else None,
             dense_weight=options.dense_weight,
             graph=options.graph,

@@ -41,7 +41,13 @@ class Bounded:
 
 def slates(world: Bounded, strategy: str) -> list[SlateQuery]:
     return [
-        SlateQuery(draw_root(world.model, events, seed), world.trie, 5, 20, strategy=strategy)
+        SlateQuery(
+            root=draw_root(world.model, events, seed),
+            trie=world.trie,
+            k=5,
+            beam_width=20,
+            strategy=strategy,
+        )
         for seed, events in enumerate((70, 3, 40, 1))
     ]
 

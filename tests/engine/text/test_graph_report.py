@@ -10,7 +10,7 @@ from recserve.cli import doctor
 from recserve.engine.items.beam_search_graph import SearchShape
 from recserve.engine.text.text_step_graph import StepShape
 from recserve.metrics import Metrics
-from recserve.service.runtime import gauges_of
+from recserve.service.service import gauges_of
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation

@@ -40,7 +40,7 @@ def asked_of(model, trie, form, seed=0):
         if form == "dense":
             fields["dense_weight"] = 0.7 * (i % 3 > 0)
         root = draw_root(model, 1 + 2 * i, i)
-        requests.append(SlateQuery(root, trie, k, width, **fields))
+        requests.append(SlateQuery(root=root, trie=trie, k=k, beam_width=width, **fields))
     return requests
 
 
@@ -90,11 +90,16 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, force_kerne
     for strategy in ("beam", "speculative", "nezha"):
         requests = [
             SlateQuery(
-                draw_root(model, 4, width), changed.trie, k, width, strategy, excluded,
+                root=draw_root(model, 4, width),
+                trie=changed.trie,
+                k=k,
+                beam_width=width,
+                strategy=strategy,
+                excluded=excluded,
                 dense_weight=dense_weight,
             )
             for k, width in ((1, 4), (4, 4), (5, 60))
-        ]  # fmt: skip
+        ]
         for mine in same_as_in_torch(model, head, requests, force_kernels):
             assert not set(mine.rows.tolist()) & {*changed.hidden, *excluded.tolist()}
 

@@ -95,9 +95,7 @@ def test_each_arm_answers_with_its_own_bundle(folder, there):
             assert said == (own if arm == "here" else other)
             assert ids(answer) == ids(alone(client if arm == "here" else there, user))
             assert answer["request_id"] == f"r-{number}"
-            token = client.app.state.lifecycle.service.runtime.signer.read(
-                answer["attribution_token"]
-            )
+            token = client.app.state.lifecycle.service.signer.read(answer["attribution_token"])
             assert (token.experiment, token.arm) == (NAME, arm)
             assert (token.model_version, token.catalog_version) == said
         assert all(drawn.values())

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from recserve.service import Service
-from recserve.service.recommend.recommend import Recommendations
+from recserve.service.recommend import RecommendService
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -37,7 +37,7 @@ def client(tmp_path_factory):
 @pytest.fixture
 def fault(monkeypatch):
     """Lets the requests of the treatment arm go wrong: `fail`, `slow` or `empty`."""
-    real = Recommendations.begin
+    real = RecommendService.begin
 
     def install(kind):
         def begin(self, body, request_id, deadline_s):
@@ -56,7 +56,7 @@ def fault(monkeypatch):
             finish = work.finish
             return replace(work, finish=lambda r: msgspec.structs.replace(finish(r), items=[]))
 
-        monkeypatch.setattr(Recommendations, "begin", begin)
+        monkeypatch.setattr(RecommendService, "begin", begin)
 
     return install
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from recserve.service import Service
-from recserve.service.recommend.recommend import Recommendations
+from recserve.service.recommend import RecommendService
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 from tests.support.waiting import until
@@ -55,7 +55,7 @@ def metric(client, name):
 def failing(monkeypatch, strategy, late=False):
     """Requests of a strategy fail, at once or when they finish."""
     error = RuntimeError("injected")
-    real = Recommendations.begin
+    real = RecommendService.begin
 
     def refuse(_):
         raise error
@@ -68,7 +68,7 @@ def failing(monkeypatch, strategy, late=False):
         return replace(real(self, body, request_id, deadline_s), finish=refuse)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Recommendations, "begin", begin)
+        patch.setattr(RecommendService, "begin", begin)
         yield
 
 
@@ -94,14 +94,14 @@ def test_paired_answers_as_the_control_and_measures_both(tmp_path, monkeypatch):
 
 
 def test_a_treatment_that_hangs_does_not_take_the_control_along(tmp_path, monkeypatch):
-    real = Recommendations.begin
+    real = RecommendService.begin
 
     def begin(self, body, request_id, deadline_s):
         work = real(self, body, request_id, deadline_s)
         return replace(work, future=Future()) if body.strategy == "nezha" else work
 
     with server(tmp_path, "paired") as client:
-        monkeypatch.setattr(Recommendations, "begin", begin)
+        monkeypatch.setattr(RecommendService, "begin", begin)
         for n, user in enumerate(client.users[:8]):
             answer = ask(client, user, timeout_ms=400, request_id=f"r-{n}")
             assert ids(answer) == plain(client, user, 0)

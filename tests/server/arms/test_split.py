@@ -78,7 +78,7 @@ def test_arms_follow_the_hash_and_reach_answer_header_and_token(client, users):
         assert answer.headers["x-recserve-experiment"] == f"width/{expected.arm}"
         if user in users:
             assert answer.json()["strategy"] == expected.arm
-        signer = client.app.state.lifecycle.service.runtime.signer
+        signer = client.app.state.lifecycle.service.signer
         said = signer.read(answer.json()["attribution_token"])
         assert (said.experiment, said.arm) == ("width", expected.arm)
     assert arms == {"beam", "nezha", None}

@@ -7,7 +7,7 @@ from itertools import cycle
 import pytest
 
 from recserve.service import Service
-from recserve.service.recommend.recommend import Recommendations
+from recserve.service.recommend import RecommendService
 from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
@@ -75,7 +75,7 @@ def traffic(client):
         drawn = list(pool.map(lambda name: ranked(client, items, name)["name"], names))
     assert drawn.count("busy") > MIN_BUSY and drawn.count("quiet") > 40
     client.post("/admin/experiments/quiet:stop", headers=BEARER)
-    real = Recommendations.begin
+    real = RecommendService.begin
 
     def begin(self, body, request_id, deadline_s):
         if body.strategy == "nezha":
@@ -83,7 +83,7 @@ def traffic(client):
         return real(self, body, request_id, deadline_s)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recommendations, "begin", begin)
+        patch.setattr(RecommendService, "begin", begin)
         users = cycle(samples["users"])
         end = time.monotonic() + 60
         while listed(client)["faulty"]["status"] == "running" and time.monotonic() < end:

@@ -56,7 +56,7 @@ def stalled(engine: Engine):
 
 
 def engine_of(client) -> Engine:
-    return client.app.state.lifecycle.service.runtime.engine
+    return client.app.state.lifecycle.service.engine
 
 
 def error_of(answer):
@@ -371,7 +371,7 @@ def test_a_full_queue_is_429_with_retry_after(tmp_path):
         def ask(_):
             return client.post("/v1/recommend", json={"user": {"id": user}, "timeout_ms": 60_000})
 
-        engine = service.runtime.engine
+        engine = service.engine
         done = threading.Event()
         with stalled(engine):
             answers = [pool.submit(ask, n) for n in range(8)]
@@ -392,7 +392,7 @@ def test_what_goes_wrong_inside_stays_inside(tmp_path, caplog):
         raise KeyError(secret)
 
     with live(service) as client:
-        service.items.get = broken
+        service.catalog.get = broken
         answer = client.get("/v1/items/x")
         assert answer.status_code == 500
         assert error_of(answer)["message"] == "internal error"
@@ -409,7 +409,7 @@ def test_a_disk_that_refuses_is_named_to_the_operator_alone(tmp_path, caplog):
         raise JournalError(secret)
 
     with live(service) as client:
-        service.items.put = full
+        service.catalog.put = full
         answer = client.put("/v1/items", json={"items": [{"item_id": "a"}]})
     assert answer.status_code == 503 and error_of(answer)["code"] == "items_read_only"
     assert "secret" not in answer.text

@@ -30,7 +30,7 @@ def test_redis_that_stops_degrades_answers_and_loses_no_event(started):
         body = {"user": {"id": user}, "k": 5}
         rank = {"user": {"id": user}, "candidates": [{"item_id": item}]}
         event = {"events": [{"user_id": "new", "item_id": item, "event_id": "e1"}]}
-        reads = service.runtime.histories.timed
+        reads = service.histories.timed
         reads.timeout_s = 60.0  # however busy this machine is
         with live(service) as client:
             before = client.post("/v1/recommend", json=body).json()
@@ -64,5 +64,5 @@ def test_the_setting_reaches_the_store_and_lmdb_needs_none(started, tmp_path):
     ):
         config = ServerConfig.load({**settings, "store": store, "device": "cpu", **given})
         with ServiceLoader(config).first() as service:
-            timed = service.runtime.histories.timed
+            timed = service.histories.timed
             assert (None if timed is None else timed.timeout_s) == expected_s

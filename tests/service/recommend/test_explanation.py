@@ -118,7 +118,7 @@ def test_neighbours_in_a_batch_have_their_own_trees(service):
         structs.replace(ask(service, "beam", explain=True), user=UserRef(id=user)) for user in users
     ]
     alone = [service.recommend(one).explanation.tree for one in asks]
-    together = [pending.wait() for pending in [service.begin_recommend(one) for one in asks]]
+    together = [pending.wait() for pending in [service.recommender.begin(one) for one in asks]]
     for one, other in zip(alone, together, strict=True):
         nodes = [(n.parent, n.code, n.rank) for n in other.explanation.tree]
         assert nodes == [(n.parent, n.code, n.rank) for n in one]

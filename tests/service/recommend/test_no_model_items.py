@@ -21,7 +21,7 @@ def service(tmp_path_factory):
 
 
 def body(service, **fields):
-    history = service.runtime.snapshot.catalog.items.ids[:3]
+    history = service.catalog.current.catalog.items.ids[:3]
     return RecommendRequest(**{"history": history, "exclude": Exclude(seen=False)} | fields)
 
 
@@ -29,12 +29,13 @@ def finding(service, rows, monkeypatch, exact=True):
     """The engine finds these rows and no others, whatever it is asked."""
     slate = Slate(np.array(rows, np.int64), np.zeros(len(rows), np.float32), exact, 2)
 
-    def submit(request):
-        future = Future()
-        future.set_result(slate)
-        return future
+    def submit_all(queries):
+        futures = [Future() for _ in queries]
+        for future in futures:
+            future.set_result(slate)
+        return futures
 
-    monkeypatch.setattr(service.runtime.engine, "submit", submit)
+    monkeypatch.setattr(service.engine, "submit_all", submit_all)
 
 
 def sources(answer):
@@ -66,7 +67,7 @@ def test_a_full_slate_is_exact(service):
 @pytest.mark.parametrize("left", [0, 1, 4])
 def test_what_a_filter_leaves_is_exact(service, strategy, left):
     """Beam search went through all of it: there is no other item."""
-    ids = service.runtime.snapshot.catalog.items.ids
+    ids = service.catalog.current.catalog.items.ids
     tree = {"in": ["item_id", [*ids[20 : 20 + left], "no such item"]]}
     answer = service.recommend(body(service, strategy=strategy, filter=tree))
     assert answer.degraded == ["unknown_filter_values", "fewer_than_k"] and answer.exact
@@ -75,7 +76,7 @@ def test_what_a_filter_leaves_is_exact(service, strategy, left):
 
 
 def test_what_exclusions_leave_is_exact(service):
-    ids = service.runtime.snapshot.catalog.items.ids
+    ids = service.catalog.current.catalog.items.ids
     fields = {"exclude": Exclude(item_ids=ids[2:], seen=False), "k": 5}
     answer = service.recommend(body(service, **fields))
     assert answer.degraded == ["fewer_than_k"] and answer.exact
@@ -85,7 +86,7 @@ def test_what_exclusions_leave_is_exact(service):
 def test_what_caps_leave_is_exact(service):
     """One item of each code of the first level, and no more: fewer than were asked for."""
     answer = service.recommend(body(service, k=50, diversity=Diversity(prefix=(0, 1))))
-    first = service.runtime.snapshot.catalog.index.codes[:, 0]
+    first = service.catalog.current.catalog.index.codes[:, 0]
     assert len(answer.items) == len(set(first.tolist())) < 50
     assert answer.degraded == ["fewer_than_k"] and answer.exact
     assert set(sources(answer)) == {"model"}

@@ -9,8 +9,7 @@ from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import PrewarmQuery
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import RecommendRequest, UserRef
-from recserve.service import Service, ServiceOptions
-from recserve.service.recommend import prewarm
+from recserve.service import Service, ServiceOptions, prewarm
 from tests.support.background_work import settled
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
@@ -33,7 +32,7 @@ def service(opened):
 
 
 def events(service, user, count=9, first=0):
-    ids = service.runtime.snapshot.catalog.items.ids[first : first + count]
+    ids = service.catalog.current.catalog.items.ids[first : first + count]
     return EventsRequest(events=[EventInput(user_id=user, item_id=i) for i in ids], warm=True)
 
 
@@ -62,7 +61,7 @@ def same_as_beam(service, user, answer, **fields):
 
 def submitted(service, monkeypatch):
     """Requests that the engine is given from now on."""
-    engine, found = service.runtime.engine, []
+    engine, found = service.engine, []
     submit = engine.submit
 
     def noted(request):
@@ -85,7 +84,7 @@ def test_the_roots_are_computed(opened, monkeypatch):
 
 def test_newer_events_take_the_place_of_a_prewarm_under_way(service, monkeypatch):
     """Of three calls that come while the engine is busy one is carried out."""
-    engine = service.runtime.engine
+    engine = service.engine
     found = submitted(service, monkeypatch)
     futures = []
     with engine.held():
@@ -96,14 +95,14 @@ def test_newer_events_take_the_place_of_a_prewarm_under_way(service, monkeypatch
         assert [f.cancelled() for pair in futures for f in pair] == [True] * 4 + [False] * 2
     settled(service)
     assert len(found) == 6 and isinstance(found[-1], PrewarmQuery)
-    assert not service.users.prewarm._under_way
+    assert not service.histories.prewarm._under_way
     answer = ask(service, "me", explain=True)
     assert answer.explanation.root_tokens_computed == 0
 
 
 def test_a_deleted_user_is_not_warmed(service):
     """What is under way when the user goes is dropped: no page of the history is cached."""
-    engine = service.runtime.engine
+    engine = service.engine
     warm(service, "other")
     before = engine.stats().pages_cached
     with engine.held():
@@ -118,12 +117,12 @@ def test_a_deleted_user_is_not_warmed(service):
     assert all(future.cancelled() for future in futures)
     settled(service)
     assert len(futures) == 2 and engine.stats().pages_cached == before
-    assert not service.users.prewarm._under_way
+    assert not service.histories.prewarm._under_way
 
 
 def test_what_was_not_begun_in_time_is_dropped(service, monkeypatch):
     monkeypatch.setattr(prewarm, "PREWARM_TIMEOUT_S", -1.0)
-    engine = service.runtime.engine
+    engine = service.engine
     with engine.held():
         assert service.add_events(events(service, "me")).warmed == 2
         futures = [waiting.future for waiting in engine.queue.background]

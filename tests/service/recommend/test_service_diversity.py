@@ -59,7 +59,7 @@ def assert_grouped(cap, names):
 
 
 def test_groups_are_categories_and_prefixes(service):
-    snapshot = service.runtime.snapshot
+    snapshot = service.catalog.current
     categories, codes = snapshot.catalog.items.categories, snapshot.catalog.index.codes
     kinds = [("prefix", (level, 3)) for level in range(codes.shape[1])] + [("category", 2)]
     for kind, asked in kinds:
@@ -77,7 +77,7 @@ def test_groups_are_categories_and_prefixes(service):
 
 @pytest.mark.parametrize("history", ["known", "none"])
 def test_slates_keep_to_the_caps_filled_places_too(service, history):
-    catalog = service.runtime.snapshot.catalog
+    catalog = service.catalog.current.catalog
     ids = catalog.items.ids
     rows = {item: row for row, item in enumerate(ids)}
     body = {"history": ids[:4] if history == "known" else ["gone"], "exclude": Exclude(seen=False)}
@@ -99,7 +99,7 @@ def test_slates_keep_to_the_caps_filled_places_too(service, history):
 @pytest.mark.parametrize("strategy", ["beam", "auto"])
 def test_the_model_fills_the_slate(service, strategy):
     """Popular items come only where the model has none left that keeps to the caps."""
-    catalog = service.runtime.snapshot.catalog
+    catalog = service.catalog.current.catalog
     for level, k in ((0, 10), (1, 20)):
         body = RecommendRequest(
             history=catalog.items.ids[:4], k=k, beam_width=k, strategy=strategy,
@@ -121,7 +121,7 @@ def test_groups_of_a_live_catalogue(changing):
     """Categories and prefixes as they are now, of changed, new and old items; an older version
     stays what it was.
     """
-    service, before = changing, changing.runtime.snapshot
+    service, before = changing, changing.catalog.current
     ids = before.catalog.items.ids
     old = [list(paths) for paths in before.catalog.items.categories]
     said = {ids[3]: ["One > Only"], ids[5]: old[7], ids[8]: [], "new-1": ["One > Only", *old[2]]}
@@ -131,7 +131,7 @@ def test_groups_of_a_live_catalogue(changing):
             items = [{"item_id": ids[3], "title": "y", "categories": old[3]}]
         service.put_items(ItemsRequest(items=items))
     service.hide_item(ids[9])
-    now = service.runtime.snapshot
+    now = service.catalog.current
     assert now.trie.insertions is not None
     names = [list(now.items.record(row).categories) for row in range(now.num_items)]
     assert names[3] == old[3] and names[5] == old[7] and "One > Only" in names[-1]
@@ -151,7 +151,7 @@ def test_groups_of_a_live_catalogue(changing):
 
 
 def test_slates_of_a_live_catalogue(changing):
-    service, ids = changing, changing.runtime.snapshot.catalog.items.ids
+    service, ids = changing, changing.catalog.current.catalog.items.ids
     rng = np.random.default_rng(0)
     for number in range(3):
         items = [
@@ -173,7 +173,7 @@ def test_slates_of_a_live_catalogue(changing):
                 paths = Counter(path for item in found for path in item.categories)
                 assert max(paths.values()) <= diversity.category
                 assert len(found) == len({item.item_id for item in found})
-                snapshot = service.runtime.snapshot
+                snapshot = service.catalog.current
                 caps = caps_in(snapshot, category=diversity.category, prefix=diversity.prefix)
                 own = [i.item_id for i in answer.items if i.source == "model"]
                 if len(own) < 12:
@@ -190,12 +190,12 @@ def replace_strategy(body, strategy):
 
 def test_a_new_version_groups_only_what_is_asked_about(changing, monkeypatch):
     """Of the catalogue nothing, of its changes each once, whatever the number of versions."""
-    service, ids = changing, changing.runtime.snapshot.catalog.items.ids
+    service, ids = changing, changing.catalog.current.catalog.items.ids
     prefixes, records, listed = [], [], []
     counted(monkeypatch, PrefixGroups, "of", lambda groups, rows: prefixes.append(rows.size))
     counted(monkeypatch, CatalogVersion, "record", lambda version, row: records.append(row))
     counted(monkeypatch, GroupIndex, "read", lambda lists: listed.append(len(lists)))
-    looked_at = Looked(service.runtime.snapshot.items.log)
+    looked_at = Looked(service.catalog.current.items.log)
     body = RecommendRequest(
         history=ids[4:8], k=6, beam_width=6, exclude=Exclude(seen=False),
         diversity=Diversity(category=1, prefix=(0, 1)),

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from recserve.schemas.events import EventInput
-from recserve.service.recommend.attribution import BadToken, Signer
+from recserve.service.attribution import BadToken, Signer
 from recserve.service.slate_log.records import attributed
 from tests.support.slate_records import SIGNER, slate
 

@@ -11,7 +11,7 @@ import pytest
 
 from recserve.schemas.events import EventInput
 from recserve.schemas.items import RecommendResponse
-from recserve.service.recommend.attribution import Signer
+from recserve.service.attribution import Signer
 from recserve.service.slate_log import slate_log
 from recserve.service.slate_log.files import LogFiles
 from recserve.service.slate_log.reader import read_log, shown_items

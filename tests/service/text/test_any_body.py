@@ -9,7 +9,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.text import ChatRequest, CompletionRequest
-from recserve.service.text.completions import Texts
+from recserve.service.text.completions import TextService
 from recserve.service.text.loader import TextSettings, load_text
 from recserve.speculation.verifiers.registry import verifiers
 from tests.support.scripted_text import VOCABULARY
@@ -25,7 +25,7 @@ def texts(tmp_path_factory):
     named = ("ngram", "suffix", f"draft_model={folder}", f"ngram+draft_model={folder}")
     loaded = load_text(TextSettings(folder, drafters=named), torch.device("cpu"))
     models = EngineModels(text=loaded.network, drafters=loaded.drafters)
-    return Texts(build_engine(models, EngineConfig(load_aware=False)), loaded.model)
+    return TextService(build_engine(models, EngineConfig(load_aware=False)), loaded.model)
 
 
 def drawn_body(random, chat: bool, drafter: str, rule: str):
@@ -90,7 +90,7 @@ def test_a_body_is_refused_at_once_or_answered(texts, drafter, chat):
         while texts.engine.step():
             pass
     for fields, work in pending:
-        for future in work.all_futures:
+        for future in work.futures:
             assert future.exception(0) is None, fields
-        assert len(work.answer().choices) == len(work.streams)
+        assert len(work.wait().choices) == len(work.streams)
     assert refused and len(pending) > 6

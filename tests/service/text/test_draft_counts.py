@@ -9,7 +9,7 @@ import torch
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.text import CompletionRequest, SpeculationOptions
-from recserve.service.text.completions import Texts
+from recserve.service.text.completions import TextService
 from recserve.service.text.loader import TextSettings, load_text
 from tests.support.tiny_llm import tiny_llm
 
@@ -23,7 +23,7 @@ def texts(tmp_path_factory):
     named = (*DRAFTERS[:-1], f"draft_model={folder}")
     loaded = load_text(TextSettings(folder, drafters=named), torch.device("cpu"))
     models = EngineModels(text=loaded.network, drafters=loaded.drafters)
-    return Texts(build_engine(models, EngineConfig(load_aware=False)), loaded.model)
+    return TextService(build_engine(models, EngineConfig(load_aware=False)), loaded.model)
 
 
 def write(texts, body, steps=None):
@@ -61,13 +61,13 @@ def test_the_counts_are_those_of_the_text(texts, drafter, temperature):
     plain = CompletionRequest(
         **usual, max_tokens=60, speculation=SpeculationOptions(drafter="none")
     )
-    whole = write(texts, plain)[0].answer().choices[0].text
+    whole = write(texts, plain)[0].wait().choices[0].text
     for _ in range(8):
         plain = replace_fields(plain, drawn_body(random, whole))
         expected, _ = write(texts, plain)
         drafted = replace_fields(plain, {"speculation": SpeculationOptions(drafter=drafter)})
         work, pieces = write(texts, drafted)
-        answer, wanted = work.answer(), expected.answer()
+        answer, wanted = work.wait(), expected.wait()
         assert [c.text for c in answer.choices] == [c.text for c in wanted.choices]
         assert answer.usage.completion_tokens == wanted.usage.completion_tokens
         assert expected.metrics().speculative_decoding is None

@@ -70,7 +70,7 @@ def test_all_files_name_end_tokens(folder, seed):
 def test_a_text_ends_at_the_token_of_each_file(folder, file, drafter):
     with Service.of_text(loaded(folder)) as service:
         body = CompletionRequest(prompt="so on", max_tokens=60, temperature=1, seed=1)
-        plain = service.texts.begin_completion(body).answer().choices[0].text
+        plain = service.text.begin_completion(body).wait().choices[0].text
     word = next(c for place, c in enumerate(plain) if place > 3 and "!" < c <= "~")
     named = {"eos_token_id": ord(word) - FIRST} if file in NUMBER_FILES else {"eos_token": word}
     change(folder, file, **named)
@@ -78,11 +78,11 @@ def test_a_text_ends_at_the_token_of_each_file(folder, file, drafter):
     fields = {"prompt": "so on", "max_tokens": 60, "temperature": 1, "seed": 1}
     with Service.of_text(loaded(folder)) as service:
         body = CompletionRequest(**fields, speculation=drafting)
-        answer = service.texts.begin_completion(body).answer()
+        answer = service.text.begin_completion(body).wait()
         assert answer.choices[0].finish_reason == "stop"
         assert answer.choices[0].text == plain[: plain.index(word)]
         body = CompletionRequest(**fields, speculation=drafting, ignore_eos=True)
-        assert len(service.texts.begin_completion(body).answer().choices[0].text) >= len(plain)
+        assert len(service.text.begin_completion(body).wait().choices[0].text) >= len(plain)
 
 
 @pytest.mark.parametrize("file", NUMBER_FILES)

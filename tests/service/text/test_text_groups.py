@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recserve.schemas.text import CompletionRequest
-from recserve.service.text.completions import Texts
+from recserve.service.text.completions import TextService
 from recserve.service.text.model import TextModel
 from recserve.speculation.completion import GROUP_COST, OUTPUT_COST, TextQuery
 from recserve.speculation.drafters.none import NoDrafter
@@ -29,10 +29,10 @@ class Recorder:
 def texts(tmp_path):
     tokenizer = TextTokenizer.open(byte_tokenizer(tmp_path))
     none, cpu = {"none": NoDrafter()}, torch.device("cpu")
-    return Texts(Recorder(), TextModel("toy", tokenizer, VOCABULARY, (), 4096, 1, cpu, none))
+    return TextService(Recorder(), TextModel("toy", tokenizer, VOCABULARY, (), 4096, 1, cpu, none))
 
 
-def groups(texts: Texts, prompt: list[list[int]], max_tokens: int, n: int = 1) -> list[int]:
+def groups(texts: TextService, prompt: list[list[int]], max_tokens: int, n: int = 1) -> list[int]:
     """Returns the groups of a body's texts."""
     texts.begin_completion(CompletionRequest(prompt=prompt, max_tokens=max_tokens, n=n))
     return [request.group for request in texts.engine.requests]

@@ -110,7 +110,7 @@ def echo(service, prompt):
         seed=5,
         ignore_eos=True,
     )
-    (choice,) = service.texts.begin_completion(body).answer().choices
+    (choice,) = service.text.begin_completion(body).wait().choices
     return choice.text, choice.logprobs
 
 
@@ -142,7 +142,7 @@ def test_a_prompt_that_is_a_text(service):
     random = np.random.default_rng(1)
     for text in ["Once upon", " Once", "日本", "😀 Once", *(drawn_text(random) for _ in range(25))]:
         whole, found = echo(service, text)
-        prompt = len(service.texts.model.tokenizer.encode(text))
+        prompt = len(service.text.model.tokenizer.encode(text))
         assert whole.startswith(text)
         assert_places(whole, found, 1, prompt)  # token 0 is BOS
         assert found.tokens[0] == "<s>" and found.text_offset[1] == 0
@@ -150,7 +150,7 @@ def test_a_prompt_that_is_a_text(service):
 
 
 def test_a_prompt_that_is_a_list_of_tokens(service):
-    tokenizer, random = service.texts.model.tokenizer, np.random.default_rng(2)
+    tokenizer, random = service.text.model.tokenizer, np.random.default_rng(2)
     for _ in range(15):
         size = random.integers(1, 12)
         tokens = [int(t) for t in random.integers(0, len(tokenizer.all_bytes), size)]

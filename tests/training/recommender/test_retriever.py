@@ -190,8 +190,8 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
     store = f"lmdb:{tmp_path}/store"
     body = RecommendRequest(history=Bundle.open(bundle.root).catalog().items.ids[:5], k=10)
     with Service.open(bundle.root, store, "cpu") as service:
-        assert service.runtime.engine.strategies == ("beam",)
-        before, version = service.recommend(body), service.runtime.model_version
+        assert service.engine.strategies == ("beam",)
+        before, version = service.recommend(body), service.model_version
     recipe = RetrieverRecipe(
         drawn=128,
         in_batch=128,
@@ -219,7 +219,7 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
         after = service.recommend(body)
         assert [i.item_id for i in after.items] == [i.item_id for i in before.items]
         assert [i.score for i in after.items] == [i.score for i in before.items]
-        assert service.runtime.model_version != version
+        assert service.model_version != version
         shares = {}
         for mix in ({"repin": 2.0}, {"click": 1.0}, {"repin": 3.0, "click": 3.0}):
             histories = [[ids[n], ids[300 + n], ids[20 + n // 2]] for n in range(0, 40, 2)]
@@ -241,7 +241,7 @@ def test_heads_of_another_recommender_are_left_out(tmp_path, caplog):
     train_retriever(bundle, TrainOptions(device="cpu"), recipe, QUIET)
     train_drafter(bundle, TrainOptions(device="cpu", epochs=1, name="nezha"), console=QUIET)
     with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as service:
-        assert {"dense", "nezha"} <= set(service.runtime.engine.strategies)
+        assert {"dense", "nezha"} <= set(service.engine.strategies)
         assert service.models()[0]["recserve"]["outcomes"]
     shutil.copytree(
         tiny_bundle(tmp_path / "other", ranker=False) / "recommender",
@@ -254,7 +254,7 @@ def test_heads_of_another_recommender_are_left_out(tmp_path, caplog):
     path.write_bytes(changed)
     bundle.commit("recommender", {})
     with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as service:
-        assert not {"dense", "nezha"} & set(service.runtime.engine.strategies)
+        assert not {"dense", "nezha"} & set(service.engine.strategies)
     for section in ("retriever", "drafters/nezha"):
         assert f"{section} belongs to another recommender" in caplog.text
     with pytest.raises(BundleError, match="no retriever for this recommender"):

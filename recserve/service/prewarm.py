@@ -9,11 +9,12 @@ from concurrent.futures import Future
 
 from recserve.core.errors import QueueFull
 from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
+from recserve.engine.engine import Engine
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
-from recserve.service.history.histories import Rewritten
-from recserve.service.recommend.roots import RankerPrefixes, RecommenderPrefixes
-from recserve.service.runtime import Runtime
+from recserve.service.history.histories import Histories, Rewritten
+from recserve.service.live_catalog import LiveCatalog
+from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.snapshot import EMPTY_HISTORY
 
 PREWARM_TIMEOUT_S = 10.0  # a prefill that has not started by then is dropped
@@ -24,18 +25,22 @@ class Prewarm:
 
     def __init__(
         self,
-        runtime: Runtime,
-        recommender: RecommenderPrefixes | None,
-        ranker: RankerPrefixes | None,
+        engine: Engine,
+        catalog: LiveCatalog,
+        histories: Histories,
+        recommender: RecommenderPrefixBuilder | None,
+        ranker: RankerPrefixBuilder | None,
     ) -> None:
         """Connects the engine with the root builders of the models.
 
         Args:
-            runtime: Engine, histories and catalogue.
+            engine: Runs the prefills.
+            catalog: The live catalogue.
+            histories: Stored events of users.
             recommender: Prefix builder of the recommender; None without one.
             ranker: Prefix builder of the ranker; None without one.
         """
-        self.runtime = runtime
+        self._engine, self._catalog, self._histories = engine, catalog, histories
         self.recommender = recommender
         self.ranker = ranker
         self._under_way: dict[str, list[Future[Result]]] = {}
@@ -67,35 +72,35 @@ class Prewarm:
             rewritten: Former and current history by user id.
         """
         roots = [root for user, each in rewritten.items() for root in self._gone(user, each)]
-        self.runtime.engine.forget(*roots)
+        self._engine.forget(*roots)
 
     def _gone(self, user_id: str, rewritten: Rewritten) -> Iterator[PrefixKeys]:
         self._drop(user_id)
-        before, snapshot = rewritten.before, self.runtime.snapshot
+        before, snapshot = rewritten.before, self._catalog.current
         left = EMPTY_HISTORY if rewritten.after is None else rewritten.after
         if self.recommender is not None:
-            yield from self.recommender.grown(snapshot, before.rows, left.rows)
+            yield from self.recommender.stale_keys(snapshot, before.rows, left.rows)
         if self.ranker is not None:
-            yield from self.ranker.grown(snapshot, before, left)
+            yield from self.ranker.stale_keys(snapshot, before, left)
             self.ranker.forget(None if rewritten.after is None else before)
 
     def _requests(self, user_id: str) -> list[Request]:
-        snapshot = self.runtime.snapshot
-        history = self.runtime.histories.read(UserRef(id=user_id), None, snapshot)
+        snapshot = self._catalog.current
+        history = self._histories.read(UserRef(id=user_id), None, snapshot)
         if not history.rows.size:
             return []
         until_s = time.monotonic() + PREWARM_TIMEOUT_S
         requests: list[Request] = []
         if self.ranker is not None:
-            root = self.ranker.bare(snapshot, history)
+            root = self.ranker.build_user(snapshot, history)
             requests.append(PrewarmQuery(root, "ranker", until_s))
         if self.recommender is not None:
-            root = self.recommender.root(snapshot, history.rows)
+            root = self.recommender.build(snapshot, history.rows)
             requests.append(PrewarmQuery(root, "recommender", until_s))
         return requests
 
     def _submit(self, user_id: str, request: Request) -> None:
-        future = self.runtime.engine.submit(request)
+        future = self._engine.submit(request)
         with self._lock:
             self._under_way.setdefault(user_id, []).append(future)
         future.add_done_callback(lambda done: self._ended(user_id, done))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from recserve.search.strategy import strategy_classes
 
@@ -24,20 +23,7 @@ DEADLINE_MARGIN = 1.5
 RETRY_DECAY = 0.98
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The strategy chosen for a request.
-
-    Attributes:
-        strategy: Name of the strategy.
-        hurried: True if the exact strategy was expected to miss the deadline.
-    """
-
-    strategy: str
-    hurried: bool = False
-
-
-class Chooser:
+class StrategyChooser:
     """Chooses strategies by running means of answer times.
 
     There is one mean per strategy and power of two of the beam width.
@@ -60,26 +46,29 @@ class Chooser:
         self._seconds: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()
 
-    def choose(self, width: int, deadline_s: float | None) -> Choice:
-        """Returns the strategy for a request.
+    def choose(self, width: int, deadline_s: float | None) -> tuple[str, bool]:
+        """Chooses the strategy for a request.
 
         Args:
             width: Beam width.
             deadline_s: time.monotonic() value of the deadline; None means no deadline.
+
+        Returns:
+            Name of the strategy, and True if the exact one was expected to miss the deadline.
         """
         if deadline_s is None or not self.quick:
-            return Choice(self.exact)
+            return self.exact, False
         left = deadline_s - time.monotonic()
         with self._lock:
             expected = self._expected(self.exact, width)
             if not expected or expected * DEADLINE_MARGIN <= left:
-                return Choice(self.exact)
+                return self.exact, False
             # Without this decay a strategy that once was slow would never be measured again.
             self._seconds[self.exact, width.bit_length()] = expected * RETRY_DECAY
             in_time = [n for n in self.quick if self._expected(n, width) * DEADLINE_MARGIN <= left]
-        return Choice((in_time or self.quick)[0], hurried=True)
+        return (in_time or self.quick)[0], True
 
-    def took(self, strategy: str, width: int, seconds: float) -> None:
+    def record(self, strategy: str, width: int, seconds: float) -> None:
         """Adds an answer's time to the running mean.
 
         Args:

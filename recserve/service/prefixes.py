@@ -1,4 +1,4 @@
-"""Builds the root of a request, its cached prefix, from a user history."""
+"""Builds the prefix of a request, which the engine caches, from a user history."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CACHE_SIZE = 256
 Parts = tuple[bytes, ...]
 
 
-class RecommenderPrefixes:
-    """Builds roots of the recommender: the tokens of a begin token and of the last items.
+class RecommenderPrefixBuilder:
+    """Builds prefixes of the recommender: the tokens of a begin token and of the last items.
 
     The window of items slides by whole blocks, so that a prefix stays cached for several events.
 
@@ -49,11 +49,11 @@ class RecommenderPrefixes:
         self.block = max(1, config.max_history_items // 4)
 
     def used(self, num_events: int) -> int:
-        """Returns how many of a history's events are in the root."""
+        """Returns how many of a history's events are in the prefix."""
         return num_events - self._start(num_events)
 
-    def root(self, snapshot: Snapshot, rows: np.ndarray) -> Prefix:
-        """Returns the root of a history.
+    def build(self, snapshot: Snapshot, rows: np.ndarray) -> Prefix:
+        """Returns the prefix of a history.
 
         Args:
             snapshot: The catalogue version.
@@ -62,11 +62,13 @@ class RecommenderPrefixes:
         tokens = self._tokens(snapshot, rows[self._start(rows.size) :])
         return Prefix(NodeInputs(torch.from_numpy(tokens).to(self.device)), tokens)
 
-    def grown(self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray) -> Iterator[PrefixKeys]:
-        """Yields the keys of cached roots to drop after a history has changed.
+    def stale_keys(
+        self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray
+    ) -> Iterator[PrefixKeys]:
+        """Yields the keys of cached prefixes to drop after a history has changed.
 
-        While a history grows, its roots are beginnings of the longest root of each window. So one
-        key per window covers all of them.
+        While a history grows, its prefixes are beginnings of the longest prefix of each window. So
+        one key per window covers all of them.
 
         Args:
             snapshot: The catalogue version.
@@ -89,27 +91,27 @@ class RecommenderPrefixes:
         return root_tokens(rows, codes, self.config.codebook_sizes, self.config.input)
 
 
-class RankerPrefixes:
-    """Builds roots and candidate nodes of the ranker.
+class RankerPrefixBuilder:
+    """Builds prefixes and candidate nodes of the ranker.
 
     Attributes:
         settings: Ranking features of the bundle.
         types: [256] the ranker's number of each stored event type; -1 for one it does not know.
-        salt: Part of every prefix key, derived from the model version.
+        key_seed: Part of every prefix key, derived from the model version.
         device: Device of the inputs.
     """
 
     def __init__(
-        self, tables: RankingTables, types: EventTypes, salt: int, device: torch.device
+        self, tables: RankingTables, types: EventTypes, key_seed: int, device: torch.device
     ) -> None:
         self.settings = tables.settings
         self.types = types.indices(tables.settings.type_names)
-        self.salt = salt
+        self.key_seed = key_seed
         self.device = device
         self._cache: OrderedDict[tuple[Parts, int], tuple[RankingRoot, UserSide]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def root(
+    def build(
         self,
         snapshot: Snapshot,
         history: History,
@@ -117,7 +119,7 @@ class RankerPrefixes:
         shown_at: np.ndarray | None,
         given: Mapping[str, np.ndarray],
     ) -> tuple[Prefix, NodeInputs, np.ndarray | None]:
-        """Builds the root of a user and the nodes of M candidates.
+        """Builds the prefix of a user and the nodes of M candidates.
 
         Args:
             snapshot: The catalogue version.
@@ -127,30 +129,32 @@ class RankerPrefixes:
             given: [M] values of each side feature of the request; NaN if a candidate has none.
 
         Returns:
-            The root, the candidates' inputs, and [M] how many root nodes each candidate sees;
-            None if all candidates see the whole root.
+            The prefix, the candidates' inputs, and [M] how many nodes of the prefix each candidate
+            sees; None if all candidates see the whole prefix.
         """
         tables = _tables(snapshot)
         columns, user = self._user_columns(snapshot, history)
         branches = candidate_columns(tables, columns, rows, shown_at, given, user)
         limits = None if shown_at is None else branches.root_limits
-        return self._root(columns), self._inputs(branches.columns.arrays()), limits
+        return self._prefix(columns), self._inputs(branches.columns.arrays()), limits
 
-    def bare(self, snapshot: Snapshot, history: History) -> Prefix:
-        """Returns the root of a user without candidates."""
-        return self._root(self._user_columns(snapshot, history)[0])
+    def build_user(self, snapshot: Snapshot, history: History) -> Prefix:
+        """Returns the prefix of a user without candidates."""
+        return self._prefix(self._user_columns(snapshot, history)[0])
 
-    def grown(self, snapshot: Snapshot, history: History, left: History) -> Iterator[PrefixKeys]:
-        """Yields the keys of cached roots to drop, like `RecommenderPrefixes.grown`.
+    def stale_keys(
+        self, snapshot: Snapshot, history: History, left: History
+    ) -> Iterator[PrefixKeys]:
+        """Yields the keys of cached prefixes to drop, like `RecommenderPrefixBuilder.stale_keys`.
 
         All rows of a window see the profile and the long history. So if an event before the
-        window's recent events changes, no part of that root stays cached.
+        window's recent events changes, no part of that prefix stays cached.
         """
         events, tables = self._events(history), _tables(snapshot)
         same = _same_beginning(list(zip(events.columns, self._events(left).columns, strict=True)))
         windows = {split_history(n, self.settings): n for n in range(same + 1, len(events) + 1)}
         for (start, split), stop in windows.items():
-            columns = window_columns(tables, events.slice(0, stop), start, split, self.salt)
+            columns = window_columns(tables, events.slice(0, stop), start, split, self.key_seed)
             kept = 1 + same - start if same >= max(split, 1) else 0
             yield PrefixKeys(columns.keys, columns.shared, kept)
 
@@ -162,7 +166,7 @@ class RankerPrefixes:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        columns = root_columns(_tables(snapshot), events, self.salt)
+        columns = root_columns(_tables(snapshot), events, self.key_seed)
         entry = columns, user_side(_tables(snapshot), columns)
         with self._lock:
             self._cache[key] = entry
@@ -170,7 +174,7 @@ class RankerPrefixes:
                 self._cache.popitem(last=False)
         return entry
 
-    def _root(self, columns: RankingRoot) -> Prefix:
+    def _prefix(self, columns: RankingRoot) -> Prefix:
         return Prefix(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
 
     def forget(self, history: History | None) -> None:

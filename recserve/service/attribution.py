@@ -1,4 +1,7 @@
-"""Signed attribution tokens, which link a later click to the answer that caused it."""
+"""What every answer says of itself: versions, times, and a signed attribution token.
+
+The token links a later click to the answer that caused it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,17 @@ import binascii
 import hashlib
 import hmac
 import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+
+from recserve.core.request import Timing
+from recserve.schemas.items import UserRef
+from recserve.service.pending import Stopwatch
+from recserve.service.snapshot import Snapshot
 
 MAC_BYTES = 16
 USER_BYTES = 12
@@ -97,6 +109,52 @@ class Signer:
     def _mac(self, payload: bytes) -> bytes:
         # Unlike hmac.digest, this keeps Python's lock, for which the event loop would have to wait.
         return hmac.new(self.key, payload, "sha256").digest()[:MAC_BYTES]
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Makes the fields that recommend and rank responses share.
+
+    Attributes:
+        signer: Signs attribution tokens.
+        model_version: Version of the bundle's models.
+    """
+
+    signer: Signer
+    model_version: str
+
+    def fields(
+        self,
+        request_id: str | None,
+        user: UserRef | None,
+        snapshot: Snapshot,
+        degraded: Sequence[str],
+        watch: Stopwatch,
+        timing: Timing | None,
+    ) -> dict[str, Any]:
+        """Returns keyword arguments of the response, without `strategy`, `exact` and `rounds`.
+
+        Args:
+            request_id: Identifies the request; None draws a random id.
+            user: The user of the request; None for an anonymous history.
+            snapshot: The catalogue version of the answer.
+            degraded: Reasons why the answer is less than requested; duplicates are removed.
+            watch: Stopwatch of the request.
+            timing: Times of the engine's stages; None if the engine did not take part.
+        """
+        request_id = request_id or str(uuid.uuid4())
+        version = snapshot.items.name
+        user_id = None if user is None else user.id
+        return {
+            "request_id": request_id,
+            "model_version": self.model_version,
+            "catalog_version": version,
+            "degraded": list(dict.fromkeys(degraded)),
+            "attribution_token": self.signer.token(
+                request_id, user_id, self.model_version, version
+            ),
+            "timing_ms": watch.read(timing),
+        }
 
 
 def _packed(raw: bytes) -> str:
