@@ -219,7 +219,7 @@ class AppState:
         return call()
 
 
-async def outcomes(
+async def gather(
     request: Request,
     works: Sequence[Pending[A]],
     deadline_s: float,
@@ -239,7 +239,7 @@ async def outcomes(
     """
     futures = [future for work in works for future in work.futures]
     if futures:
-        await ended(request, futures, deadline_s, together=False)
+        await wait_all(request, futures, deadline_s, together=False)
 
     def answers() -> list[A | Exception]:
         return [work.outcome() for work in works]
@@ -247,7 +247,7 @@ async def outcomes(
     return answers() if pool is None else await on_thread(pool, answers)
 
 
-async def ended(
+async def wait_all(
     request: Request, futures: Sequence[Future[Any]], deadline_s: float, together: bool = True
 ) -> None:
     """Waits until all futures are done; on an error it cancels the unfinished ones.
@@ -309,7 +309,7 @@ async def disconnected(request: Request) -> None:
         pass
 
 
-def finished(trace: Trace, answer: A | Exception) -> A:
+def trace_answer(trace: Trace, answer: A | Exception) -> A:
     """Records an answer in the trace and returns it; raises it if it is an error."""
     if isinstance(answer, Exception):
         raise answer

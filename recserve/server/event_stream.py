@@ -149,8 +149,7 @@ class EventStream(Response):
         """Stops the watchers and cancels the unfinished texts."""
         self.gone.cancel()
         self.timer.cancel()
-        for future in self.work.futures:
-            future.cancel()
+        self.work.cancel()
         self.on_end(self.error)
 
 

@@ -89,9 +89,9 @@ class LiveCatalog:
 
     def __init__(
         self,
-        engine: Engine,
-        models: EngineModels,
         bundle: Bundle,
+        models: EngineModels,
+        engine: Engine,
         snapshot: Snapshot,
         journal: ItemJournal | None,
         ranking: LiveRanking | None,
@@ -99,9 +99,9 @@ class LiveCatalog:
         """Starts with the items of the bundle.
 
         Args:
-            engine: Captures searches over a new base trie, if it uses CUDA graphs.
-            models: Networks of the bundle.
             bundle: The open bundle.
+            models: Its networks.
+            engine: Captures searches over a new base trie, if it uses CUDA graphs.
             snapshot: The bundle's own catalogue.
             journal: Journal of the changes; None keeps the changes in memory only.
             ranking: The ranker's item tables; None without a ranker.

@@ -32,6 +32,11 @@ class Pending(Generic[A]):
         """Waits for the answer. Raises the engine's exception if the request failed."""
         return self.finish(wait_all(self.futures))
 
+    def cancel(self) -> None:
+        """Ends the work of the engine, if it is not done."""
+        for future in self.futures:
+            future.cancel()
+
     def outcome(self) -> A | Exception:
         """Waits for the answer, or for the exception if the request failed."""
         try:

@@ -73,6 +73,7 @@ def check_successor(old: Service, bundle: Bundle, options: ServiceOptions, force
             bundle, or lacks more than half of its items.
         BundleError: If the catalogue is damaged.
     """
+    served = old.bundle
     needed, free = needed_bytes(bundle, options.engine), available_bytes(old.device)
     if free is not None and needed > free:
         raise UnfitBundle(
@@ -82,7 +83,7 @@ def check_successor(old: Service, bundle: Bundle, options: ServiceOptions, force
     if force:
         return
     for name in SERVED:
-        if old.bundle.has(name) and not bundle.has(name):
+        if served.has(name) and not bundle.has(name):
             raise UnfitBundle(f"the bundle has no {name}, which the current one has; train it")
     try:
         ids = pq.read_table(bundle.path(CATALOG), columns=["item_id"])[0].cast(pa.string())
@@ -133,7 +134,7 @@ def probe(service: Service) -> None:
         Exception: The error of the request.
     """
     (item,) = service.samples(0, 1)["items"]
-    with contextlib.suppress(UnknownModel):
+    with contextlib.suppress(UnknownModel):  # the bundle has no such model
         service.recommend(RecommendRequest(history=[item], k=1))
     with contextlib.suppress(UnknownModel):
         service.rank(RankRequest(history=[item], candidates=[Candidate(item_id=item)]))

@@ -197,9 +197,9 @@ class Service:
             if tables is not None and tables.settings.has_values:
                 stored.default_value = tables.settings.mean_value
             catalog = LiveCatalog(
-                engine,
-                networks,
                 bundle,
+                networks,
+                engine,
                 snapshot,
                 _journal(bundle, options, replaced),
                 None if tables is None else LiveRanking(tables),

@@ -223,11 +223,11 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
     named = service.catalog.current.items.name
     hidden = service.catalog.current.catalog.items.ids[60]
     service.hide_item(hidden)
-    waiting, compacted = threading.Event(), Snapshot.compact_trie
+    waiting, compact_trie = threading.Event(), Snapshot.compact_trie
 
     def slow(snapshot):
         waiting.wait(30)
-        return compacted(snapshot)
+        return compact_trie(snapshot)
 
     monkeypatch.setattr(Snapshot, "compact_trie", slow)
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)

@@ -473,8 +473,8 @@ def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, mode
             )
         else:
             begun = opened.recommender.begin(RecommendRequest(user=UserRef(id="me"), k=30))
-        result = begun.future.result()
-        return result.timing, {i.item_id: i.score for i in begun.finish(result).items}
+        (result,) = wait_all(begun.futures)
+        return result.timing, {i.item_id: i.score for i in begun.finish([result]).items}
 
     again = structs.replace(view("me", ids[10]), warm=True)
     assert service.add_events(again).warmed == 2

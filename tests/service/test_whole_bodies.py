@@ -14,7 +14,7 @@ from recserve.schemas.encoding import EmbeddingsRequest
 from recserve.schemas.items import Candidate, RankBatchRequest, RankRequest, RecommendRequest
 from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
 from recserve.schemas.text import CompletionRequest
-from recserve.server.app_state import ended
+from recserve.server.app_state import wait_all
 from recserve.service import Service, ServiceOptions
 from recserve.service.errors import UnknownModel
 from recserve.service.text import text_scores
@@ -98,9 +98,8 @@ def begin_many(service, count: int, name: str):
 
 
 def cancel(pending) -> None:
-    futures = getattr(pending, "all_futures", None) or getattr(pending, "futures", None)
-    for future in futures or [one.future for one in pending]:
-        future.cancel()
+    for one in pending if isinstance(pending, list) else [pending]:
+        one.cancel()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -138,7 +137,7 @@ def test_the_first_failure_ends_a_body_that_needs_all_results(together):
         loop.call_soon(futures[1].set_exception, OSError("broken"))
         if not together:
             loop.call_later(0.01, futures[0].set_result, 1)
-        await ended(Connected(), futures, 1e12, together)
+        await wait_all(Connected(), futures, 1e12, together)
 
     futures = [Future[int](), Future[int]()]
     if together:

@@ -10,7 +10,7 @@ import msgspec
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.team_draft import team_draft
 from recserve.schemas.items import RecommendResponse
-from recserve.server.app_state import outcomes
+from recserve.server.app_state import gather
 from recserve.server.arms.item_request import (
     ArmNotApplicable,
     ItemRequest,
@@ -51,7 +51,7 @@ async def interleaved(item_request: ItemRequest[B, A], experiment: Experiment) -
         for future in work.futures:
             future.add_done_callback(note)
         works.append(work)
-    found = await outcomes(item_request.request, works, item_request.deadline_s)
+    found = await gather(item_request.request, works, item_request.deadline_s)
     for arm, outcome in zip(experiment.arms, found, strict=True):
         if isinstance(outcome, Exception):
             record_error(experiment, arm, outcome)

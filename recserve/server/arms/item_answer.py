@@ -10,7 +10,7 @@ from starlette.requests import Request
 from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.registry import Draw
-from recserve.server.app_state import AppState, finished
+from recserve.server.app_state import AppState, trace_answer
 from recserve.server.arms.arm_server import ARM_HEADER, ArmServerError
 from recserve.server.arms.interleaved import interleaved
 from recserve.server.arms.item_request import ArmNotApplicable, ItemRequest, record_refusal
@@ -49,7 +49,7 @@ async def answer_items(
     if ARM_HEADER not in request.headers:
         draw = app_state.experiments.draw(use.name, user, trace.request_id, body)
     if draw is None:
-        return finished(trace, await item_request.answer(None))
+        return trace_answer(trace, await item_request.answer(None))
     label = trace.experiment = draw.label
     try:
         answer = await _drawn(item_request, draw)
@@ -65,7 +65,7 @@ async def answer_items(
         record_refusal(draw.experiment, draw.arm, error)
     token = signer.labelled(answer.attribution_token, label.name, label.arm or "")
     labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
-    return finished(trace, labelled)
+    return trace_answer(trace, labelled)
 
 
 async def _drawn(item_request: ItemRequest[B, A], draw: Draw) -> A:

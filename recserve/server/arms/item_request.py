@@ -14,7 +14,7 @@ from starlette.requests import Request
 from recserve.experiments.serving.arm_tally import ArmResult
 from recserve.experiments.serving.experiment import Experiment, ServingArm
 from recserve.schemas.items import InvalidRequest
-from recserve.server.app_state import AppState, outcomes
+from recserve.server.app_state import AppState, gather
 from recserve.server.arms.arm_server import ArmRefusal, RemoteArm
 from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.errors import row_of
@@ -92,7 +92,7 @@ class ItemRequest(Generic[B, A]):
         remote = arm is not None and arm.remote
         until_s = self.deadline_s if remote else deadline_s
         pool = self.app_state.threads.items if is_large(self.body) else None
-        (outcome,) = await outcomes(self.request, [work], until_s, pool)
+        (outcome,) = await gather(self.request, [work], until_s, pool)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

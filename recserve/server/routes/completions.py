@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
-from recserve.server.app_state import AppState, ended, json_response
+from recserve.server.app_state import AppState, json_response, wait_all
 from recserve.server.arms.text_answer import TextArm
 from recserve.server.event_stream import EventStream, PieceQueue
 from recserve.server.piece_clock import StreamLatency
@@ -96,7 +96,7 @@ async def _answer(app_state: AppState, request: Request, body: B, begin: Begin[B
     if body.stream:
         return await EventStream(request, work, pieces, deadline_s, end).begin()
     try:
-        await ended(request, work.futures, deadline_s)
+        await wait_all(request, work.futures, deadline_s)
         answer = work.wait()
     except BaseException as error:
         end(error)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.encoding import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
-from recserve.server.app_state import AppState, ended, json_response
+from recserve.server.app_state import AppState, json_response, wait_all
 from recserve.server.threads import TEXT_MODELS, checked_first, on_thread
 
 EMBEDDINGS_BODY = msgspec.json.Decoder(EmbeddingsRequest)
@@ -29,7 +29,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         call = partial(app_state.service.text.embeddings.begin, body, deadline_s)
         pool, engine = app_state.threads.text, app_state.service.engine
         work = await on_thread(pool, checked_first(engine, TEXT_MODELS, deadline_s, call))
-        await ended(request, work.futures, deadline_s)
+        await wait_all(request, work.futures, deadline_s)
         return json_response(await on_thread(pool, work.wait))
 
     @app.post("/tokenize", operation_id="tokenize")

@@ -20,7 +20,7 @@ from recserve.schemas.items import (
     RankBatchRequest,
     RankResponse,
 )
-from recserve.server.app_state import AppState, finished, json_response, outcomes
+from recserve.server.app_state import AppState, gather, json_response, trace_answer
 from recserve.server.binary_tensors import HEADER, check_outputs, read_request, write_response
 from recserve.server.routes.paths import add_get
 from recserve.server.tensors import (
@@ -110,8 +110,8 @@ async def _slates(
 
     begin = service.recommender.begin_batch
     works = await app_state.begin(begin, request, requests, deadline_s)
-    found = await outcomes(request, works, deadline_s)
-    answers = [finished(trace_of(request.scope), outcome) for outcome in found]
+    found = await gather(request, works, deadline_s)
+    answers = [trace_answer(trace_of(request.scope), outcome) for outcome in found]
     return answers[0].model_version, slate_tensors(answers)
 
 
@@ -122,8 +122,8 @@ async def _rankings(
     deadline_s = app_state.deadline_s(request, body.parameters.least_timeout_ms)
     batch = RankBatchRequest(requests=requests)
     works = await app_state.begin(service.ranker.begin_batch, request, batch, deadline_s)
-    found = await outcomes(request, works, deadline_s)
-    answers: list[RankResponse] = [finished(trace_of(request.scope), one) for one in found]
+    found = await gather(request, works, deadline_s)
+    answers: list[RankResponse] = [trace_answer(trace_of(request.scope), one) for one in found]
     return answers[0].model_version, ranking_tensors(requests, answers)
 
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.items import RankBatchRequest, RankBatchResponse, RankOutcome, RankRequest
-from recserve.server.app_state import AppState, json_response, outcomes
+from recserve.server.app_state import AppState, gather, json_response
 from recserve.server.arms.item_answer import answer_items
 from recserve.server.arms.item_use import RANK
 from recserve.server.errors import error_answer
@@ -37,7 +37,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         deadline_s = app_state.deadline_s(request, body.timeout_ms)
         works = await app_state.begin(begin, request, body, deadline_s)
         pool = app_state.threads.items if is_large(body) else None
-        found = await outcomes(request, works, deadline_s, pool)
+        found = await gather(request, works, deadline_s, pool)
         trace = trace_of(request.scope)
         for outcome in found:
             if not isinstance(outcome, Exception):

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
-from recserve.server.app_state import AppState, ended, json_response
+from recserve.server.app_state import AppState, json_response, wait_all
 from recserve.server.threads import TEXT_MODELS, checked_first, on_thread
 from recserve.server.transport.trace import trace_of
 from recserve.service.pending import Pending
@@ -60,5 +60,5 @@ async def _answer(
 ) -> Response:
     call = checked_first(app_state.service.engine, TEXT_MODELS, deadline_s, begin)
     work = await on_thread(app_state.threads.text, call)
-    await ended(request, work.futures, deadline_s)
+    await wait_all(request, work.futures, deadline_s)
     return json_response(work.wait())
