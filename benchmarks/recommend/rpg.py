@@ -28,7 +28,7 @@ from recserve.bundle.bundle import Bundle
 from recserve.core.request import Prefix, Request, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
-from recserve.features.tables.encoding import root_tokens, window_start
+from recserve.features.tables.encoding import history_tokens, window_start
 from recserve.features.vectors.item_graph import EDGES, link_items
 from recserve.kernels.item_graph import GraphWalk, ItemGraph, best_of_all, rows_of, search
 from recserve.kernels.trie.trie import Trie, build_trie
@@ -62,7 +62,7 @@ class Served:
         config = self.model.config
         size = config.max_history_items
         rows = history[window_start(len(history), size, max(1, size // 4)) :]
-        tokens = root_tokens(rows, self.codes, config.codebook_sizes, config.input)
+        tokens = history_tokens(rows, self.codes, config.codebook_sizes, config.input)
         return Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
 
     def requests(self, strategy: str, graph: ItemGraph | None = None) -> list[SlateQuery]:

@@ -15,7 +15,7 @@ from recserve.bundle.bundle import Bundle
 from recserve.core.request import Prefix, Slate, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.features.tables.encoding import root_tokens
+from recserve.features.tables.encoding import history_tokens
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.inputs import NodeInputs
@@ -156,7 +156,7 @@ def trained_subject(path: Path, users: int, dtype: torch.dtype, least: int = 1) 
     roots = []
     for case in range(len(cases)):
         history = cases.history(case)[-config.max_history_items :]
-        tokens = root_tokens(history, catalog.index.codes, config.codebook_sizes, config.input)
+        tokens = history_tokens(history, catalog.index.codes, config.codebook_sizes, config.input)
         roots.append(Prefix(NodeInputs(torch.from_numpy(tokens)), tokens))
     return Subject(
         model, build_trie(codes, config.codebook_sizes), load_heads(bundle, model), roots

@@ -21,7 +21,7 @@ from recserve.features.ranking.ranking import (
     window_columns,
 )
 from recserve.features.ranking.ranking_tables import RankingTables
-from recserve.features.tables.encoding import root_tokens, window_start
+from recserve.features.tables.encoding import history_tokens, window_start
 from recserve.models.config import RecommenderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
@@ -88,7 +88,7 @@ class RecommenderPrefixBuilder:
 
     def _tokens(self, snapshot: Snapshot, rows: np.ndarray) -> np.ndarray:
         codes = snapshot.items.codes
-        return root_tokens(rows, codes, self.config.codebook_sizes, self.config.input)
+        return history_tokens(rows, codes, self.config.codebook_sizes, self.config.input)
 
 
 class RankerPrefixBuilder:

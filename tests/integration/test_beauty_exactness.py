@@ -19,7 +19,7 @@ from recserve.bundle.bundle import Bundle
 from recserve.core.request import Prefix, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.features.tables.encoding import root_tokens
+from recserve.features.tables.encoding import history_tokens
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import load_self_draft
@@ -97,7 +97,7 @@ def asked(request, tmp_path_factory):
         made = []
         for case in range(len(cases)):
             history = cases.history(case)
-            tokens = root_tokens(
+            tokens = history_tokens(
                 history[-20:], catalog.index.codes, model.config.codebook_sizes, "items"
             )
             root = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)

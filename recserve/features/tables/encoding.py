@@ -45,7 +45,7 @@ def level_offsets(codebook_sizes: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(codebook_sizes)]).astype(np.int64) + 1
 
 
-def root_tokens(
+def history_tokens(
     rows: np.ndarray, codes: Table, codebook_sizes: tuple[int, ...], form: InputForm
 ) -> np.ndarray:
     """Returns the tokens of a history, BOS first.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recserve.core.request import Prefix, PrefixKeys, Request, Slate, SlateQuery, VectorIndex
 from recserve.engine.build import EngineModels, build_engine
-from recserve.features.tables.encoding import root_tokens, window_start
+from recserve.features.tables.encoding import history_tokens, window_start
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
@@ -108,7 +108,7 @@ class Slates:
     def _tokens(self, history: Ints) -> Ints:
         config = self.model.config
         rows = _window(history, config)
-        return root_tokens(rows, self.codes, config.codebook_sizes, config.input)
+        return history_tokens(rows, self.codes, config.codebook_sizes, config.input)
 
 
 def rows_of(answers: list[Slate], k: int) -> Ints:
@@ -142,7 +142,7 @@ def dense_log_p(
     """
     config, device = model.config, model.item_tokens.device
     roots = [
-        torch.from_numpy(root_tokens(rows, codes, config.codebook_sizes, config.input))
+        torch.from_numpy(history_tokens(rows, codes, config.codebook_sizes, config.input))
         for rows in (_window(cases.history(case), config) for case in which.tolist())
     ]
     tokens = torch.nn.utils.rnn.pad_sequence(roots, batch_first=True).to(device)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.features.tables.encoding import root_tokens
+from recserve.features.tables.encoding import history_tokens
 from recserve.features.tables.events import EventLog
 from recserve.models.config import RecommenderConfig
 from recserve.training.recommender.history_trees import bucketed, windows
@@ -109,7 +109,7 @@ class Futures:
         config, rows = self.config, self.events.item_rows.astype(np.int64)
         roots = [
             torch.from_numpy(
-                root_tokens(rows[a : b - 1], self.codes, config.codebook_sizes, config.input)
+                history_tokens(rows[a : b - 1], self.codes, config.codebook_sizes, config.input)
             )
             for a, b in zip(self.starts[pieces], self.ends[pieces], strict=True)
         ]
