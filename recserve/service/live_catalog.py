@@ -156,18 +156,18 @@ class LiveCatalog:
         items = self.current.items
         text = query.query.strip().casefold()
         exact = items.visible.get(query.query.strip()) if text else -1
-        found: list[int] = [exact] if exact >= 0 and not query.after else []
+        matching: list[int] = [exact] if exact >= 0 and not query.after else []
         place, stop = query.after, query.after + MAX_SCANNED
         rows = items.popular(stop + 1)[place : stop + 1].tolist()
         for row in rows[:MAX_SCANNED]:
-            if len(found) >= query.limit:
+            if len(matching) >= query.limit:
                 break
             place += 1
             if row != exact and _contains(items, row, text):
-                found.append(row)
+                matching.append(row)
         more = place - query.after < len(rows)
         return ItemPage(
-            items=[ListedItem(**_item_fields(items, row)) for row in found],
+            items=[ListedItem(**_item_fields(items, row)) for row in matching],
             next=place if more else None,
             num_items=items.num_rows - items.removed_rows.size,
             catalog_version=items.name,

@@ -270,8 +270,8 @@ def carry_over(old: LiveCatalog, new: LiveCatalog, override: Collection[str] = (
             refused[part[rejection.index]["item_id"]] = rejection.reason
     current = new.current.items
     num_hidden = sum(current.visible.get(item_id) >= 0 for item_id in changed.hidden)
-    if news := hidden.difference(current.visible.removed_keys()):
-        new.hide(*sorted(news), unknown=True)
+    if to_hide := hidden.difference(current.visible.removed_keys()):
+        new.hide(*sorted(to_hide), unknown=True)
     for item_id, reason in list(refused.items())[:10]:
         log.warning("item %s was not carried over to the new bundle: %s", item_id[:80], reason)
     return CarriedItems(len(puts) - len(refused), num_hidden, refused)
@@ -287,11 +287,11 @@ def _put_bodies(
         record = change.record
         known = row >= 0 and items.item_id(row) == record.item_id
         built = known and items.trained_row(row) >= 0
-        shown = known and not items.is_removed(row)
+        visible = known and not items.is_removed(row)
         if built and record.item_id not in override:
-            if not shown:
+            if not visible:
                 yield {"item_id": record.item_id}
-        elif not shown or not _same(items.record(row), record, items):
+        elif not visible or not _same(items.record(row), record, items):
             yield _put_body(change, items, None if known else size)
 
 

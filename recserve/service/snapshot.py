@@ -217,8 +217,8 @@ class Snapshot:
 
     def answerable(self, rows: np.ndarray) -> np.ndarray:
         """Returns [n] bool: True for rows that exist in this version and are not hidden."""
-        there = (rows >= 0) & (rows < self.num_items)
-        return np.asarray(there & ~self.items.are_removed(rows))
+        exist = (rows >= 0) & (rows < self.num_items)
+        return np.asarray(exist & ~self.items.are_removed(rows))
 
     def most_popular(
         self, count: int, excluded: np.ndarray, allowed: AllowedItems | None
@@ -326,11 +326,10 @@ class FilterCache:
     def get(self, key: bytes) -> CachedFilter | None:
         """Returns the cached filter of a key, of any catalogue version; None if there is none."""
         with self._lock:
-            found = self._entries.get(key)
-            if found is None:
+            if key not in self._entries:
                 return None
             self._entries.move_to_end(key)
-            return found[0]
+            return self._entries[key][0]
 
     def put(self, key: bytes, entry: CachedFilter) -> None:
         """Inserts or replaces an entry, then evicts the least recently used ones."""
@@ -414,12 +413,12 @@ class BundleCategories:
         return self._names[group]
 
     def _number(self, path: str) -> int:
-        found = self._numbers.get(path)
-        if found is None:
-            number = next(self._next)
-            self._names[number] = path  # stored before another thread can see the number
-            found = self._numbers.setdefault(path, number)
-        return found
+        number = self._numbers.get(path)
+        if number is None:
+            new = next(self._next)
+            self._names[new] = path  # stored before another thread can see the number
+            number = self._numbers.setdefault(path, new)
+        return number
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ class ItemFilters:
 
 def equal_values(tree: Any) -> dict[str, list[Any]]:
     """Returns the literals of all `eq` and `in` of a valid filter by field, without repeats."""
-    found: dict[str, dict[Any, None]] = {}
+    literals: dict[str, dict[Any, None]] = {}
     trees = [tree]
     while trees:
         ((operator, operand),) = trees.pop().items()
@@ -216,5 +216,5 @@ def equal_values(tree: Any) -> dict[str, list[Any]]:
             trees += reversed(operand)
         elif operator != "range":
             values = operand[1] if operator == "in" else operand[1:]
-            found.setdefault(operand[0], {}).update(dict.fromkeys(values))
-    return {name: list(values) for name, values in found.items()}
+            literals.setdefault(operand[0], {}).update(dict.fromkeys(values))
+    return {name: list(values) for name, values in literals.items()}

@@ -151,8 +151,8 @@ class CatalogVersion:
         rows = self.visible.get_many(item_ids)
         lacking = [place for place, row in enumerate(rows) if row < 0]
         if lacking:
-            found = self.rows_of_keys(item_keys([item_ids[place] for place in lacking]))
-            for place, row in zip(lacking, found.tolist(), strict=True):
+            others = self.rows_of_keys(item_keys([item_ids[place] for place in lacking]))
+            for place, row in zip(lacking, others.tolist(), strict=True):
                 rows[place] = row
         return rows
 
