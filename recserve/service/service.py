@@ -34,7 +34,7 @@ from recserve.schemas.items import (
     RollbackRequest,
     RollbackResponse,
 )
-from recserve.schemas.shorthand import checked
+from recserve.schemas.shorthand import AnyId, checked, checked_id
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.history.user_histories import UserHistories
@@ -279,31 +279,32 @@ class Service:
         """Returns the names of the event types that events may have. Raises UnknownModel."""
         return EventTypesResponse(event_types=list(self.runtime.histories.types.known))
 
-    def history(self, user_id: str) -> HistoryResponse:
+    def history(self, user_id: AnyId) -> HistoryResponse:
         """Returns a user's stored events.
 
         Raises StoreUnavailable, CorruptHistory or InvalidRequest.
         """
-        return self.users.history(user_id)
+        return self.users.history(checked_id("user_id", user_id))
 
-    def delete_user(self, user_id: str) -> None:
+    def delete_user(self, user_id: AnyId) -> None:
         """Removes a user from the history store and from the caches.
 
         Raises StoreUnavailable or InvalidRequest.
         """
-        self.users.delete(user_id)
+        self.users.delete(checked_id("user_id", user_id))
 
-    def item(self, item_id: str) -> ItemResponse:
+    def item(self, item_id: AnyId) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""
-        return self.items.get(item_id)
+        return self.items.get(checked_id("item_id", item_id))
 
     def put_items(self, body: ItemsRequest | Fields) -> ItemsResponse:
         """Inserts and updates items. Raises JournalError or InvalidRequest."""
         return self.items.put(checked(body, ItemsRequest))
 
-    def hide_item(self, item_id: str) -> HideItemResponse:
+    def hide_item(self, item_id: AnyId) -> HideItemResponse:
         """Removes an item from all answers. Raises UnknownItem or JournalError."""
-        return HideItemResponse(item_id=item_id, catalog_version=self.items.hide(item_id))
+        item = checked_id("item_id", item_id)
+        return HideItemResponse(item_id=item, catalog_version=self.items.hide(item))
 
     def rollback_items(self, body: RollbackRequest) -> RollbackResponse:
         """Restores the items of an earlier version. Raises UnknownVersion or JournalError."""
