@@ -15,10 +15,8 @@ import pyarrow.parquet as pq
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.catalog.item_journal import ItemJournal
-from recserve.features.history.circuit_breaker import CircuitBreaker
 from recserve.features.history.history import StoreOptions
 from recserve.features.history.stores import open_store
-from recserve.features.history.timed_reads import TimedReads
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.service.catalog.live_items import LiveItems
@@ -185,16 +183,14 @@ def _histories(
     """Opens the history store, or shares that of the predecessor."""
     if predecessor is not None:
         shared = predecessor.runtime.histories
-        histories = Histories(shared.store, blocks=shared.blocks, timed=shared.timed)
+        histories = Histories(shared.store)
         histories.owns_store = False
         return histories
-    kept = StoreOptions(ttl_s=options.history_ttl_s)
-    opened = open_store(default_store(folder) if store is None else store, kept)
-    if not opened.blocks:
-        return Histories(opened, blocks=False)
-    guarded, limit_ms = CircuitBreaker(opened), options.history_timeout_ms
-    timed = None if limit_ms is None else TimedReads(guarded, limit_ms / 1e3)
-    return Histories(guarded, blocks=True, timed=timed)
+    limit_ms = options.history_timeout_ms
+    kept = StoreOptions(
+        ttl_s=options.history_ttl_s, read_timeout_s=None if limit_ms is None else limit_ms / 1e3
+    )
+    return Histories(open_store(default_store(folder) if store is None else store, kept))
 
 
 def _signer(options: ServiceOptions, predecessor: ItemParts | None) -> Signer:

@@ -154,7 +154,7 @@ class Service:
     @property
     def store_blocks(self) -> bool:
         """True if reading a history may wait for a network."""
-        return self.runtime.histories.blocks
+        return self.runtime.histories.store.blocks
 
     @property
     def recommendations(self) -> Recommendations:
