@@ -3,7 +3,6 @@
     python -m benchmarks.recommend.strategies --json A.json           # beams 50, 256
     python -m benchmarks.recommend.strategies --threads 1 --clock cpu # on a busy machine
     python -m benchmarks.recommend.strategies --bundle B              # a bundle's own heads
-    python -m benchmarks.tables docs/results/performance.md strategies=A.json
 
 Random heads are enough to time `nezha`, `rpg` and `dense`. Quality, and the rounds that
 `speculative` and `specgr` save, need trained heads (`recserve evaluate --strategy all`).
