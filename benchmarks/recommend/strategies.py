@@ -136,7 +136,7 @@ def show(console: Console, title: str, runs: dict[str, dict[str, Runs]]) -> None
 def cells_of(
     runs: dict[str, dict[str, Runs]], width: int, batch: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Returns the cells in the format that tables.py reads."""
+    """Returns the cells in the form that report files hold."""
     shape = "bundle" if options.bundle else options.model
     return [
         {
