@@ -38,18 +38,28 @@ def sources() -> dict[str, str]:
     return {
         name: (ROOT / name).read_text(encoding="utf-8")
         for name in committed()
-        if name.endswith((".py", ".c", ".h", ".md"))
+        if name.endswith((".py", ".c", ".h", ".md")) and (ROOT / name).is_file()
     }
 
 
-def prose(name: str, text: str) -> str:
-    """Docstrings and comments of a source; all of a page."""
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in sources().items() if name.endswith(".py")}
+
+
+@functools.cache
+def prose() -> dict[str, str]:
+    """Docstrings and comments of the sources by name, and the whole pages."""
+    return {name: prose_of(name, text) for name, text in sources().items()}
+
+
+def prose_of(name: str, text: str) -> str:
     if name.endswith(".md"):
         return text
-    if not name.endswith(".py"):
+    if name not in trees():
         return "\n".join(re.findall(r"/\*.*?\*/", text, re.DOTALL))
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+    nodes = (node for node in ast.walk(trees()[name]) if isinstance(node, kinds))
     parts = [ast.get_docstring(node, clean=False) or "" for node in nodes]
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     parts += [token.string for token in tokens if token.type == tokenize.COMMENT]
@@ -70,11 +80,11 @@ def missing_files(text: str) -> list[str]:
 class Members:
     """What the classes of the repository have, their bases included."""
 
-    def __init__(self, texts):
+    def __init__(self, trees):
         self.own = {}
         self.bases = {}
-        for text in texts:
-            for node in ast.walk(ast.parse(text)):
+        for tree in trees:
+            for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
                     self._add(node)
 
@@ -98,22 +108,18 @@ class Members:
         return any(self.has(base, member) for base in self.bases[name] - {name})
 
 
-@pytest.fixture(scope="module")
-def members():
-    return Members(text for name, text in sources().items() if name.endswith(".py"))
-
-
 def test_files_that_are_named_exist():
-    found = {name: missing_files(prose(name, text)) for name, text in sources().items()}
+    found = {name: missing_files(text) for name, text in prose().items()}
     assert {name: paths for name, paths in found.items() if paths} == {}
 
 
-def test_class_members_that_are_named_exist(members):
+def test_class_members_that_are_named_exist():
+    members = Members(trees().values())
     wrong = [
         f"{name}: {owner}.{member}"
-        for name, text in sources().items()
+        for name, text in prose().items()
         if name != "CHANGELOG.md"
-        for owner, member in MEMBER.findall(prose(name, text))
+        for owner, member in MEMBER.findall(text)
         if not members.has(owner, member)
     ]
     assert wrong == []
@@ -133,8 +139,7 @@ def test_missing_files_are_found(text, missing):
 
 
 def test_missing_members_are_found():
-    members = Members(
-        ["class A(B):\n    x: int\n", "class B(ABC):\n    def run(self): self.y = 1\n"]
-    )
+    classes = ("class A(B):\n    x: int\n", "class B(ABC):\n    def run(self): self.y = 1\n")
+    members = Members(map(ast.parse, classes))
     assert [members.has("A", name) for name in ("x", "y", "run", "go")] == [True, True, True, False]
     assert members.has("Unknown", "go")
