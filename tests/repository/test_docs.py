@@ -107,6 +107,36 @@ def test_commands_are_found_in_blocks():
     assert fenced_commands(text) == [["recserve", "a", "--b", "c"], ["recserve", "d"]]
 
 
+BENCHMARK = re.compile(r"python -m (benchmarks(?:\.\w+)+)([^`\n#]*)")
+
+
+def wrong_benchmarks(text):
+    """Benchmark commands whose module does not exist, or does not know one of their flags."""
+    wrong = []
+    for module, rest in BENCHMARK.findall(text.replace("\\\n", " ")):
+        path = ROOT.joinpath(*module.split("."))
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        helpers = [*file.parent.glob("*.py"), *(ROOT / "benchmarks" / "support").glob("*.py")]
+        known = "".join(helper.read_text(encoding="utf-8") for helper in helpers)
+        flags = re.findall(r"(?<!\S)--[\w-]+", rest)
+        if not file.exists() or any(f'"{flag}"' not in known for flag in flags):
+            wrong.append(f"{module}{rest}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_benchmarks_have_the_flags_that_a_page_names(page):
+    assert wrong_benchmarks(page.read_text(encoding="utf-8")) == []
+
+
+def test_wrong_benchmarks_are_found():
+    text = "`python -m benchmarks.text.load --rounds 3`, python -m benchmarks.none\n"
+    text += (
+        "python -m benchmarks.text.load --no-such 1  # why\npython -m benchmarks.campaign --plan"
+    )
+    assert wrong_benchmarks(text) == ["benchmarks.none", "benchmarks.text.load --no-such 1  "]
+
+
 def anchors(text):
     """What a link may name behind `#`: the headings, as they are written in addresses."""
     headings = HEADING.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
