@@ -15,15 +15,14 @@ import pyarrow.parquet as pq
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.catalog.item_journal import ItemJournal
-from recserve.features.history.history import StoreOptions
+from recserve.features.history.history import HistoryStore, StoreOptions
 from recserve.features.history.stores import open_store
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.event_changes import import_events
-from recserve.service.history.histories import Histories
-from recserve.service.history.user_histories import UserHistories
+from recserve.service.event_types import EventTypes
+from recserve.service.histories import Histories
 from recserve.service.model_loader import (
     Device,
     Models,
@@ -56,7 +55,6 @@ class ItemParts:
         models: Its networks.
         runtime: Engine, catalogue snapshot, histories, versions.
         items: The live catalogue.
-        users: Stored events.
         recommendations: Answers recommend requests; None if the bundle has no recommender.
         rankings: Answers rank requests; None if no model of the bundle can rank.
     """
@@ -65,7 +63,6 @@ class ItemParts:
     models: Models
     runtime: Runtime
     items: LiveItems
-    users: UserHistories
     recommendations: Recommendations | None
     rankings: Rankings | None
 
@@ -75,7 +72,7 @@ class ItemParts:
         self.runtime.engine.close()
         self.runtime.histories.close()
         # A reference to this service must not keep its successors in memory.
-        self.items.successor = self.users.successor = None
+        self.items.successor = self.runtime.histories.successor = None
 
     def described(self) -> list[dict[str, Any]]:
         """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""
@@ -142,7 +139,7 @@ def open_parts(
         graph=load_item_graph(bundle, place),
         index=item_index(models.recommender, models.heads),
     )
-    histories = _histories(bundle.root, store, options, predecessor)
+    opened = _store(bundle.root, store, options, predecessor)
     network, drafters = options.text.parts if options.text else (None, None)
     engine = build_engine(
         EngineModels(models.recommender, models.ranker, models.heads, network, drafters),
@@ -155,7 +152,6 @@ def open_parts(
         runtime = Runtime(
             engine=engine,
             snapshot=snapshot,
-            histories=histories,
             signer=_signer(options, predecessor),
             model_version=bundle.manifest.model_version,
             device=place,
@@ -163,34 +159,30 @@ def open_parts(
         journal = default_journal(bundle.root) if options.journal is None else options.journal
         path = journal / f"{bundle.manifest.catalog_version}.jsonl"
         names = options.event_types
-        parts = _assemble(bundle, models, runtime, ItemJournal(path), names, predecessor)
+        parts = _assemble(bundle, models, runtime, opened, ItemJournal(path), names, predecessor)
         parts.items.open_tools()
         bundle.check_unchanged()  # before the journal and the store are written
         parts.items.replay()
-        import_events(
-            histories.store, bundle, histories.types, only_new_users=predecessor is not None
-        )
+        runtime.histories.import_events(bundle, only_new_users=predecessor is not None)
     except BaseException:
         engine.close()
-        histories.close()
+        if predecessor is None:
+            opened.close()
         raise
     return parts
 
 
-def _histories(
-    folder: Path, store: str | None, options: ServiceOptions, predecessor: ItemParts | None
-) -> Histories:
-    """Opens the history store, or shares that of the predecessor."""
+def _store(
+    folder: Path, url: str | None, options: ServiceOptions, predecessor: ItemParts | None
+) -> HistoryStore:
+    """Opens the history store, or returns that of the predecessor."""
     if predecessor is not None:
-        shared = predecessor.runtime.histories
-        histories = Histories(shared.store)
-        histories.owns_store = False
-        return histories
+        return predecessor.runtime.histories.store
     limit_ms = options.history_timeout_ms
     kept = StoreOptions(
         ttl_s=options.history_ttl_s, read_timeout_s=None if limit_ms is None else limit_ms / 1e3
     )
-    return Histories(open_store(default_store(folder) if store is None else store, kept))
+    return open_store(default_store(folder) if url is None else url, kept)
 
 
 def _signer(options: ServiceOptions, predecessor: ItemParts | None) -> Signer:
@@ -203,13 +195,14 @@ def _assemble(
     bundle: Bundle,
     models: Models,
     runtime: Runtime,
+    store: HistoryStore,
     journal: ItemJournal,
     event_types: Sequence[str],
     predecessor: ItemParts | None,
 ) -> ItemParts:
     manifest, scorers = bundle.manifest, dict[str, ItemScorer]()
     ranking, ranker_roots, recommender_roots, recommendations = None, None, None, None
-    tables, trained, types = None, tuple[str, ...](), runtime.histories.types
+    tables, trained, types, default_value = None, tuple[str, ...](), EventTypes(store), 1.0
     if models.ranker is not None:
         catalog = runtime.snapshot.catalog
         tables = RankingTables.load(bundle.directory("ranker"), catalog.items, catalog.vectors)
@@ -223,7 +216,7 @@ def _assemble(
         salt = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
         ranker_roots = RankerPrefixes(tables, types, salt, runtime.device)
         if tables.settings.has_values:
-            runtime.histories.default_value = tables.settings.mean_value
+            default_value = tables.settings.mean_value
         scorers["ranker"] = RankerScorer(ranker_roots, models.ranker.config.tasks)
     if models.recommender is not None:
         recommender_roots = RecommenderPrefixes(models.recommender.config, runtime.device)
@@ -236,12 +229,15 @@ def _assemble(
     used = None if predecessor is None else predecessor.items.journal
     shared = used is not None and used.path.resolve() == journal.path.resolve()
     items = LiveItems(runtime, models, bundle, None if shared else journal, ranking)
+    prewarm = Prewarm(runtime.engine, recommender_roots, ranker_roots)
+    histories = Histories(store, types, runtime.engine, items, prewarm, default_value)
+    histories.owns_store = predecessor is None
+    runtime.histories = histories
     return ItemParts(
         bundle=bundle,
         models=models,
         runtime=runtime,
         items=items,
-        users=UserHistories(runtime, items, Prewarm(runtime, recommender_roots, ranker_roots)),
         recommendations=recommendations,
         rankings=Rankings(runtime, scorers) if scorers else None,
     )

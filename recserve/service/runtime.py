@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version as installed
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +18,11 @@ from recserve.kernels.native.processor import instruction_set
 from recserve.metrics import Gauges
 from recserve.schemas.items import UserRef
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.histories import Histories
 from recserve.service.pending import Stopwatch
 from recserve.service.recommend.attribution import Signer
+
+if TYPE_CHECKING:
+    from recserve.service.histories import Histories
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +34,20 @@ class Runtime:
     Attributes:
         engine: Runs the requests.
         snapshot: The catalogue version that new requests use.
-        histories: Stored events of users.
         signer: Signs attribution tokens.
         model_version: Version of the bundle's models.
         device: Device of the models.
         illegal_items: Number of excluded or missing items that a model has returned; must stay 0.
+        histories: Stored events of users; set when the parts are assembled.
     """
 
     engine: Engine
     snapshot: Snapshot
-    histories: Histories
     signer: Signer
     model_version: str
     device: torch.device
     illegal_items: int = field(default=0)
+    histories: Histories = field(init=False)
 
     def envelope(
         self,

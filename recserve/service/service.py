@@ -37,7 +37,7 @@ from recserve.schemas.items import (
 from recserve.schemas.shorthand import AnyId, checked, checked_id
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
-from recserve.service.history.user_histories import UserHistories
+from recserve.service.histories import Histories
 from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions
 from recserve.service.parts import ItemParts, open_parts
@@ -178,9 +178,9 @@ class Service:
         return self._open_parts.items
 
     @property
-    def users(self) -> UserHistories:
+    def histories(self) -> Histories:
         """The stored events of users. Raises UnknownModel or ServiceClosed."""
-        return self._open_parts.users
+        return self._open_parts.runtime.histories
 
     @property
     def texts(self) -> Texts:
@@ -273,7 +273,7 @@ class Service:
 
     def add_events(self, body: EventsRequest | Fields) -> EventsResponse:
         """Stores events and corrections. Raises StoreUnavailable or InvalidRequest."""
-        return self.users.add(checked(body, EventsRequest))
+        return self.histories.add(checked(body, EventsRequest))
 
     def event_types(self) -> EventTypesResponse:
         """Returns the names of the event types that events may have. Raises UnknownModel."""
@@ -284,14 +284,14 @@ class Service:
 
         Raises StoreUnavailable, CorruptHistory or InvalidRequest.
         """
-        return self.users.history(checked_id("user_id", user_id))
+        return self.histories.list_events(checked_id("user_id", user_id))
 
     def delete_user(self, user_id: AnyId) -> None:
         """Removes a user from the history store and from the caches.
 
         Raises StoreUnavailable or InvalidRequest.
         """
-        self.users.delete(checked_id("user_id", user_id))
+        self.histories.delete(checked_id("user_id", user_id))
 
     def item(self, item_id: AnyId) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""

@@ -140,7 +140,8 @@ def hand_over(
     """
     before, after = _parts(old), _parts(new)
     carried, seen = NOTHING, None
-    after.items.successor = after.users.successor = None  # it may have been replaced before
+    # It may have been replaced before.
+    after.items.successor = after.runtime.histories.successor = None
     for _ in range(PASSES):
         if seen is before.runtime.snapshot.items:
             break
@@ -152,7 +153,8 @@ def hand_over(
         if after.items.journal is None:  # both catalogues have one journal file
             after.items.journal, before.items.journal = before.items.journal, None
         after.items.recent.clear()
-        before.items.successor, before.users.successor = after.items, after.runtime
+        before.items.successor = after.items
+        before.runtime.histories.successor = after.runtime.engine
         before.runtime.histories.owns_store = False
         after.runtime.histories.owns_store = True
         publish()

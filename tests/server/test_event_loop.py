@@ -11,7 +11,6 @@ from recserve.features.history.history import StoreUnavailable
 from recserve.features.history.stores import GuardedStore
 from recserve.service import Service
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.histories import Histories
 from recserve.service.pending import Pending
 from recserve.service.recommend.rank import Rankings
 from tests.support.live_server import live
@@ -94,8 +93,8 @@ class HangingStore(PartialStore):
 
 def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
     store = HangingStore()
-    owned = service.runtime.histories
-    service.runtime.histories = Histories(GuardedStore(store))
+    owned = service.histories.store
+    service.histories.store = GuardedStore(store)
     with live(service) as client, ThreadPoolExecutor(40) as pool:
         item = client.get("/playground/samples").json()["items"][0]
         stuck = [
@@ -115,5 +114,5 @@ def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
         store.go_on.set()
         answers = [future.result() for future in stuck]
         assert {a.json()["degraded"][0] for a in answers} == {"history_unavailable"}
-        assert service.runtime.histories.store.calls.is_open
-    service.runtime.histories = owned
+        assert service.histories.store.calls.is_open
+    service.histories.store = owned

@@ -36,11 +36,15 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def users(request: Request) -> Response:
         """Return a page of the users with stored events; `prefix`, `limit` and `after`."""
         query = query_of(request, UsersQuery)
-        return json_response(await app_state.from_store(app_state.service.users.listed, query))
+        return json_response(
+            await app_state.from_store(app_state.service.histories.list_users, query)
+        )
 
     async def history(user_id: str) -> Response:
         """Return a user's events, oldest first."""
-        return json_response(await app_state.from_store(app_state.service.users.history, user_id))
+        return json_response(
+            await app_state.from_store(app_state.service.histories.list_events, user_id)
+        )
 
     async def delete_user(user_id: str) -> Response:
         """Delete a user's stored events, cached prefixes and rows of the slate log."""
@@ -66,7 +70,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
 
 def _add(app_state: AppState, body: EventsRequest) -> EventsResponse:
     service, slates = app_state.service, app_state.slate_log
-    answer = service.users.add(body)
+    answer = service.histories.add(body)
     if all(event.attribution_token is None for event in body.events):
         return answer
     refused = {rejection.index for rejection in answer.rejected}
@@ -80,6 +84,6 @@ def _add(app_state: AppState, body: EventsRequest) -> EventsResponse:
 
 def _delete(app_state: AppState, user_id: str) -> None:
     service = app_state.service
-    service.users.delete(user_id)
+    service.histories.delete(user_id)
     if app_state.slate_log is not None:
         app_state.slate_log.forget(user_id, service.runtime.signer)

@@ -38,7 +38,7 @@ from recserve.service.catalog.item_page import item_page, item_response
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.catalog.version_archive import VersionArchive
 from recserve.service.errors import UnknownItem
-from recserve.service.history.histories import History
+from recserve.service.history import History
 from recserve.service.model_loader import Models
 from recserve.service.runtime import Runtime
 

@@ -19,7 +19,7 @@ from recserve.schemas.items import (
 )
 from recserve.search.strategy import strategy_classes
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.histories import History
+from recserve.service.history import History
 from recserve.service.pending import Pending, Prepared, Stopwatch
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE, Choice, Chooser
 from recserve.service.recommend.diversity import caps_of

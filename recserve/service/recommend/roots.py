@@ -26,8 +26,8 @@ from recserve.models.config import RecommenderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.event_types import EventTypes
-from recserve.service.history.histories import History
+from recserve.service.event_types import EventTypes
+from recserve.service.history import History
 
 CACHE_SIZE = 256
 Parts = tuple[bytes, ...]

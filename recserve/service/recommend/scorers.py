@@ -12,7 +12,7 @@ import numpy as np
 from recserve.core.request import LikelihoodQuery, RankQuery, Request
 from recserve.schemas.items import Candidate, InvalidRequest
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.histories import EPOCH, History
+from recserve.service.history import EPOCH, History
 from recserve.service.recommend.roots import RankerPrefixes, RecommenderPrefixes
 
 MICROSECOND = datetime.timedelta(microseconds=1)

@@ -143,11 +143,11 @@ def test_of_the_old_roots_only_what_is_still_so_stays(opened, ids, name, recomme
         assert one.gauges().kv_pages["cached"] == 0
         _, explained = ask(client, ids)
         assert one.gauges().kv_pages["cached"] == 4 + 4
-        assert len(one.users.prewarm.ranker._cache) == 1
+        assert len(one.histories.prewarm.ranker._cache) == 1
         post(client, *sent)
         pages = -(-recommender // PAGE) + -(-ranker // PAGE)
         assert one.gauges().kv_pages["cached"] == pages
-        assert len(one.users.prewarm.ranker._cache) == 0
+        assert len(one.histories.prewarm.ranker._cache) == 0
         old = {"history": ids[:12], "user": None}
         asked = client.post("/v1/recommend", json={**old, "explain": True}).json()
         assert asked["explanation"]["root_tokens_cached"] == recommender
@@ -157,13 +157,13 @@ def test_roots_of_others_stay(opened, ids):
     with opened() as one, live(one) as client:
         post(client, *[{**event(ids, n), "user_id": "other"} for n in range(20, 30)], warm=True)
         settled(one)
-        there, kept = one.gauges().kv_pages["cached"], dict(one.users.prewarm.ranker._cache)
+        there, kept = one.gauges().kv_pages["cached"], dict(one.histories.prewarm.ranker._cache)
         post(client, *[event(ids, n) for n in range(12)], warm=True)
         settled(one)
         assert one.gauges().kv_pages["cached"] > there
         post(client, removal(0))
         assert one.gauges().kv_pages["cached"] == there > 0
-        assert dict(one.users.prewarm.ranker._cache) == kept and len(kept) == 1
+        assert dict(one.histories.prewarm.ranker._cache) == kept and len(kept) == 1
 
 
 def test_warm_goes_on_with_the_new_history(opened, ids):
@@ -197,7 +197,7 @@ def test_what_was_under_way_for_the_old_history_is_dropped(opened, ids):
         correcting.join()
         settled(one)
         assert len(futures) == 2 and all(future.cancelled() for future in futures)
-        assert one.gauges().kv_pages["cached"] == 0 and not one.users.prewarm._under_way
+        assert one.gauges().kv_pages["cached"] == 0 and not one.histories.prewarm._under_way
 
 
 def test_events_at_the_end_forget_nothing_and_read_nothing(opened, ids, monkeypatch):
@@ -207,7 +207,9 @@ def test_events_at_the_end_forget_nothing_and_read_nothing(opened, ids, monkeypa
     with opened() as one:
         add(*[event(ids, n) for n in range(5)])
         found = []
-        monkeypatch.setattr(one.users.prewarm, "forget", found.extend)
+        monkeypatch.setattr(
+            one.histories.prewarm, "forget", lambda revisions, _: found.extend(revisions)
+        )
         monkeypatch.setattr(one.runtime.histories.store, "get_many", found.append)
         answer = add(event(ids, 5), event(ids, 6), event(ids, 6), removal(40))
         assert (answer.accepted, answer.duplicates, answer.corrected) == (2, 1, 0)

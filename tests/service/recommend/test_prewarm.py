@@ -96,7 +96,7 @@ def test_newer_events_take_the_place_of_a_prewarm_under_way(service, monkeypatch
         assert [f.cancelled() for pair in futures for f in pair] == [True] * 4 + [False] * 2
     settled(service)
     assert len(found) == 6 and isinstance(found[-1], PrewarmQuery)
-    assert not service.users.prewarm._under_way
+    assert not service.histories.prewarm._under_way
     answer = ask(service, "me", explain=True)
     assert answer.explanation.root_tokens_computed == 0
 
@@ -118,7 +118,7 @@ def test_a_deleted_user_is_not_warmed(service):
     assert all(future.cancelled() for future in futures)
     settled(service)
     assert len(futures) == 2 and engine.stats().pages_cached == before
-    assert not service.users.prewarm._under_way
+    assert not service.histories.prewarm._under_way
 
 
 def test_what_was_not_begun_in_time_is_dropped(service, monkeypatch):
