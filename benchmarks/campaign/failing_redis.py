@@ -12,7 +12,7 @@ from benchmarks.campaign.check import NotRun
 from benchmarks.campaign.fault_proxy import FaultProxy
 from benchmarks.campaign.site import Site
 from recserve.features.history.redis_store import PREFIX
-from recserve.service.history.event_changes import IMPORT_MARKER
+from recserve.service.histories import IMPORT_MARKER
 from tests.support.redis_server import start_redis
 
 NETWORK = ("down", "refuse", "hang", "latency", "loss", "reset", "half", "garbage")

@@ -129,7 +129,7 @@ def backup(
     journal: JournalFlag = None,
 ) -> None:
     """Copy all stored events and item changes, also while a server runs (LMDB only)."""
-    from recserve.service.history.backup import back_up
+    from recserve.cli.backup import back_up
 
     users, journals = back_up(bundle, store, journal, out)
     typer.echo(f"copied {users} keys of the history store and {journals} journals to {out}")
@@ -142,7 +142,7 @@ def restore(
     journal: JournalFlag = None,
 ) -> None:
     """Put a backup in place, where no store and no item changes are."""
-    from recserve.service.history.backup import restore as put_back
+    from recserve.cli.backup import restore as put_back
 
     put_back(bundle, store, journal, source)
     typer.echo(f"restored {source}")

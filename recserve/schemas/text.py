@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from recserve.bounds import MAX_ID_LENGTH
 from recserve.schemas.chat_messages import ChatMessage
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import (
@@ -305,7 +306,7 @@ class TextResponse(Struct, frozen=True, kw_only=True):
         experiment: Experiment and arm, where the request is in one; in the place of `metrics`.
     """
 
-    id: str
+    id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
     object: str
     created: int
     model: str

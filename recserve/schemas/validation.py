@@ -118,7 +118,7 @@ def _time_text(value: Any) -> Any:
         return format_time(time_us)
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return value
-    return str(value) if abs(value) < MAX_NUMBER else value
+    return str(value) if -MAX_NUMBER < value < MAX_NUMBER else value
 
 
 def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:

@@ -212,7 +212,7 @@ class AppState:
         ranks = isinstance(body, RankRequest | RankBatchRequest)
         models = RANK_MODELS if ranks else RECOMMEND_MODELS
         call = checked_first(service.engine, models, deadline_s, call)
-        if service.histories.blocks and reads_store(body):
+        if service.histories.store.blocks and reads_store(body):
             return await on_thread(self.threads.store, call)
         if is_large(body):
             return await on_thread(self.threads.items, call)

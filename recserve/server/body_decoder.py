@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from recserve.schemas.items import InvalidRequest
-from recserve.schemas.validation import converted, validation_error
+from recserve.schemas.validation import GOT_FLOAT, converted, number_texts, validation_error
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
         plain = _plain(raw, decoder.float_hook)
-        if plain is not UNSET:
+        if GOT_FLOAT in str(error) or number_texts(plain, decoder.type) != plain:
             return _converted(plain, decoder.type)
         raise validation_error(str(error), plain, decoder.type) from None
     except RecursionError:

@@ -48,16 +48,19 @@ from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
 from recserve.schemas.browse import ItemPage, ItemsQuery, ListedItem
 from recserve.schemas.items import (
+    HideItemResponse,
     ItemInput,
     ItemResponse,
     ItemsRequest,
     ItemsResponse,
     Rejection,
+    RollbackRequest,
     RollbackResponse,
 )
 from recserve.schemas.validation import converted
 from recserve.service.errors import UnknownItem, UnknownVersion
-from recserve.service.snapshot import History, Snapshot
+from recserve.service.history import History
+from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -195,17 +198,21 @@ class LiveCatalog:
         """
         return self._write(lambda catalog: catalog._hide(item_ids, unknown))
 
-    def rollback(self, name: str) -> RollbackResponse:
+    def hide_item(self, item_id: str) -> HideItemResponse:
+        """Removes an item from all answers. Raises as `hide`."""
+        return HideItemResponse(item_id=item_id, catalog_version=self.hide(item_id))
+
+    def rollback(self, body: RollbackRequest) -> RollbackResponse:
         """Publishes a new version with the items of an earlier one.
 
         Args:
-            name: Name of the earlier version.
+            body: The request, with the name of the earlier version.
 
         Raises:
             UnknownVersion: If the archive does not have the version.
             JournalError: If the journal cannot be written.
         """
-        return self._write(lambda catalog: catalog._roll_back(name))
+        return self._write(lambda catalog: catalog._roll_back(body.catalog_version))
 
     def has_changed_rows(self, history: History) -> bool:
         """Returns True if an earlier version may have mapped this history to other rows.

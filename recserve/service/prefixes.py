@@ -25,8 +25,9 @@ from recserve.features.tables.encoding import history_tokens, window_start
 from recserve.models.config import RecommenderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
-from recserve.service.history.event_types import EventTypes
-from recserve.service.snapshot import History, Snapshot
+from recserve.service.event_types import EventTypes
+from recserve.service.history import History
+from recserve.service.snapshot import Snapshot
 
 CACHE_SIZE = 256
 Parts = tuple[bytes, ...]

@@ -11,11 +11,9 @@ from recserve.core.errors import QueueFull
 from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.engine.engine import Engine
 from recserve.engine.runtime.scheduler import RequestTooLarge
-from recserve.schemas.items import UserRef
-from recserve.service.history.histories import Histories, Rewritten
-from recserve.service.live_catalog import LiveCatalog
+from recserve.service.history import EMPTY_HISTORY, History, Revision
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
-from recserve.service.snapshot import EMPTY_HISTORY
+from recserve.service.snapshot import Snapshot
 
 PREWARM_TIMEOUT_S = 10.0  # a prefill that has not started by then is dropped
 
@@ -26,67 +24,68 @@ class Prewarm:
     def __init__(
         self,
         engine: Engine,
-        catalog: LiveCatalog,
-        histories: Histories,
         recommender: RecommenderPrefixBuilder | None,
         ranker: RankerPrefixBuilder | None,
     ) -> None:
         """Connects the engine with the prefix builders of the models.
 
         Args:
-            engine: Runs the prefills.
-            catalog: The live catalogue.
-            histories: Stored events of users.
+            engine: Engine of the models.
             recommender: Prefix builder of the recommender; None without one.
             ranker: Prefix builder of the ranker; None without one.
         """
-        self._engine, self._catalog, self._histories = engine, catalog, histories
+        self.engine = engine
         self.recommender = recommender
         self.ranker = ranker
         self._under_way: dict[str, list[Future[Result]]] = {}
         self._lock = threading.Lock()
 
-    def warm(self, user_ids: Iterable[str]) -> int:
+    def warm(self, histories: Iterable[tuple[str, History]], snapshot: Snapshot) -> int:
         """Submits prefills for users and cancels their unfinished earlier prefills.
+
+        Args:
+            histories: User ids with their histories. They are taken one by one, so that none is
+                read in vain.
+            snapshot: The catalogue version.
 
         Returns:
             Number of submitted prefills; a full queue ends the submission early.
         """
         begun = 0
-        for user_id in user_ids:
+        for user_id, history in histories:
             self._drop(user_id)
             try:
-                for request in self._requests(user_id):
+                for request in self._requests(history, snapshot):
                     self._submit(user_id, request)
                     begun += 1
             except (QueueFull, RequestTooLarge):
                 break
         return begun
 
-    def forget(self, rewritten: Mapping[str, Rewritten]) -> None:
+    def forget(self, revisions: Mapping[str, Revision], snapshot: Snapshot) -> None:
         """Drops the cached prefixes of former histories and cancels the users' prefills.
 
         The common beginning of former and current history stays in the cache.
 
         Args:
-            rewritten: Former and current history by user id.
+            revisions: Former and current history by user id.
+            snapshot: The catalogue version.
         """
-        keys = [key for user, each in rewritten.items() for key in self._gone(user, each)]
-        self._engine.forget(*keys)
+        for user_id in revisions:
+            self._drop(user_id)
+        stale = [keys for each in revisions.values() for keys in self._stale_keys(each, snapshot)]
+        self.engine.forget(*stale)
 
-    def _gone(self, user_id: str, rewritten: Rewritten) -> Iterator[PrefixKeys]:
-        self._drop(user_id)
-        before, snapshot = rewritten.before, self._catalog.current
-        left = EMPTY_HISTORY if rewritten.after is None else rewritten.after
+    def _stale_keys(self, revision: Revision, snapshot: Snapshot) -> Iterator[PrefixKeys]:
+        before = revision.before
+        left = EMPTY_HISTORY if revision.after is None else revision.after
         if self.recommender is not None:
             yield from self.recommender.stale_keys(snapshot, before.rows, left.rows)
         if self.ranker is not None:
             yield from self.ranker.stale_keys(snapshot, before, left)
-            self.ranker.forget(None if rewritten.after is None else before)
+            self.ranker.forget(None if revision.after is None else before)
 
-    def _requests(self, user_id: str) -> list[Request]:
-        snapshot = self._catalog.current
-        history = self._histories.read(UserRef(id=user_id), None, snapshot)
+    def _requests(self, history: History, snapshot: Snapshot) -> list[Request]:
         if not history.rows.size:
             return []
         until_s = time.monotonic() + PREWARM_TIMEOUT_S
@@ -100,7 +99,7 @@ class Prewarm:
         return requests
 
     def _submit(self, user_id: str, request: Request) -> None:
-        future = self._engine.submit(request)
+        future = self.engine.submit(request)
         with self._lock:
             self._under_way.setdefault(user_id, []).append(future)
         future.add_done_callback(lambda done: self._ended(user_id, done))

@@ -19,11 +19,12 @@ from recserve.schemas.items import (
     RankResponse,
 )
 from recserve.service.attribution import Envelope
-from recserve.service.history.histories import EPOCH, Histories
+from recserve.service.histories import Histories
+from recserve.service.history import EPOCH, History
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import Pending, Prepared, Stopwatch, begin_all
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
-from recserve.service.snapshot import History, Snapshot
+from recserve.service.snapshot import Snapshot
 
 MICROSECOND = datetime.timedelta(microseconds=1)
 

@@ -25,11 +25,12 @@ from recserve.search.strategy import strategy_classes
 from recserve.service.attribution import Envelope
 from recserve.service.auto_strategy import AUTO, BEAM, SPECULATIVE, StrategyChooser
 from recserve.service.explanation import explanation
-from recserve.service.history.histories import Histories
+from recserve.service.histories import Histories
+from recserve.service.history import History
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import Pending, Prepared, Stopwatch, begin_all
 from recserve.service.prefixes import RecommenderPrefixBuilder
-from recserve.service.snapshot import History, Snapshot
+from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 DEFAULT_BEAM_WIDTH = 50

@@ -217,8 +217,8 @@ def hand_over(
             after.journal, before.journal = before.journal, None
         after.recent.clear()
         before.successor, old.histories.successor = after, new.engine
-        old.histories.histories.owns_store = False
-        new.histories.histories.owns_store = True
+        old.histories.owns_store = False
+        new.histories.owns_store = True
         publish()
     return carried
 

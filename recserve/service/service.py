@@ -26,7 +26,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.stats import EngineStats
 from recserve.features.catalog.item_journal import ItemJournal
-from recserve.features.history.history import StoreOptions
+from recserve.features.history.history import HistoryStore, StoreOptions
 from recserve.features.history.stores import open_store
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
@@ -53,9 +53,8 @@ from recserve.schemas.items import (
 from recserve.schemas.shorthand import AnyId, checked, checked_id
 from recserve.service.attribution import Envelope, Signer
 from recserve.service.errors import ServiceClosed, UnknownModel
-from recserve.service.history.event_changes import import_events
-from recserve.service.history.histories import Histories
-from recserve.service.history.user_histories import UserHistories
+from recserve.service.event_types import EventTypes
+from recserve.service.histories import Histories
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.model_loader import (
     Device,
@@ -103,7 +102,7 @@ class Service:
         bundle: Bundle | None = None,
         networks: EngineModels | None = None,
         catalog: LiveCatalog | None = None,
-        histories: UserHistories | None = None,
+        histories: Histories | None = None,
         recommender: RecommendService | None = None,
         ranker: RankService | None = None,
         signer: Signer | None = None,
@@ -177,7 +176,7 @@ class Service:
             index=item_index(networks.recommender, networks.heads),
             ranking=tables,
         )
-        stored = _open_histories(bundle, store, options, replaced)
+        history_store = _open_store(bundle, store, options, replaced)
         engine: Engine | None = None
         try:
             text = options.text
@@ -189,11 +188,10 @@ class Service:
             if replaced is None:
                 engine.start()
             bundle.check_unchanged()  # before names are written to the store
-            stored.types.add(options.event_types)
+            types = EventTypes(history_store)
+            types.add(options.event_types)
             trained = () if tables is None else tables.settings.type_names
-            stored.types.add_of_bundle((*manifest.type_names, *trained))
-            if tables is not None and tables.settings.has_values:
-                stored.default_value = tables.settings.mean_value
+            types.add_of_bundle((*manifest.type_names, *trained))
             catalog = LiveCatalog(
                 bundle,
                 networks,
@@ -208,22 +206,36 @@ class Service:
             item_prefixes, ranker_prefixes, recommender = None, None, None
             if tables is not None and networks.ranker is not None:
                 seed = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
-                ranker_prefixes = RankerPrefixBuilder(tables, stored.types, seed, place)
+                ranker_prefixes = RankerPrefixBuilder(tables, types, seed, place)
                 scorers["ranker"] = RankerScorer(ranker_prefixes, networks.ranker.config.tasks)
             if networks.recommender is not None:
                 item_prefixes = RecommenderPrefixBuilder(networks.recommender.config, place)
                 scorers["likelihood"] = LikelihoodScorer(item_prefixes)
+            prewarm = Prewarm(engine, item_prefixes, ranker_prefixes)
+            values = tables is not None and tables.settings.has_values
+            histories = Histories(
+                history_store,
+                types,
+                engine,
+                catalog,
+                prewarm,
+                default_value=tables.settings.mean_value if tables and values else 1.0,
+            )
+            histories.owns_store = replaced is None
+            if networks.recommender is not None and item_prefixes is not None:
                 retriever = networks.heads.retriever
                 recommender = RecommendService(
                     engine,
                     catalog,
-                    stored,
+                    histories,
                     envelope,
                     item_prefixes,
                     dense_weight=float(manifest.recommender.get("dense_weight", 0.0)),
                     outcomes=() if retriever is None else retriever.config.outcomes,
                 )
-            prewarm = Prewarm(engine, catalog, stored, item_prefixes, ranker_prefixes)
+            ranker = None
+            if scorers:
+                ranker = RankService(engine, catalog, histories, envelope, scorers)
             service = Service(
                 engine,
                 place,
@@ -231,19 +243,22 @@ class Service:
                 bundle=bundle,
                 networks=networks,
                 catalog=catalog,
-                histories=UserHistories(engine, catalog, stored, prewarm),
+                histories=histories,
                 recommender=recommender,
-                ranker=RankService(engine, catalog, stored, envelope, scorers) if scorers else None,
+                ranker=RankService(engine, catalog, histories, envelope, scorers)
+                if scorers
+                else None,
                 signer=signer,
             )
             catalog.open_tools()
             bundle.check_unchanged()  # before the journal and the store are written
             catalog.replay()
-            import_events(stored.store, bundle, stored.types, only_new_users=replaced is not None)
+            histories.import_events(bundle, only_new_users=replaced is not None)
         except BaseException:
             if engine is not None:
                 engine.close()
-            stored.close()
+            if replaced is None:
+                history_store.close()
             raise
         return service
 
@@ -311,7 +326,7 @@ class Service:
         return self._catalog
 
     @property
-    def histories(self) -> UserHistories:
+    def histories(self) -> Histories:
         """The stored events of users."""
         _ = self.bundle
         self._check_open()
@@ -364,14 +379,14 @@ class Service:
 
     def event_types(self) -> EventTypesResponse:
         """Returns the names of the event types that events may have. Raises UnknownModel."""
-        return self.histories.event_types()
+        return self.histories.list_types()
 
     def history(self, user_id: AnyId) -> HistoryResponse:
         """Returns a user's stored events.
 
         Raises StoreUnavailable, CorruptHistory or InvalidRequest.
         """
-        return self.histories.history(checked_id("user_id", user_id))
+        return self.histories.list_events(checked_id("user_id", user_id))
 
     def delete_user(self, user_id: AnyId) -> None:
         """Removes a user from the history store and from the caches.
@@ -390,12 +405,11 @@ class Service:
 
     def hide_item(self, item_id: AnyId) -> HideItemResponse:
         """Removes an item from all answers. Raises UnknownItem or JournalError."""
-        item = checked_id("item_id", item_id)
-        return HideItemResponse(item_id=item, catalog_version=self.catalog.hide(item))
+        return self.catalog.hide_item(checked_id("item_id", item_id))
 
     def rollback_items(self, body: RollbackRequest) -> RollbackResponse:
         """Restores the items of an earlier version. Raises UnknownVersion or JournalError."""
-        return self.catalog.rollback(body.catalog_version)
+        return self.catalog.rollback(body)
 
     def models(self) -> list[dict[str, Any]]:
         """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""
@@ -452,19 +466,17 @@ class Service:
             raise ServiceClosed("the service is closed")
 
 
-def _open_histories(
-    bundle: Bundle, store: str | None, options: ServiceOptions, replaced: Service | None
-) -> Histories:
-    """Opens the history store, or shares that of the replaced service."""
+def _open_store(
+    bundle: Bundle, url: str | None, options: ServiceOptions, replaced: Service | None
+) -> HistoryStore:
+    """Opens the history store, or returns that of the replaced service."""
     if replaced is not None:
-        histories = Histories(replaced.histories.histories.store)
-        histories.owns_store = False
-        return histories
+        return replaced.histories.store
     limit_ms = options.history_timeout_ms
     kept = StoreOptions(
         ttl_s=options.history_ttl_s, read_timeout_s=None if limit_ms is None else limit_ms / 1e3
     )
-    return Histories(open_store(default_store(bundle.root) if store is None else store, kept))
+    return open_store(default_store(bundle.root) if url is None else url, kept)
 
 
 def _journal(

@@ -1,13 +1,12 @@
-"""A catalogue version as a request reads it: rows, trie, filters, category groups, histories.
+"""A catalogue version as a request reads it: rows, trie, filters, category groups.
 
 `Snapshot` is the version with its lookup structures. All snapshots of a bundle share one
-`FilterCache` and one `BundleCategories`. `History` is what a user did, as rows of a snapshot.
+`FilterCache` and one `BundleCategories`.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from recserve.bounds import MIN_TIME_US
 from recserve.core.allowed import AllowedItems, packed_rows
 from recserve.core.diversity import Cap, PrefixGroups
 from recserve.features.catalog.catalog import Catalog, item_keys
@@ -244,46 +242,6 @@ class Snapshot:
             if rows.size >= count or head.size < looked_at or allowed is None:
                 return np.asarray(rows[:count])
             looked_at *= POPULAR_GROWTH
-
-
-@dataclass(frozen=True)
-class History:
-    """A user's events, oldest first, without the events of unknown items.
-
-    Attributes:
-        rows: [n] int64 item rows.
-        times: [n] int64 microseconds since 1970, or positions for events without a timestamp.
-        types: [n] int64 numbers of the event types, see `EventTypes`.
-        values: [n] float32 event values.
-        num_events: Number of events, including those of unknown items.
-        degraded: Reasons why the history is incomplete.
-    """
-
-    rows: np.ndarray
-    times: np.ndarray
-    types: np.ndarray
-    values: np.ndarray
-    num_events: int
-    degraded: tuple[str, ...] = ()
-
-    @property
-    def dated(self) -> np.ndarray:
-        """[n] bool: True for events with a timestamp, False for those with a position only."""
-        return self.times >= MIN_TIME_US
-
-    def rows_within(self, seconds: float) -> np.ndarray:
-        """Returns the item rows of recent events.
-
-        Args:
-            seconds: Age limit of an event. Events without a timestamp are always included.
-        """
-        since = time.time_ns() // 1000 - int(seconds * 1e6)
-        return self.rows[~self.dated | (self.times >= since)]
-
-
-EMPTY_HISTORY = History(
-    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), 0
-)
 
 
 @dataclass(frozen=True)

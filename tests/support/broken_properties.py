@@ -24,7 +24,7 @@ from recserve.features.catalog.filters import ItemFilters
 from recserve.features.history.history import Applied
 from recserve.features.history.lmdb_store import LmdbStore
 from recserve.server.transport import gate
-from recserve.service.history.event_changes import EventChanges
+from recserve.service.histories import EventChanges
 from recserve.speculation.verifiers import block, rejection
 
 MODULE = "tests.support.broken_properties"

@@ -28,7 +28,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
 
     async def event_types() -> Response:
         """Return the names of the event types that events may have."""
-        return json_response(app_state.service.histories.event_types())
+        return json_response(app_state.service.histories.list_types())
 
     add_get(app, "/v1/event-types", event_types, "event_types")
 
@@ -36,12 +36,14 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def users(request: Request) -> Response:
         """Return a page of the users with stored events; `prefix`, `limit` and `after`."""
         query = query_of(request, UsersQuery)
-        return json_response(await app_state.from_store(app_state.service.histories.listed, query))
+        return json_response(
+            await app_state.from_store(app_state.service.histories.list_users, query)
+        )
 
     async def history(user_id: str) -> Response:
         """Return a user's events, oldest first."""
         return json_response(
-            await app_state.from_store(app_state.service.histories.history, user_id)
+            await app_state.from_store(app_state.service.histories.list_events, user_id)
         )
 
     async def delete_user(user_id: str) -> Response:

@@ -56,12 +56,14 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def rollback_items(request: Request) -> Response:
         """Restore the items of an earlier catalogue version."""
         body = await app_state.body(request, ROLLBACK)
-        return json_response(await app_state.from_store(app_state.service.rollback_items, body))
+        return json_response(await app_state.from_store(app_state.service.catalog.rollback, body))
 
     @app.delete("/v1/items/{item_id:path}", operation_id="hide_item")
     async def hide_item(item_id: str) -> Response:
         """Remove an item from all answers."""
-        return json_response(await app_state.from_store(app_state.service.hide_item, item_id))
+        return json_response(
+            await app_state.from_store(app_state.service.catalog.hide_item, item_id)
+        )
 
     @app.get("/v1/items/{item_id:path}", operation_id="item")
     async def item(item_id: str) -> Response:

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from recserve import Service
+from recserve.cli.backup import back_up, restore
 from recserve.features.history.history import StoreUnavailable
-from recserve.service.history.backup import back_up, restore
 from tests.support.tiny_bundle import shared_bundle
 
 

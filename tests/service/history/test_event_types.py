@@ -40,7 +40,7 @@ from recserve.features.tables.parquet import SchemaError
 from recserve.models.ranker import load_ranker, save_ranker
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
-from recserve.service.history.event_types import TYPE_TABLE, EventTypes
+from recserve.service.event_types import TYPE_TABLE, EventTypes
 from recserve.service.replacement import open_successor
 from recserve.service.slate_log.reader import read_log, shown_items
 from recserve.training.ranker.ranking_batch import pack

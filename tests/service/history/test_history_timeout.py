@@ -31,7 +31,7 @@ def test_redis_that_stops_degrades_answers_and_loses_no_event(started):
         body = {"user": {"id": user}, "k": 5}
         rank = {"user": {"id": user}, "candidates": [{"item_id": item}]}
         event = {"events": [{"user_id": "new", "item_id": item, "event_id": "e1"}]}
-        reads = service.histories.histories.store
+        reads = service.histories.store
         reads.read_timeout_s = 60.0  # however busy this machine is
         with live(service) as client:
             before = client.post("/v1/recommend", json=body).json()
@@ -65,6 +65,6 @@ def test_the_setting_reaches_the_store_and_lmdb_needs_none(started, tmp_path):
     ):
         config = ServerConfig.load({**settings, "store": store, "device": "cpu", **given})
         with ServiceLoader(config).first() as service:
-            opened = service.histories.histories.store
+            opened = service.histories.store
             assert opened.blocks == isinstance(opened, GuardedStore) == (expected_s is not None)
             assert not opened.blocks or opened.read_timeout_s == expected_s

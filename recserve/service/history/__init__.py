@@ -1,1 +1,0 @@
-"""Stored histories, and the validation of incoming events."""
