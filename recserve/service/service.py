@@ -245,9 +245,7 @@ class Service:
                 catalog=catalog,
                 histories=histories,
                 recommender=recommender,
-                ranker=RankService(engine, catalog, histories, envelope, scorers)
-                if scorers
-                else None,
+                ranker=ranker,
                 signer=signer,
             )
             catalog.open_tools()
