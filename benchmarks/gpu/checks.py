@@ -147,7 +147,7 @@ class AttentionCase:
         if self.limits:
             per_node = torch.tensor(roots)[tree.tree_ids()]
             drawn = (torch.rand(tree.num_nodes, generator=g) * (per_node + 1)).long()
-            tree = replace(tree, root_limits=drawn)
+            tree = replace(tree, prefix_limits=drawn)
         if self.shared:
             tree = replace(tree, shared=torch.tensor([n // 3 for _, n in sizes]))
         total = tree.num_nodes + sum(roots)

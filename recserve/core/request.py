@@ -156,14 +156,14 @@ class RankQuery:
     Attributes:
         root: The user's history.
         candidates: M input rows, one token each.
-        root_limits: [M] number of root rows that each candidate attends to: those older than its
+        prefix_limits: [M] number of root rows that each candidate attends to: those older than its
             exposure. None: all rows.
         deadline_s: As in `SlateQuery`.
     """
 
     root: Prefix
     candidates: NodeInputs
-    root_limits: np.ndarray | None = None
+    prefix_limits: np.ndarray | None = None
     deadline_s: float | None = None
 
 

@@ -37,7 +37,7 @@ class TokenTree:
         offsets: [B + 1]. Tree b holds the nodes `offsets[b] : offsets[b + 1]`.
         kinds: [T] CANDIDATE; all other kinds are scored and never accepted: AUXILIARY, or MASK + i.
             None means all CANDIDATE.
-        root_limits: [T] number of root tokens that the node may see. None means all of them.
+        prefix_limits: [T] number of root tokens that the node may see. None means all of them.
         shared: [B] number of first nodes that every node of the tree sees. None means none.
     """
 
@@ -47,7 +47,7 @@ class TokenTree:
     ends: Tensor
     offsets: Tensor
     kinds: Tensor | None = None
-    root_limits: Tensor | None = None
+    prefix_limits: Tensor | None = None
     shared: Tensor | None = None
 
     @property
@@ -204,6 +204,6 @@ def merge(trees: list[TokenTree]) -> TokenTree:
         torch.cat([t.ends + s for t, s in shifted]),
         torch.cat([trees[0].offsets[:1], *(t.offsets[1:] + s for t, s in shifted)]),
         packed("kinds", CANDIDATE),
-        packed("root_limits", torch.iinfo(torch.int64).max),
+        packed("prefix_limits", torch.iinfo(torch.int64).max),
         packed("shared", 0, per_tree=True),
     )

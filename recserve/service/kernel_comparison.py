@@ -120,11 +120,11 @@ def _int8_pair(weight: Tensor) -> tuple[Product, Product]:
 
 def _attention(dtype: torch.dtype) -> Comparison:
     kv = torch.zeros(PROMPT, HEADS, HEAD_DIM, dtype=dtype)
-    # 14 branches of 4 nodes below a root, and a chain in the same slots.
+    # 14 branches of 4 nodes below a prefix, and a chain in the same slots.
     tokens = torch.arange(PROMPT)
-    root, below = tokens[:200], tokens[200:]
+    prefix, below = tokens[:200], tokens[200:]
     branches = root_branch(below, torch.arange(0, below.shape[0] + 1, 4))
-    tree = TreeBatch(branches, None, below, (root,))
+    tree = TreeBatch(branches, None, below, (prefix,))
     prompt = TreeBatch(chain(tokens), None, tokens, (tokens[:0],))
 
     def run(batch: TreeBatch, in_c: bool) -> Callable[[], object]:

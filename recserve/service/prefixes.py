@@ -13,9 +13,9 @@ from recserve.core.request import Prefix, PrefixKeys
 from recserve.features.ranking.cross_features import UserSide
 from recserve.features.ranking.event_features import EventColumns
 from recserve.features.ranking.ranking import (
-    RankingRoot,
+    RankingPrefix,
     candidate_columns,
-    root_columns,
+    prefix_columns,
     split_history,
     user_side,
     window_columns,
@@ -108,7 +108,7 @@ class RankerPrefixBuilder:
         self.types = types.indices(tables.settings.type_names)
         self.key_seed = key_seed
         self.device = device
-        self._cache: OrderedDict[tuple[Parts, int], tuple[RankingRoot, UserSide]] = OrderedDict()
+        self._cache: OrderedDict[tuple[Parts, int], tuple[RankingPrefix, UserSide]] = OrderedDict()
         self._lock = threading.Lock()
 
     def build(
@@ -135,7 +135,7 @@ class RankerPrefixBuilder:
         tables = _tables(snapshot)
         columns, user = self._user_columns(snapshot, history)
         branches = candidate_columns(tables, columns, rows, shown_at, given, user)
-        limits = None if shown_at is None else branches.root_limits
+        limits = None if shown_at is None else branches.prefix_limits
         return self._prefix(columns), self._inputs(branches.columns.arrays()), limits
 
     def build_user(self, snapshot: Snapshot, history: History) -> Prefix:
@@ -158,7 +158,7 @@ class RankerPrefixBuilder:
             kept = 1 + same - start if same >= max(split, 1) else 0
             yield PrefixKeys(columns.keys, columns.shared, kept)
 
-    def _user_columns(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
+    def _user_columns(self, snapshot: Snapshot, history: History) -> tuple[RankingPrefix, UserSide]:
         """Returns the columns that do not depend on candidates, from a small LRU cache."""
         events = self._events(history)
         key = (_parts(events), snapshot.items.number)
@@ -166,7 +166,7 @@ class RankerPrefixBuilder:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        columns = root_columns(_tables(snapshot), events, self.key_seed)
+        columns = prefix_columns(_tables(snapshot), events, self.key_seed)
         entry = columns, user_side(_tables(snapshot), columns)
         with self._lock:
             self._cache[key] = entry
@@ -174,7 +174,7 @@ class RankerPrefixBuilder:
                 self._cache.popitem(last=False)
         return entry
 
-    def _prefix(self, columns: RankingRoot) -> Prefix:
+    def _prefix(self, columns: RankingPrefix) -> Prefix:
         return Prefix(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
 
     def forget(self, history: History | None) -> None:

@@ -31,7 +31,7 @@ class Prewarm:
         recommender: RecommenderPrefixBuilder | None,
         ranker: RankerPrefixBuilder | None,
     ) -> None:
-        """Connects the engine with the root builders of the models.
+        """Connects the engine with the prefix builders of the models.
 
         Args:
             engine: Runs the prefills.
@@ -71,8 +71,8 @@ class Prewarm:
         Args:
             rewritten: Former and current history by user id.
         """
-        roots = [root for user, each in rewritten.items() for root in self._gone(user, each)]
-        self._engine.forget(*roots)
+        keys = [key for user, each in rewritten.items() for key in self._gone(user, each)]
+        self._engine.forget(*keys)
 
     def _gone(self, user_id: str, rewritten: Rewritten) -> Iterator[PrefixKeys]:
         self._drop(user_id)
@@ -92,11 +92,11 @@ class Prewarm:
         until_s = time.monotonic() + PREWARM_TIMEOUT_S
         requests: list[Request] = []
         if self.ranker is not None:
-            root = self.ranker.build_user(snapshot, history)
-            requests.append(PrewarmQuery(root, "ranker", until_s))
+            prefix = self.ranker.build_user(snapshot, history)
+            requests.append(PrewarmQuery(prefix, "ranker", until_s))
         if self.recommender is not None:
-            root = self.recommender.build(snapshot, history.rows)
-            requests.append(PrewarmQuery(root, "recommender", until_s))
+            prefix = self.recommender.build(snapshot, history.rows)
+            requests.append(PrewarmQuery(prefix, "recommender", until_s))
         return requests
 
     def _submit(self, user_id: str, request: Request) -> None:

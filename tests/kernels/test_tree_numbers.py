@@ -24,12 +24,12 @@ def test_trees_are_counted_and_nodes_know_theirs():
 def test_a_field_that_one_tree_has_is_neutral_in_the_others():
     plain, branches, fork = three()
     kinds = torch.tensor([CANDIDATE, AUXILIARY, CANDIDATE, CANDIDATE])
-    fork = replace(fork, kinds=kinds, root_limits=torch.arange(4), shared=torch.tensor([2]))
+    fork = replace(fork, kinds=kinds, prefix_limits=torch.arange(4), shared=torch.tensor([2]))
     tree = merge([plain, branches, fork])
     assert tree.kinds.tolist() == [CANDIDATE] * 5 + kinds.tolist()
-    assert tree.root_limits.tolist() == [torch.iinfo(torch.int64).max] * 5 + [0, 1, 2, 3]
+    assert tree.prefix_limits.tolist() == [torch.iinfo(torch.int64).max] * 5 + [0, 1, 2, 3]
     assert tree.shared.tolist() == [0, 0, 2]
-    for name in ("kinds", "root_limits", "shared"):
+    for name in ("kinds", "prefix_limits", "shared"):
         assert getattr(merge(three()), name) is None
 
 

@@ -152,14 +152,14 @@ def test_long_history_sees_itself_both_ways_and_no_recent_event() -> None:
 
 
 def test_limits_say_the_same_as_the_token_tree() -> None:
-    """Root: chain with `shared`; candidates: branches with `root_limits`. One mask, twice."""
+    """Root: chain with `shared`; candidates: branches with `prefix_limits`. One mask, twice."""
     root = replace(chain(torch.arange(ROOT)), shared=torch.tensor([SHARED]))
     limits = torch.tensor([SHARED, ROOT, SHARED + 3])
     branches = root_branch(torch.arange(3), torch.arange(4))
-    tree: TokenTree = replace(branches, root_limits=limits)
+    tree: TokenTree = replace(branches, prefix_limits=limits)
     whole = torch.zeros(ROOT + 3, ROOT + 3, dtype=torch.bool)
     whole[:ROOT, :ROOT] = root.dense_mask()
-    whole[ROOT:, :ROOT] = torch.arange(ROOT) < tree.root_limits[:, None]
+    whole[ROOT:, :ROOT] = torch.arange(ROOT) < tree.prefix_limits[:, None]
     whole[ROOT:, ROOT:] = tree.dense_mask()
     assert torch.equal(whole, visible(torch.cat([root_sees(), limits])))
 

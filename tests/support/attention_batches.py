@@ -47,7 +47,7 @@ def draw_batch(kinds, roots, heads, kv_heads, dim, *, cached=0.0, limits=False, 
     if limits:
         per_node = torch.tensor(roots)[tree.tree_ids()]
         drawn = (torch.rand(tree.num_nodes, generator=g) * (per_node + 1)).long()
-        tree = replace(tree, root_limits=drawn)
+        tree = replace(tree, prefix_limits=drawn)
     batch = TreeBatch(tree, queries, slots[sum(roots) :], tuple(prefix_slots))
     keys = torch.randn(total + 7, kv_heads, dim, generator=g)
     values = torch.randn(total + 7, kv_heads, dim, generator=g)

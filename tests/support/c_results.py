@@ -138,7 +138,7 @@ def _attention(dtype: torch.dtype) -> dict[str, Tensor]:
         outs[f"attention {heads} {dim}"] = attend(query, query, query, keys, values)
         limits = torch.from_numpy(Draws(5).random.integers(0, 201, 69))
         for name, tree in (
-            ("limits", replace(batch.tree, root_limits=limits)),
+            ("limits", replace(batch.tree, prefix_limits=limits)),
             ("shared", replace(batch.tree, shared=torch.tensor([7, 2]))),
         ):
             for activation in (SOFTMAX, Activation(32.0)):

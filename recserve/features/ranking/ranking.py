@@ -1,13 +1,13 @@
-"""A ranking request as columns: the user's root, and candidates as branches below it.
+"""A ranking request as columns: the user's prefix, and candidates as branches below it.
 
     profile - long history - recent events -+- candidate 1
-    (root, cached)                          +- candidate 2
+    (prefix, cached)                        +- candidate 2
                                             +- candidate M
 
-The root is one profile token, the long history and the recent events. Profile and long history
+The prefix is one profile token, the long history and the recent events. Profile and long history
 change only when the window moves, by a block of events. A recent row does not depend on the time of
-the request. A cached root therefore stays valid until the window moves, and a new event appends one
-row.
+the request. A cached prefix therefore stays valid until the window moves, and a new event appends
+one row.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Columns:
         tokens: [n] int64 item rows, 0 for the profile.
         groups: [n] int64 PROFILE, LONG, RECENT or CANDIDATE.
         types: [n] int64 event type plus 1, 0 for none.
-        times: [n] int64 position in the root.
+        times: [n] int64 position in the prefix.
         dense: [n, F] float32 features, see `dense_names`.
     """
 
@@ -63,8 +63,8 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class RankingRoot:
-    """The root of one user.
+class RankingPrefix:
+    """The prefix of one user.
 
     Attributes:
         columns: n rows.
@@ -88,11 +88,11 @@ class RankingCandidates:
 
     Attributes:
         columns: M rows, in the order of the request.
-        root_limits: [M] int64 number of root rows that each candidate sees.
+        prefix_limits: [M] int64 number of prefix rows that each candidate sees.
     """
 
     columns: Columns
-    root_limits: np.ndarray
+    prefix_limits: np.ndarray
 
 
 def dense_names(settings: RankingSettings) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ def dense_names(settings: RankingSettings) -> tuple[str, ...]:
     return (*PROFILE_COLUMNS, *EVENT_COLUMNS, *candidate, *settings.side_names)
 
 
-def max_root_rows(settings: RankingSettings) -> int:
-    """Returns the length of the longest root: profile, long history and recent events."""
+def max_prefix_rows(settings: RankingSettings) -> int:
+    """Returns the length of the longest prefix: profile, long history and recent events."""
     return 1 + settings.long_items + settings.recent_items
 
 
@@ -118,27 +118,27 @@ def split_history(num_events: int, settings: RankingSettings) -> tuple[int, int]
     return max(0, split - settings.long_items), split
 
 
-def root_columns(tables: RankingTables, events: EventColumns, salt: int = 0) -> RankingRoot:
-    """Returns the root of a user. An empty history gives the profile token alone.
+def prefix_columns(tables: RankingTables, events: EventColumns, key_seed: int = 0) -> RankingPrefix:
+    """Returns the prefix of a user. An empty history gives the profile token alone.
 
     Args:
         tables: Tables of the catalogue version.
         events: All events of the user, oldest first.
-        salt: Any number, such as a hash of the model version, that is mixed into every key.
+        key_seed: Any number, such as a hash of the model version, that is mixed into every key.
 
     Raises:
         ValueError: If the tables lack an item row.
     """
     start, split = split_history(len(events), tables.settings)
-    return window_columns(tables, events, start, split, salt)
+    return window_columns(tables, events, start, split, key_seed)
 
 
 def window_columns(
-    tables: RankingTables, events: EventColumns, start: int, split: int, salt: int = 0
-) -> RankingRoot:
-    """Returns a root with events start .. split - 1 as long history and all later ones as recent.
+    tables: RankingTables, events: EventColumns, start: int, split: int, key_seed: int = 0
+) -> RankingPrefix:
+    """Returns a prefix with events start .. split - 1 as long history and all later ones as recent.
 
-    Arguments and errors are those of `root_columns`.
+    Arguments and errors are those of `prefix_columns`.
     """
     _check_rows(tables, events.rows)
     window = events.slice(start, len(events))
@@ -154,12 +154,12 @@ def window_columns(
     known = events.slice(max(start - 1, 0), len(events))
     described = event_features(tables, known)[len(known) - len(window) :]
     columns.dense[1:, first : first + len(EVENT_COLUMNS)] = described
-    return RankingRoot(columns, row_keys(columns, salt), 1 + split - start, window)
+    return RankingPrefix(columns, row_keys(columns, key_seed), 1 + split - start, window)
 
 
 def candidate_columns(
     tables: RankingTables,
-    root: RankingRoot,
+    prefix: RankingPrefix,
     rows: np.ndarray,
     shown_at: np.ndarray | None = None,
     given: Mapping[str, np.ndarray] | None = None,
@@ -169,12 +169,12 @@ def candidate_columns(
 
     Args:
         tables: Tables of the catalogue version.
-        root: The user's root.
+        prefix: The user's prefix.
         rows: [M] item rows.
         shown_at: [M] int64 time of exposure, in the unit of the events' times. A candidate sees
             profile, long history and the recent events before that time. None shows all events.
         given: Numeric side information by name, [M] each. NaN keeps the catalogue's own value.
-        user: Result of `user_side` for this root, if available. Ignored if `shown_at` is given.
+        user: Result of `user_side` for this prefix, if available. Ignored if `shown_at` is given.
 
     Raises:
         ValueError: If a row or a name is unknown, or columns differ in length.
@@ -184,32 +184,32 @@ def candidate_columns(
     for name, column in {"shown_at": shown_at, **(given or {})}.items():
         if column is not None and len(column) != rows.size:
             raise ValueError(f"{name} has {len(column)} entries for {rows.size} candidates")
-    limits = np.full(rows.size, len(root), dtype=np.int64)
+    limits = np.full(rows.size, len(prefix), dtype=np.int64)
     if shown_at is None:
-        side = user_side(tables, root) if user is None else user
+        side = user_side(tables, prefix) if user is None else user
         cross = cross_features(tables, side, np.zeros_like(rows), rows)
     else:
-        # Root row 0 is the profile, so root row i belongs to event i - 1.
-        recent_times = root.events.times[root.shared - 1 :]
-        limits = root.shared + np.searchsorted(recent_times, shown_at, side="left")
+        # Row 0 is the profile, so prefix row i belongs to event i - 1.
+        recent_times = prefix.events.times[prefix.shared - 1 :]
+        limits = prefix.shared + np.searchsorted(recent_times, shown_at, side="left")
         # One context per distinct number of visible events (limits without the profile row).
         lengths, owners = np.unique(limits - 1, return_inverse=True)
-        side = _side(tables, root, lengths)
+        side = _side(tables, prefix, lengths)
         order = np.argsort(owners, kind="stable")
         cross = np.empty((rows.size, len(CROSS_COLUMNS)), dtype=np.float32)
         cross[order] = cross_features(tables, side, owners[order], rows[order])
     last = np.zeros(rows.size, dtype=np.int64)
-    if len(root.events):
-        last = root.events.times[(limits - 2).clip(min=0)]
+    if len(prefix.events):
+        last = prefix.events.times[(limits - 2).clip(min=0)]
     moments = moment_features(tables.settings, shown_at, last, limits > 1)
     columns = candidate_rows(tables, rows, limits, cross, moments)
     _override(columns.dense, tables.settings, given or {})
     return RankingCandidates(columns, limits)
 
 
-def user_side(tables: RankingTables, root: RankingRoot) -> UserSide:
+def user_side(tables: RankingTables, prefix: RankingPrefix) -> UserSide:
     """Returns the user's side of candidates without a time of exposure, which see all events."""
-    return _side(tables, root, np.array([len(root) - 1]))
+    return _side(tables, prefix, np.array([len(prefix) - 1]))
 
 
 def candidate_rows(
@@ -224,7 +224,7 @@ def candidate_rows(
     Args:
         tables: Tables of the catalogue version.
         rows: [M] item rows.
-        limits: [M] number of root rows that each candidate sees.
+        limits: [M] number of prefix rows that each candidate sees.
         cross: [M, 16] cross features.
         moments: [M, 6] moment features.
     """
@@ -237,7 +237,7 @@ def candidate_rows(
     return columns
 
 
-def row_keys(columns: Columns, salt: int = 0) -> np.ndarray:
+def row_keys(columns: Columns, key_seed: int = 0) -> np.ndarray:
     """Returns [n] int64 hashes of the rows; equal rows have equal keys."""
     integers = np.stack([columns.tokens, columns.groups, columns.types, columns.times], 1)
     words = np.concatenate(
@@ -252,22 +252,22 @@ def row_keys(columns: Columns, salt: int = 0) -> np.ndarray:
     mixed ^= mixed >> np.uint64(32)
     mixed += MIXERS[: words.shape[1]]
     total = np.bitwise_xor.reduce(mixed * MIXERS[: words.shape[1]], axis=1)
-    total ^= np.uint64(salt * int(MIXERS[0]) % 2**64)
+    total ^= np.uint64(key_seed * int(MIXERS[0]) % 2**64)
     total ^= total >> np.uint64(31)
     return np.asarray((total * np.uint64(0x94D049BB133111EB)).view(np.int64))
 
 
-def visible_rows(root: RankingRoot) -> np.ndarray:
-    """Returns [n] int64 number of root rows that each root row sees.
+def visible_rows(prefix: RankingPrefix) -> np.ndarray:
+    """Returns [n] int64 number of prefix rows that each prefix row sees.
 
     Shared rows see each other; recent rows see earlier rows and themselves.
     """
-    return np.maximum(np.arange(1, len(root) + 1), root.shared)
+    return np.maximum(np.arange(1, len(prefix) + 1), prefix.shared)
 
 
-def _side(tables: RankingTables, root: RankingRoot, lengths: np.ndarray) -> UserSide:
+def _side(tables: RankingTables, prefix: RankingPrefix, lengths: np.ndarray) -> UserSide:
     """Returns the user's side with one context for each number of events seen."""
-    return UserSide.of(tables, Contexts.of(root.events.rows, root.events.values, lengths))
+    return UserSide.of(tables, Contexts.of(prefix.events.rows, prefix.events.values, lengths))
 
 
 def _blank(n: int, settings: RankingSettings) -> Columns:

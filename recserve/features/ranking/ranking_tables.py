@@ -36,8 +36,8 @@ class RankingSettings:
 
     Attributes:
         num_items: Items of the fitted catalogue.
-        long_items: Largest number of events in the long part of a root, see `split_history`.
-        recent_items: Largest number of events in the recent part of a root.
+        long_items: Largest number of events in the long part of a prefix, see `split_history`.
+        recent_items: Largest number of events in the recent part of a prefix.
         block: Events by which the split between the parts moves.
         has_timestamps: Whether events have timestamps.
         has_values: Whether the values of events differ.
@@ -156,7 +156,7 @@ class RankingTables:
             train: Training events.
             items: I items.
             vectors: [I, F] item vectors.
-            long_items: Largest number of events in the long part of a root.
+            long_items: Largest number of events in the long part of a prefix.
             recent_items: Largest number of events in the recent part.
             block: Events by which the split moves, 1..recent_items.
 

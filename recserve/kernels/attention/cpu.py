@@ -136,8 +136,8 @@ def _blocks(batch: TreeBatch, activation: Activation, heads: HeadLayout) -> list
             row = nodes[:, None]
             seen = ((columns <= row) & (row < tree.ends[columns])) | (columns < for_all)
             before = torch.ones(nodes.shape[0], root.shape[0], dtype=torch.bool)
-            if tree.root_limits is not None:
-                before = torch.arange(root.shape[0]) < tree.root_limits[row]
+            if tree.prefix_limits is not None:
+                before = torch.arange(root.shape[0]) < tree.prefix_limits[row]
             seen = torch.cat([before, seen], dim=1)
             slots = torch.cat([root, batch.slots[columns]])
             blocks.append(_Block(rows, slots, _mask(seen, activation, heads)))

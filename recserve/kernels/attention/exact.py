@@ -219,9 +219,9 @@ def _plan(batch: TreeBatch) -> list[_Part]:
         assert prefix_slots.shape[0] + stop - start <= MOST_KEYS
         rows = slice(bounds[b], bounds[b + 1])
         bias = None
-        if tree.root_limits is not None:
+        if tree.prefix_limits is not None:
             place = torch.arange(prefix_slots.shape[0], device=device)
-            bias = _added(place < tree.root_limits[nodes][:, None])
+            bias = _added(place < tree.prefix_limits[nodes][:, None])
         levels = int(tree.depths[nodes].max()) + 1
         shared = 0 if tree.shared is None else int(tree.shared[b])
         if not shared and 2 * levels <= stop - start:

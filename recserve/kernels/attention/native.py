@@ -164,16 +164,16 @@ def supports(batch: TreeBatch) -> bool:
     tree = batch.tree
     if isinstance(batch.prefix_slots, PrefixTable):
         return False
-    if tree.root_limits is None or tree.shared is None:
+    if tree.prefix_limits is None or tree.shared is None:
         return True
     trees = tree.tree_ids()
-    limited = tree.root_limits < batch.root_lengths()[trees]
+    limited = tree.prefix_limits < batch.root_lengths()[trees]
     return not bool((limited & (tree.shared[trees] > 0)).any())
 
 
 def _limits(tree: TokenTree) -> Tensor | None:
     """Returns the root tokens that each node sees. Nodes of a tree with shared nodes see all."""
-    limits = tree.root_limits
+    limits = tree.prefix_limits
     if limits is None or tree.shared is None:
         return None if limits is None else _dense(limits)
     return _dense(limits).masked_fill(tree.shared[tree.tree_ids()] > 0, MOST)

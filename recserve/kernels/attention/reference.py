@@ -67,9 +67,9 @@ def tree_attention(
         root_mask = torch.ones(
             rows.shape[0], prefix_slots.shape[0], dtype=torch.bool, device=query.device
         )
-        if tree.root_limits is not None:
+        if tree.prefix_limits is not None:
             seen = torch.arange(prefix_slots.shape[0], device=query.device)
-            root_mask = seen[None, :] < tree.root_limits[queries[rows], None]
+            root_mask = seen[None, :] < tree.prefix_limits[queries[rows], None]
         mask = torch.cat([root_mask, tree_mask[rows, start:stop]], dim=1)
         key = keys[slots].float().repeat_interleave(groups, dim=1)
         value = values[slots].float().repeat_interleave(groups, dim=1)

@@ -33,7 +33,7 @@ SCAN_NODES = 1024  # nodes whose subtree ends are read at once
 # int64 arrays that are sometimes slices. Aligned or not, one compiled kernel serves them.
 TABLES = [
     *("block_trees", "block_starts", "query_offsets", "query_nodes", "node_offsets", "node_slots"),
-    *("ends", "root_starts", "root_lengths", "prefix_slots", "root_limits", "shared"),
+    *("ends", "root_starts", "root_lengths", "prefix_slots", "prefix_limits", "shared"),
     *("key_exponents", "value_exponents"),
 ]
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2 with a scaled argument saves one product per score
@@ -94,7 +94,7 @@ def _attend_block(
 def _attend(
     query, keys, values, key_exponents, value_exponents, out, lse,
     block_trees, block_starts, query_offsets, query_nodes,
-    node_offsets, node_slots, ends, root_starts, root_lengths, prefix_slots, root_limits, shared,
+    node_offsets, node_slots, ends, root_starts, root_lengths, prefix_slots, prefix_limits, shared,
     scale, inverse_normalizer, num_rows, kv_heads,
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
@@ -133,7 +133,7 @@ def _attend(
         root_length = tl.load(root_lengths + tree).to(tl.int32)
         limit = tl.full([BLOCK_Q * BLOCK_GROUP], 0, dtype=tl.int32) + root_length
         if HAS_LIMITS:
-            own = tl.load(root_limits + node, mask=row_valid, other=0)
+            own = tl.load(prefix_limits + node, mask=row_valid, other=0)
             limit = tl.minimum(own, root_length.to(tl.int64)).to(tl.int32)
         # The grid may be sized for a longer root. Then the first splits cover all of this one.
         chunk = tl.maximum(tl.cdiv(root_length, num_splits), tl.minimum(root_length, SPLIT))
@@ -296,12 +296,12 @@ class TritonTreeAttention:
             partial, lse, trees, starts, self.query_offsets, self.query_nodes,
             tree.offsets, self.batch.slots, tree.ends, self.root_starts, self.root_lengths,
             self.prefix_slots,
-            nothing if tree.root_limits is None else tree.root_limits,
+            nothing if tree.prefix_limits is None else tree.prefix_limits,
             nothing if tree.shared is None else tree.shared,
             dim**-0.5, 1.0 / (self.activation.normalizer or 1.0), rows, keys.shape[1],
             GROUP=plan.group, BLOCK_GROUP=plan.block_group, BLOCK_Q=plan.block_q,
             DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=plan.block_keys,
-            SPLIT=triton_launch.SPLIT_KEYS, SILU=silu, HAS_LIMITS=tree.root_limits is not None,
+            SPLIT=triton_launch.SPLIT_KEYS, SILU=silu, HAS_LIMITS=tree.prefix_limits is not None,
             HAS_SHARED=tree.shared is not None,
             FP8=isinstance(keys, Fp8), NATIVE=self.native, SCAN=SCAN_NODES,
             num_warps=plan.warps, num_stages=plan.stages,

@@ -48,7 +48,7 @@ def propose_branches(requests: Seq[RankQuery]) -> Draft:
     inputs = NodeInputs.cat([r.candidates for r in requests])
     index = torch.arange(len(inputs))
     limits = None
-    if any(r.root_limits is not None for r in requests):
+    if any(r.prefix_limits is not None for r in requests):
         limits = torch.cat([_root_limits(r) for r in requests])
     tree = TokenTree(
         inputs.tokens,
@@ -56,12 +56,12 @@ def propose_branches(requests: Seq[RankQuery]) -> Draft:
         torch.zeros_like(index),
         index + 1,
         counts.cumsum(0),
-        root_limits=limits,
+        prefix_limits=limits,
     ).to(inputs.tokens.device)
     return Draft(tree, inputs)
 
 
 def _root_limits(request: RankQuery) -> Tensor:
-    if request.root_limits is None:
+    if request.prefix_limits is None:
         return torch.full((len(request.candidates),), len(request.root.inputs))
-    return torch.from_numpy(request.root_limits).to(torch.int64)
+    return torch.from_numpy(request.prefix_limits).to(torch.int64)

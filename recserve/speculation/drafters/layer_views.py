@@ -109,4 +109,4 @@ def _drafted(batch: TreeBatch, view: LayerView) -> TreeBatch:
     lengths = on_device([root.shape[0] for root in roots], batch.slots.device)
     limits = (view.window - 1 - batch.tree.depths).clamp(min=0)
     limits = limits.minimum(lengths[batch.tree.tree_ids()])
-    return replace(batch, tree=replace(batch.tree, root_limits=limits), prefix_slots=roots)
+    return replace(batch, tree=replace(batch.tree, prefix_limits=limits), prefix_slots=roots)

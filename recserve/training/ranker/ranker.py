@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from recserve.bundle.bundle import Bundle
 from recserve.features.ranking.event_features import EVENT_COLUMNS, PROFILE_COLUMNS
-from recserve.features.ranking.ranking import LONG, RECENT, dense_names, max_root_rows
+from recserve.features.ranking.ranking import LONG, RECENT, dense_names, max_prefix_rows
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
@@ -269,7 +269,7 @@ def make_ranker(
             num_layers=recipe.num_layers,
             num_heads=recipe.num_heads,
             head_dim=recipe.hidden_size // recipe.num_heads,
-            max_positions=max_root_rows(settings) + 1,
+            max_positions=max_prefix_rows(settings) + 1,
             normalizer=recipe.normalizer,
             dropout=recipe.dropout,
             id_dropout=recipe.id_dropout,

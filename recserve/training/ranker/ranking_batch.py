@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.features.ranking.ranking import Columns, RankingRoot, visible_rows
+from recserve.features.ranking.ranking import Columns, RankingPrefix, visible_rows
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
 
@@ -47,7 +47,7 @@ class RankingBatch:
 
 
 def pack(
-    roots: list[RankingRoot],
+    roots: list[RankingPrefix],
     candidates: Columns,
     limits: np.ndarray,
     sizes: np.ndarray,

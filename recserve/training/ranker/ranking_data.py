@@ -16,10 +16,10 @@ from recserve.features.ranking.cross_features import Contexts, UserSide, cross_f
 from recserve.features.ranking.event_features import EventColumns, moment_features
 from recserve.features.ranking.ranking import (
     Columns,
-    RankingRoot,
+    RankingPrefix,
     candidate_columns,
     candidate_rows,
-    root_columns,
+    prefix_columns,
     window_columns,
 )
 from recserve.features.ranking.ranking_tables import RankingTables, unit_rows
@@ -262,7 +262,7 @@ def held_batches(
         for user, others in zip(chosen.tolist(), drawn, strict=True):
             events = EventColumns.of(log, user)
             at = len(events) - held_back
-            root = root_columns(tables, events.slice(0, at))
+            root = prefix_columns(tables, events.slice(0, at))
             rows = np.concatenate([events.rows[at : at + 1], others])
             moment = np.full(rows.size, events.times[at]) if log.has_timestamps else None
             roots.append(root)
@@ -277,13 +277,13 @@ def held_batches(
                 for name in vars(parts[0].columns)
             }
         )
-        limits = np.concatenate([p.root_limits for p in parts])
-        sizes = np.array([len(p.root_limits) for p in parts])
+        limits = np.concatenate([p.prefix_limits for p in parts])
+        sizes = np.array([len(p.prefix_limits) for p in parts])
         yield pack(roots, columns, limits, sizes, np.concatenate(labels))
 
 
 def _contexts(
-    roots: list[RankingRoot], per_root: np.ndarray, times: np.ndarray
+    roots: list[RankingPrefix], per_root: np.ndarray, times: np.ndarray
 ) -> tuple[np.ndarray, Contexts, np.ndarray]:
     """Returns root limits [n], contexts, and last visible times [n] of n exposures in order."""
     limits, contexts, last = [], [], []

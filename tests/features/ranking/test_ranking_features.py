@@ -22,8 +22,8 @@ from recserve.features.ranking.ranking import (
     RECENT,
     candidate_columns,
     dense_names,
-    max_root_rows,
-    root_columns,
+    max_prefix_rows,
+    prefix_columns,
     row_keys,
     split_history,
     visible_rows,
@@ -98,17 +98,17 @@ def test_new_event_only_appends_until_the_window_slides() -> None:
     events = EventColumns.of(make_log([list(range(30))]), 0)
     kept, slid = 0, 0
     for n in range(1, 30):
-        before, after = (root_columns(tables, events.slice(0, m)) for m in (n - 1, n))
+        before, after = (prefix_columns(tables, events.slice(0, m)) for m in (n - 1, n))
         same_split = split_history(n, tables.settings) == split_history(n - 1, tables.settings)
         assert np.array_equal(after.keys[: len(before)], before.keys) == same_split
         kept, slid = kept + same_split, slid + (not same_split)
-        assert len(after) <= max_root_rows(tables.settings)
+        assert len(after) <= max_prefix_rows(tables.settings)
     assert kept > 2 * slid > 0
 
 
 def test_groups_shared_rows_and_who_sees_whom() -> None:
     tables = make_tables()
-    root = root_columns(tables, EventColumns.of(make_log([list(range(13))]), 0))
+    root = prefix_columns(tables, EventColumns.of(make_log([list(range(13))]), 0))
     groups = root.columns.groups.tolist()
     assert groups == [PROFILE] + [LONG] * 6 + [RECENT] * 5
     assert root.shared == 7
@@ -119,10 +119,10 @@ def test_groups_shared_rows_and_who_sees_whom() -> None:
 def test_user_without_events_has_the_profile_alone() -> None:
     tables = make_tables()
     nothing = EventColumns.of(make_log([[1, 2]]), 0).slice(0, 0)
-    root = root_columns(tables, nothing)
+    root = prefix_columns(tables, nothing)
     assert len(root) == root.shared == 1
     found = candidate_columns(tables, root, np.arange(5), np.full(5, 3 * HOUR))
-    assert found.root_limits.tolist() == [1] * 5
+    assert found.prefix_limits.tolist() == [1] * 5
     assert np.isfinite(found.columns.dense).all()
 
 
@@ -130,12 +130,12 @@ def test_exposure_limits_count_strictly_earlier_events() -> None:
     tables = make_tables()
     events = EventColumns.of(make_log([list(range(13))]), 0)
     events = replace(events, times=np.arange(13) * HOUR)
-    root = root_columns(tables, events)
+    root = prefix_columns(tables, events)
     shown = np.array([0, 8, 9, 10, 12, 13]) * HOUR
     found = candidate_columns(tables, root, np.arange(6), shown)
-    assert found.root_limits.tolist() == [7, 7, 8, 9, 11, 12]
-    assert candidate_columns(tables, root, np.arange(6)).root_limits.tolist() == [12] * 6
-    assert found.columns.times.tolist() == found.root_limits.tolist()
+    assert found.prefix_limits.tolist() == [7, 7, 8, 9, 11, 12]
+    assert candidate_columns(tables, root, np.arange(6)).prefix_limits.tolist() == [12] * 6
+    assert found.columns.times.tolist() == found.prefix_limits.tolist()
     assert set(found.columns.groups.tolist()) == {CANDIDATE}
     waits = column(found.columns.dense, "log_wait", tables)
     np.testing.assert_allclose(waits[2:], np.log1p([1, 1, 1, 1]), atol=1e-6)
@@ -145,7 +145,7 @@ def test_exposure_limits_count_strictly_earlier_events() -> None:
 def test_columns_of_a_candidate_are_its_own(moments: bool) -> None:
     """4,096 candidates, in any order or alone: the same columns, up to the order of sums."""
     tables = make_tables()
-    root = root_columns(tables, EventColumns.of(make_log([list(range(13))]), 0))
+    root = prefix_columns(tables, EventColumns.of(make_log([list(range(13))]), 0))
     noise = np.random.default_rng(5)
     rows = noise.integers(0, NUM_ITEMS, 4096)
     shown = noise.choice(root.events.times, 4096) if moments else None
@@ -163,7 +163,7 @@ def test_columns_of_a_candidate_are_its_own(moments: bool) -> None:
 
 def test_keys_depend_on_every_column_and_the_salt() -> None:
     tables = make_tables()
-    columns = root_columns(tables, EventColumns.of(make_log([[3, 3, 5, 7]]), 0)).columns
+    columns = prefix_columns(tables, EventColumns.of(make_log([[3, 3, 5, 7]]), 0)).columns
     keys = row_keys(columns)
     assert np.unique(keys).size == keys.size
     for name in ("tokens", "groups", "types", "times", "dense"):
@@ -171,7 +171,7 @@ def test_keys_depend_on_every_column_and_the_salt() -> None:
         changed[2] += 1
         again = row_keys(replace(columns, **{name: changed}))
         assert (again != keys).tolist() == [False, False, True, False, False], name
-    assert (row_keys(columns, salt=9) != keys).all()
+    assert (row_keys(columns, key_seed=9) != keys).all()
     assert np.array_equal(row_keys(replace(columns, tokens=columns.tokens.copy())), keys)
 
 
@@ -180,7 +180,7 @@ def test_keys_do_not_collide_on_a_large_log() -> None:
     tables = make_tables(log)
     keys, rows = [], []
     for user in range(log.num_users):
-        root = root_columns(tables, EventColumns.of(log, user))
+        root = prefix_columns(tables, EventColumns.of(log, user))
         c = root.columns
         keys.append(root.keys)
         rows += [
@@ -330,7 +330,7 @@ def test_side_information_is_standardised_and_overridden_by_the_request() -> Non
     items = make_items(price=prices, brand=["x"] * NUM_ITEMS)
     tables = make_tables(items=items)
     assert tables.settings.side_names == ("price",)
-    root = root_columns(tables, EventColumns.of(make_log([[1, 2]]), 0))
+    root = prefix_columns(tables, EventColumns.of(make_log([[1, 2]]), 0))
     rows = np.array([3, 5, 5])
     plain = column(candidate_columns(tables, root, rows).columns.dense, "price", tables)
     assert plain[0] == 0 and plain[1] == plain[2] != 0
@@ -347,8 +347,8 @@ def test_saved_tables_give_the_same_columns_and_take_later_items(tmp_path) -> No
     tables = make_tables(items=items)
     tables.save(tmp_path)
     loaded = RankingTables.load(tmp_path, items, vectors())
-    root = root_columns(tables, EventColumns.of(make_log([list(range(20))]), 0))
-    again = root_columns(loaded, EventColumns.of(make_log([list(range(20))]), 0))
+    root = prefix_columns(tables, EventColumns.of(make_log([list(range(20))]), 0))
+    again = prefix_columns(loaded, EventColumns.of(make_log([list(range(20))]), 0))
     assert np.array_equal(root.keys, again.keys)
     rows = np.arange(NUM_ITEMS)
     expected = candidate_columns(tables, root, rows).columns.dense
@@ -365,7 +365,7 @@ def test_saved_tables_give_the_same_columns_and_take_later_items(tmp_path) -> No
 
 def test_wrong_rows_and_lengths_are_refused() -> None:
     tables = make_tables()
-    root = root_columns(tables, EventColumns.of(make_log([[1, 2]]), 0))
+    root = prefix_columns(tables, EventColumns.of(make_log([[1, 2]]), 0))
     with pytest.raises(ValueError, match=r"item rows span 0..40; expected 0..39"):
         candidate_columns(tables, root, np.array([0, 40]))
     with pytest.raises(ValueError, match="shown_at has 3 entries for 2 candidates"):

@@ -100,8 +100,8 @@ def test_a_candidate_has_the_same_bits_whoever_is_ranked_with_it(limits, dtype):
     tree = replace(tree, ends=torch.cat([torch.arange(1, 301), torch.full((40,), 340)]))
     shared = replace(tree, shared=torch.tensor([0, 30]))
     if limits:
-        full = tree.root_limits.masked_fill(tree.tree_ids() > 0, torch.iinfo(torch.int64).max)
-        shared = replace(shared, root_limits=full)
+        full = tree.prefix_limits.masked_fill(tree.tree_ids() > 0, torch.iinfo(torch.int64).max)
+        shared = replace(shared, prefix_limits=full)
     found = []
     for whole in (tree, shared):
         batch = replace(batch, tree=whole)
@@ -110,7 +110,7 @@ def test_a_candidate_has_the_same_bits_whoever_is_ranked_with_it(limits, dtype):
     for node in (0, 7, 150, 299):
         one = chain(torch.zeros(1, dtype=torch.int64))
         if limits:
-            one = replace(one, root_limits=tree.root_limits[[node]])
+            one = replace(one, prefix_limits=tree.prefix_limits[[node]])
         alone = TreeBatch(one, None, batch.slots[[node]], batch.prefix_slots[:1])
         row = query[[node]]
         got = NativeTreeAttention(alone, silu)(row, row, row, keys, values)
@@ -123,7 +123,7 @@ def test_no_root_token_behind_the_limit_is_seen(limit, activation):
     """All rows have one limit: just below, at and above the ends of blocks of keys."""
     batch, query, keys, values = draw_batch([("branches", 9)], [75], 2, 2, 32)
     limits = torch.full((9,), limit)
-    batch = replace(batch, tree=replace(batch.tree, root_limits=limits))
+    batch = replace(batch, tree=replace(batch.tree, prefix_limits=limits))
     got = NativeTreeAttention(batch, activation)(query, query, query, keys, values)
     expected = reference.tree_attention(query, keys, values, batch, activation)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

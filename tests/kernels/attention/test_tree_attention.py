@@ -78,8 +78,8 @@ def test_shared_rows_are_seen_by_all(cached, shared, kind):
     tree = replace(batch.tree, shared=torch.tensor([shared, 0]))
     assert tree.dense_mask()[0, 3]
     limits = torch.where(tree.tree_ids() > 0, torch.arange(79) % 41, 5)
-    for root_limits in (None, limits):
-        both = replace(batch, tree=replace(tree, root_limits=root_limits))
+    for prefix_limits in (None, limits):
+        both = replace(batch, tree=replace(tree, prefix_limits=prefix_limits))
         same(both, query, keys, values, Activation(normalizer=10.0))
         same(both, query, keys, values, SOFTMAX)
 
@@ -173,7 +173,7 @@ def test_the_reference_has_gradients_for_training(kv_heads, activation, limits, 
     mask = torch.ones(20, 20, dtype=torch.bool).tril()
     mask[6:, 6:] = batch.tree.dense_mask()
     if limits:
-        mask[6:, :6] = torch.arange(6) < batch.tree.root_limits[:, None]
+        mask[6:, :6] = torch.arange(6) < batch.tree.prefix_limits[:, None]
     nodes = torch.arange(14) if batch.queries is None else batch.queries
     padded = torch.zeros(20, 4, 16).index_copy(0, nodes + 6, floats[0])
     attend = DenseAttention(mask)

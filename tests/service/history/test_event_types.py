@@ -35,7 +35,7 @@ from recserve.features.history.type_names import (
     check_type_names,
 )
 from recserve.features.ranking.event_features import EventColumns
-from recserve.features.ranking.ranking import candidate_columns, root_columns
+from recserve.features.ranking.ranking import candidate_columns, prefix_columns
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.parquet import SchemaError
 from recserve.models.ranker import load_ranker, save_ranker
@@ -421,10 +421,10 @@ def test_a_trained_type_is_served_as_it_was_trained(tmp_path):
     rows = np.arange(6)
 
     def evaluate(columns):
-        root = root_columns(tables, columns)
+        root = prefix_columns(tables, columns)
         part = candidate_columns(tables, root, rows)
         labels = np.zeros((rows.size, 2), np.float32)
-        batch = pack([root], part.columns, part.root_limits, np.array([rows.size]), labels)
+        batch = pack([root], part.columns, part.prefix_limits, np.array([rows.size]), labels)
         with torch.no_grad():
             inputs = batch.inputs
             hidden = model(model.embed(inputs), inputs.groups, attend_within(model, batch))

@@ -17,7 +17,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.ranking.event_features import HOUR, EventColumns
-from recserve.features.ranking.ranking import candidate_columns, dense_names, root_columns
+from recserve.features.ranking.ranking import candidate_columns, dense_names, prefix_columns
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
@@ -113,7 +113,7 @@ def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
     assert quality.metrics["conversion_auc"] > 0.8
     assert quality.baselines["popularity"] < 0.6 and quality.baselines["vectors"] < 0.6
     events = EventColumns.of(log, 0)
-    root = root_columns(tables, events)
+    root = prefix_columns(tables, events)
     batch = next(held_batches(log, tables, users[:32], NegativeSampler(log, tables), HeldOut(1)))
     with torch.no_grad():
         logits = score(model, batch)
@@ -157,8 +157,8 @@ def test_training_batch_leaks_nothing() -> None:
                 len(visible) == window.split - window.start or visible.times[-1] < part.times[at]
             )
             assert label[1] == (part.values[at] == 5)
-        root_limits = limits[:, : places.min()]
-        assert (root_limits[groups[:, : places.min()] == 3].size) == 0
+        prefix_limits = limits[:, : places.min()]
+        assert (prefix_limits[groups[:, : places.min()] == 3].size) == 0
     assert seen > 100
 
 
@@ -250,14 +250,14 @@ def test_engine_scores_what_training_scores_and_a_new_event_costs_one_row() -> N
     rows = batch.inputs.tokens.flatten()[batch.candidates].numpy()
 
     def ask(engine: Engine, stop: int) -> Scores:
-        root = root_columns(tables, events.slice(0, stop))
+        root = prefix_columns(tables, events.slice(0, stop))
         found = candidate_columns(tables, root, rows, np.full(rows.size, events.times[stop]))
         inputs = node_inputs(root.columns.arrays())
         answer = engine.run(
             RankQuery(
                 Prefix(inputs, root.keys, root.shared),
                 node_inputs(found.columns.arrays()),
-                found.root_limits,
+                found.prefix_limits,
             )
         )
         assert isinstance(answer, Scores)
@@ -279,14 +279,14 @@ def test_held_batch_has_the_columns_of_serving() -> None:
     sampler = NegativeSampler(log, data.tables)
     batch = next(held_batches(log, data.tables, np.array([7]), sampler, HeldOut(1, negatives=9)))
     events = EventColumns.of(log, 7)
-    root = root_columns(data.tables, events.slice(0, len(events) - 1))
+    root = prefix_columns(data.tables, events.slice(0, len(events) - 1))
     n = len(root)
     assert np.array_equal(batch.inputs.dense[0, :n], root.columns.dense)
     rows = batch.inputs.tokens[0, n:].numpy()
     moment = np.full(10, events.times[-1])
     expected = candidate_columns(data.tables, root, rows, moment)
     assert np.array_equal(batch.inputs.dense[0, n:], expected.columns.dense)
-    assert batch.limits[0, n:].tolist() == expected.root_limits.tolist()
+    assert batch.limits[0, n:].tolist() == expected.prefix_limits.tolist()
     assert rows[0] == events.rows[-1] and not set(rows[1:]) & set(events.rows)
 
 

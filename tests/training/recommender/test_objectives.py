@@ -44,7 +44,7 @@ def build(input: str, normalization: str, **values: object) -> Recommender:
     return model.eval()
 
 
-def root_tokens(model: Recommender, history: list[int]) -> list[int]:
+def history_tokens(model: Recommender, history: list[int]) -> list[int]:
     if model.config.input == "items":
         return [0, *(model.config.num_code_tokens + row for row in history)]
     return [0, *itertools.chain(*(model.item_tokens[row].tolist() for row in history))]
@@ -70,7 +70,7 @@ def next_log_p(
 
 
 def item_log_p(model: Recommender, history: list[int], row: int, hide: set[int]) -> torch.Tensor:
-    tokens = root_tokens(model, history)
+    tokens = history_tokens(model, history)
     codes = CODES[row].tolist()
     levels = (next_log_p(model, tokens, codes[:level], hide)[codes[level]] for level in range(3))
     return sum(levels, torch.zeros(()))
@@ -119,7 +119,7 @@ def test_level_heads_alone_learn_from_a_trunk_without_branches() -> None:
     expected = 0.0
     for first, last in itertools.pairwise(OFFSETS):
         for step in range(first, last):
-            tokens = torch.tensor([root_tokens(model, ROWS[first:step].tolist())])
+            tokens = torch.tensor([history_tokens(model, ROWS[first:step].tolist())])
             hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())[:, -1]
             for level, code in enumerate(CODES[ROWS[step]]):
                 log_p = model.parallel_logits(hidden, level).log_softmax(-1)
@@ -195,7 +195,7 @@ def test_dense_loss_hides_what_was_seen_before() -> None:
         ).parts["dense"]
         expected = 0.0
         for step in range(3):
-            tokens = torch.tensor([root_tokens(model, ROWS[:step].tolist())])
+            tokens = torch.tensor([history_tokens(model, ROWS[:step].tolist())])
             hidden = model(tokens, torch.arange(step + 1), DenseAttention())[:, -1]
             scores = model.dense_scores(hidden)[0]
             scores[ROWS[:step]] = -torch.inf
