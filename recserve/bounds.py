@@ -1,4 +1,6 @@
-"""Bounds of ids, times and texts, for every door: files, HTTP, the store and batch jobs.
+"""Bounds of ids, times and texts, and numbers in their place, for every door.
+
+The doors are files, HTTP, Python, the store and batch jobs.
 
 What `recserve build` accepts, every later command accepts. What one door accepts, the others can
 read and delete. HTTP is stricter for new events only: it refuses times in the future and times that
@@ -8,6 +10,8 @@ the store would delete for their age.
 from __future__ import annotations
 
 import datetime
+import re
+from decimal import Decimal
 
 # Ids of users, items and events, in characters (Unicode code points).
 MAX_ID_LENGTH = 256
@@ -23,6 +27,18 @@ MIN_TIME_US, MAX_TIME_US = 10**12, 2**53
 MAX_POSITION = MIN_TIME_US - 1
 MAX_VALUE = float(2**128 - 2**104)  # the largest finite 32-bit float
 
+# A number in the place of a time counts from 1970 in one of these units, told by its size: from
+# 100 million of the unit up to MAX_TIME_US, which is 1973 to 2255. The ranges do not meet.
+UNITS_PER_S = {
+    "seconds": 1,
+    "milliseconds": 10**3,
+    "microseconds": 10**6,
+    "nanoseconds": 10**9,
+}
+FIRST_S, END_S = 10**8, MAX_TIME_US // 10**6
+NUMBER = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
+MAX_WHOLE = 2**53  # up to here, a float stands for one whole number only
+
 
 def format_time(time_us: int) -> str:
     """Returns a time in RFC 3339."""
@@ -31,3 +47,40 @@ def format_time(time_us: int) -> str:
 
 
 TIMES = f"{format_time(MIN_TIME_US)} to {format_time(MAX_TIME_US - 1)}"
+
+
+def id_of_number(value: object) -> str | None:
+    """Returns the id that a number stands for, which is its digits; None if there is none.
+
+    Integers and decimals stand for their digits. A float does if it is a whole number up to 2**53,
+    as tables turn integers into floats where a value is missing. A boolean is no number.
+    """
+    if isinstance(value, Decimal):
+        exponent = value.as_tuple().exponent  # a letter for infinity and NaN
+        if isinstance(exponent, str) or exponent > 0:
+            value = float(value)
+    if isinstance(value, float) and not abs(value) <= MAX_WHOLE:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return None
+    whole = int(value)
+    return str(whole) if whole == value and abs(whole) < 10**MAX_ID_LENGTH else None
+
+
+def time_of_number(value: object) -> int | None:
+    """Returns the microseconds since 1970 of a number; None if it is in no range of a unit.
+
+    A text of digits is a number, too. Of nanoseconds as an integer, parts of a microsecond are left
+    out; a fraction is rounded.
+    """
+    if isinstance(value, str) and len(value) <= 100 and NUMBER.fullmatch(value):
+        value = float(value) if "." in value else int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return None
+    number = value if isinstance(value, int) else float(value)
+    for per_s in UNITS_PER_S.values():
+        if FIRST_S * per_s <= number < END_S * per_s:
+            if isinstance(number, int):
+                return number * 10**6 // per_s
+            return round(number * (10**6 / per_s))
+    return None

@@ -16,6 +16,7 @@ import msgspec
 import pyarrow as pa
 
 from recserve.batch.part import Generated
+from recserve.bounds import id_of_number
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import column, is_text
 from recserve.schemas.items import MAX_K, InvalidRequest, RecommendRequest, RecommendResponse
@@ -42,13 +43,21 @@ ERRORS = pa.schema(
 )
 
 
-def _is_text_list(kind: Any) -> bool:
-    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and is_text(kind.value_type)
+def _is_id(kind: Any) -> bool:
+    """Whether the values can be ids: text, or numbers, which are read row by row."""
+    if pa.types.is_dictionary(kind):
+        return _is_id(kind.value_type)
+    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    return is_text(kind) or bool(numbers)
+
+
+def _is_id_list(kind: Any) -> bool:
+    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_id(kind.value_type)
 
 
 COLUMNS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "user_id": (is_text, "string"),
-    "history": (_is_text_list, "list<string>"),
+    "user_id": (_is_id, "string or integer"),
+    "history": (_is_id_list, "list<string> or list<integer>"),
     "k": (pa.types.is_integer, "an integer"),
     "strategy": (is_text, "string"),
     "exclude_seen": (pa.types.is_boolean, "bool"),
@@ -193,7 +202,10 @@ class Generator:
         """Yields the first row and the rows of each group, with known columns only."""
         known = users.select([name for name in users.column_names if name in COLUMNS])
         for start in range(0, users.num_rows, self.in_flight):
-            yield start, known.slice(start, self.in_flight).to_pylist()
+            rows = known.slice(start, self.in_flight).to_pylist()
+            for row in rows:
+                row["user_id"] = _user(row["user_id"])
+            yield start, rows
 
     def _body(self, row: dict[str, Any]) -> RecommendRequest:
         """Returns the request of one row. Raises ValueError for an invalid row."""
@@ -231,6 +243,13 @@ def _filter(text: str | None) -> Any:
         raise InvalidRequest("filter", f"expected JSON, got {text[:60]!r} ({error})") from None
 
 
+def _user(given: Any) -> Any:
+    """Returns a user id as text. NaN is a missing value, and another number stays as it is."""
+    if isinstance(given, str) or given != given:
+        return given if isinstance(given, str) else None
+    return id_of_number(given) or given
+
+
 def _checked(result: RecommendResponse | Exception) -> RecommendResponse | Exception:
     """Turns a slate that was computed without the user's history into an error."""
     if isinstance(result, RecommendResponse):
@@ -242,7 +261,8 @@ def _checked(result: RecommendResponse | Exception) -> RecommendResponse | Excep
 
 
 def _refused(number: int, row: dict[str, Any], error: Exception) -> dict[str, Any]:
-    return {"row": number, "user_id": row["user_id"], "reason": str(error)}
+    user = row["user_id"]
+    return {"row": number, "user_id": None if user is None else str(user), "reason": str(error)}
 
 
 def _answer_table(answers: list[tuple[str, RecommendResponse]]) -> pa.Table:

@@ -35,6 +35,15 @@ MODELS = ("recommender", "retriever", "ranker", "sasrec")
 DRAFTERS = ("drafters/nezha", "drafters/speculative")
 CATALOG_FILES = (CATALOG, VECTORS)
 UNTRAINED = "untrained"
+# What servers read from each section of a manifest. The rest of a section is the record of how it
+# was made, and changes no answer.
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "build": ("type_names", "collaborative_dim", "own_vectors"),
+    "recommender": ("dense_weight",),
+    "retriever": ("recommender",),
+    "drafters/nezha": ("recommender",),
+    "drafters/speculative": ("recommender",),
+}
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_FILES = 4096
 MAX_FILE_BYTES = 256 << 30
@@ -65,18 +74,31 @@ class Manifest:
     """Contents of manifest.json.
 
     Attributes:
-        model_version: Hash prefix of all trained weights, or `untrained`.
         catalog_version: Hash prefix of the catalogue's files.
         files: Expected hash and size of every file, by name relative to the bundle.
         sections: Records of the build and of each training, by name. An untrained model has none.
         format: Name and version of the format.
     """
 
-    model_version: str
     catalog_version: str
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     sections: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     format: str = FORMAT
+
+    @cached_property
+    def model_version(self) -> str:
+        """Hash prefix of everything that can change an answer; `untrained` without a model.
+
+        These are the hashes of all files, the names of the sections, and their `SETTINGS`.
+        """
+        if not any(name.split("/")[0] in MODELS for name in self.files):
+            return UNTRAINED
+        settings = {
+            section: {key: values[key] for key in SETTINGS.get(section, ()) if key in values}
+            for section, values in self.sections.items()
+        }
+        files = {name: entry.sha256 for name, entry in self.files.items()}
+        return _digest({"files": files, "settings": settings})
 
     @property
     def build(self) -> dict[str, Any]:
@@ -98,12 +120,25 @@ class Manifest:
 
     def to_json(self) -> str:
         """Returns sorted, indented JSON; equal manifests give equal bytes."""
-        files = {name: vars(entry) for name, entry in self.files.items()}
-        return json.dumps(vars(self) | {"files": files}, indent=1, sort_keys=True) + "\n"
+        content = {
+            "format": self.format,
+            "model_version": self.model_version,
+            "catalog_version": self.catalog_version,
+            "files": {name: vars(entry) for name, entry in self.files.items()},
+            "sections": self.sections,
+        }
+        return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
     @staticmethod
     def from_json(text: bytes) -> Manifest:
-        """Parses and checks a manifest. Raises BundleError naming the field that is wrong."""
+        """Parses and checks a manifest.
+
+        The version of the models that is written there is not used. It may be that of an older
+        release, which covered fewer parts.
+
+        Raises:
+            BundleError: If a field is wrong. The message names it.
+        """
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -129,7 +164,7 @@ class Manifest:
             raise BundleError(f"{MANIFEST}: files must be an object of at most {MAX_FILES} entries")
         for name, entry in raw["files"].items():
             files[name] = _entry(name, entry)
-        return Manifest(versions[0], versions[1], files, sections)
+        return Manifest(versions[1], files, sections)
 
 
 class FileState(NamedTuple):
@@ -219,7 +254,7 @@ class Bundle:
         root.mkdir(parents=True, exist_ok=True)
         if any(root.iterdir()):
             raise BundleError(f"{root}: not empty; choose another folder or delete this one")
-        return Bundle(root, Manifest(UNTRAINED, ""))
+        return Bundle(root, Manifest(""))
 
     def path(self, name: str) -> Path:
         """Returns the path of a file in the manifest.
@@ -335,11 +370,9 @@ class Bundle:
             ours = not any(part.startswith((".", "checkpoint")) for part in parts)
             if ours and name != MANIFEST and self._inside(name).is_file():
                 files[name] = FileEntry(_sha256(path), path.stat().st_size)
-        trained = {n: e.sha256 for n, e in files.items() if n.split("/")[0] in MODELS}
         listed = {n: e.sha256 for n, e in files.items() if n in CATALOG_FILES}
         self.manifest = replace(
             self.manifest,
-            model_version=_digest(trained) if trained else UNTRAINED,
             catalog_version=_digest(listed),
             files=files,
             sections={**self.manifest.sections, section: dict(values)},
@@ -412,6 +445,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _digest(hashes: Mapping[str, str]) -> str:
-    """Returns 12 hex digits of a hash over sorted names and hashes."""
-    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:12]
+def _digest(content: Mapping[str, Any]) -> str:
+    """Returns 12 hex digits of a hash over plain values; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -56,6 +56,7 @@ from recserve.schemas.scoring import (
     RerankRequest,
     RerankResponse,
 )
+from recserve.schemas.shorthand import AnyId
 from recserve.schemas.text import (
     ChatChunk,
     ChatRequest,
@@ -170,11 +171,11 @@ class AsyncClient:
         """Returns the names of the event types that events may have."""
         return await self.send(operations.event_types(), deadline_s)
 
-    async def history(self, user_id: str, deadline_s: float | None = None) -> HistoryResponse:
+    async def history(self, user_id: AnyId, deadline_s: float | None = None) -> HistoryResponse:
         """Returns a user's events, oldest first."""
         return await self.send(operations.history(user_id), deadline_s)
 
-    async def delete_user(self, user_id: str, deadline_s: float | None = None) -> None:
+    async def delete_user(self, user_id: AnyId, deadline_s: float | None = None) -> None:
         """Deletes a user's stored events."""
         await self.send(operations.delete_user(user_id), deadline_s)
 
@@ -182,7 +183,7 @@ class AsyncClient:
         """Inserts and updates items."""
         return await self.send(operations.put_items(body), deadline_s)
 
-    async def item(self, item_id: str, deadline_s: float | None = None) -> ItemResponse:
+    async def item(self, item_id: AnyId, deadline_s: float | None = None) -> ItemResponse:
         """Returns one item of the catalogue."""
         return await self.send(operations.item(item_id), deadline_s)
 
@@ -194,7 +195,7 @@ class AsyncClient:
         """Returns a page of the ids of users with stored events."""
         return await self.send(operations.users(query), deadline_s)
 
-    async def hide_item(self, item_id: str, deadline_s: float | None = None) -> HideItemResponse:
+    async def hide_item(self, item_id: AnyId, deadline_s: float | None = None) -> HideItemResponse:
         """Removes an item from all answers."""
         return await self.send(operations.hide_item(item_id), deadline_s)
 

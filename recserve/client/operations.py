@@ -18,6 +18,7 @@ from recserve.schemas import items as m
 from recserve.schemas import scoring as s
 from recserve.schemas import text as t
 from recserve.schemas.numbers import ENCODER, exact_number
+from recserve.schemas.shorthand import AnyId, checked_id
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -63,8 +64,9 @@ def _post(path: str, answer: type[T], body: Any, repeatable: bool = True) -> Ope
     return Operation("POST", path, answer, body, repeatable)
 
 
-def _part(text: str) -> str:
+def _part(given: AnyId) -> str:
     """Encodes a path parameter, slashes too. An id of dots is no step in the path."""
+    text = checked_id("id", given)
     return text.replace(".", "%2E") if text in (".", "..") else quote(text, safe="")
 
 
@@ -102,12 +104,12 @@ def event_types() -> Operation[e.EventTypesResponse]:
     return _get("/v1/event-types", e.EventTypesResponse)
 
 
-def history(user_id: str) -> Operation[e.HistoryResponse]:
+def history(user_id: AnyId) -> Operation[e.HistoryResponse]:
     """GET /v1/users/{user_id}/history."""
     return _get(f"/v1/users/{_part(user_id)}/history", e.HistoryResponse)
 
 
-def delete_user(user_id: str) -> Operation[None]:
+def delete_user(user_id: AnyId) -> Operation[None]:
     """DELETE /v1/users/{user_id}."""
     return Operation("DELETE", f"/v1/users/{_part(user_id)}", None)
 
@@ -117,7 +119,7 @@ def put_items(body: m.ItemsRequest) -> Operation[m.ItemsResponse]:
     return Operation("PUT", "/v1/items", m.ItemsResponse, body)
 
 
-def item(item_id: str) -> Operation[m.ItemResponse]:
+def item(item_id: AnyId) -> Operation[m.ItemResponse]:
     """GET /v1/items/{item_id}."""
     return _get(f"/v1/items/{_part(item_id)}", m.ItemResponse)
 
@@ -132,7 +134,7 @@ def users(query: b.UsersQuery) -> Operation[b.UserPage]:
     return _get(_with_query("/v1/users", query), b.UserPage)
 
 
-def hide_item(item_id: str) -> Operation[m.HideItemResponse]:
+def hide_item(item_id: AnyId) -> Operation[m.HideItemResponse]:
     """DELETE /v1/items/{item_id}."""
     return Operation("DELETE", f"/v1/items/{_part(item_id)}", m.HideItemResponse, repeatable=False)
 

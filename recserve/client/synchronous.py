@@ -56,6 +56,7 @@ from recserve.schemas.scoring import (
     RerankRequest,
     RerankResponse,
 )
+from recserve.schemas.shorthand import AnyId
 from recserve.schemas.text import (
     ChatChunk,
     ChatRequest,
@@ -166,11 +167,11 @@ class Client:
         """Returns the names of the event types that events may have."""
         return self.send(operations.event_types(), deadline_s)
 
-    def history(self, user_id: str, deadline_s: float | None = None) -> HistoryResponse:
+    def history(self, user_id: AnyId, deadline_s: float | None = None) -> HistoryResponse:
         """Returns a user's events, oldest first."""
         return self.send(operations.history(user_id), deadline_s)
 
-    def delete_user(self, user_id: str, deadline_s: float | None = None) -> None:
+    def delete_user(self, user_id: AnyId, deadline_s: float | None = None) -> None:
         """Deletes a user's stored events."""
         self.send(operations.delete_user(user_id), deadline_s)
 
@@ -178,7 +179,7 @@ class Client:
         """Inserts and updates items."""
         return self.send(operations.put_items(body), deadline_s)
 
-    def item(self, item_id: str, deadline_s: float | None = None) -> ItemResponse:
+    def item(self, item_id: AnyId, deadline_s: float | None = None) -> ItemResponse:
         """Returns one item of the catalogue."""
         return self.send(operations.item(item_id), deadline_s)
 
@@ -190,7 +191,7 @@ class Client:
         """Returns a page of the ids of users with stored events."""
         return self.send(operations.users(query), deadline_s)
 
-    def hide_item(self, item_id: str, deadline_s: float | None = None) -> HideItemResponse:
+    def hide_item(self, item_id: AnyId, deadline_s: float | None = None) -> HideItemResponse:
         """Removes an item from all answers."""
         return self.send(operations.hide_item(item_id), deadline_s)
 

@@ -121,10 +121,15 @@ class ArmSplit:
 
 
 def fnv1a_32(text: str) -> int:
-    """Returns the 32-bit FNV-1a hash of the text's UTF-8 bytes."""
+    """Returns the 32-bit FNV-1a hash of the text's UTF-16 code units, as the JavaScript SDK does.
+
+    JavaScript keeps text in UTF-16. A character beyond U+FFFF is two units there, and one half of
+    it alone is a unit, too.
+    """
+    units = text.encode("utf-16-le", "surrogatepass")
     value = FNV_OFFSET
-    for byte in text.encode():
-        value = (value ^ byte) * FNV_PRIME & 0xFFFFFFFF
+    for low, high in zip(units[::2], units[1::2], strict=True):
+        value = (value ^ (low | high << 8)) * FNV_PRIME & 0xFFFFFFFF
     return value
 
 

@@ -6,11 +6,20 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.items import Rejection, RequestId, StrictStruct
+from recserve.schemas.items import (
+    ID,
+    OR_TYPE,
+    TIME,
+    Rejection,
+    RequestId,
+    StrictStruct,
+)
 
 MAX_EVENTS = 1000
 REPLACE, REMOVE = "replace", "remove"
 
+AnyId = Annotated[str, Meta(extra_json_schema={OR_TYPE: ID})]
+AnyTime = Annotated[str, Meta(extra_json_schema={OR_TYPE: TIME})]
 Correcting = Annotated[str, Meta(extra_json_schema={"enum": [REPLACE, REMOVE]})]
 
 
@@ -18,10 +27,11 @@ class EventInput(StrictStruct, frozen=True, kw_only=True, gc=False):
     """One event of a user. Each event is validated by itself; a bad one does not affect the others.
 
     Attributes:
-        user_id: The user.
+        user_id: The user. An integer in the place of an id stands for its digits.
         item_id: The item; required unless `correction` is `remove`.
         type: Event type, one of GET /v1/event-types. None means `event`.
-        timestamp: RFC 3339 time with a zone. None means now; with `replace`, the stored time.
+        timestamp: RFC 3339 time with a zone, or a number since 1970 in seconds, milliseconds,
+            microseconds or nanoseconds. None means now; with `replace`, the stored time.
         event_id: Id of the event. An event with a stored id is a duplicate.
         value: A number that the event carries.
         correction: `replace` overwrites the user's stored event that has this event_id. `remove`
@@ -30,11 +40,11 @@ class EventInput(StrictStruct, frozen=True, kw_only=True, gc=False):
             is listed in `unattributed`, and the event is stored all the same.
     """
 
-    user_id: str
-    item_id: str | None = None
+    user_id: AnyId
+    item_id: AnyId | None = None
     type: str | None = None
-    timestamp: str | None = None
-    event_id: str | None = None
+    timestamp: AnyTime | None = None
+    event_id: AnyId | None = None
     value: float | None = None
     correction: Correcting | None = None
     attribution_token: str | None = None

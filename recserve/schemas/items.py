@@ -32,7 +32,18 @@ MAX_TIMEOUT_MS = 60_000
 MAX_OUTCOMES = 64
 MAX_WINDOW_S = 10 * 365 * 86_400
 
-Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+# An integer may stand in the place of an id and a number in the place of a time, see
+# `validation.number_texts`. The key marks such texts, also in schemas, where it names the type.
+OR_TYPE = "x-or-type"
+ID, TIME = "integer", "number"
+Id = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=MAX_ID_LENGTH,
+        extra_json_schema={OR_TYPE: ID},
+    ),
+]
 Category = Annotated[str, Meta(min_length=1, max_length=MAX_CATEGORY_LENGTH)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 REQUEST_ID = Meta(
@@ -44,7 +55,10 @@ Cap = Annotated[int, Meta(ge=1, le=MAX_K)]
 Level = Annotated[int, Meta(ge=0, le=63)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 Mix = Annotated[dict[Name, Weight], Meta(min_length=1, max_length=MAX_OUTCOMES)]
-Moment = Annotated[datetime.datetime, Meta(tz=True)]
+Moment = Annotated[
+    datetime.datetime,
+    Meta(tz=True, extra_json_schema={OR_TYPE: TIME}),
+]
 
 
 class InvalidRequest(ValueError):

@@ -11,9 +11,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from recserve.bounds import id_of_number
+from recserve.schemas.items import InvalidRequest
 from recserve.schemas.validation import converted
 
 T = TypeVar("T", bound=msgspec.Struct)
+AnyId = str | int | float | Decimal  # a number stands for its digits if it is whole
 
 
 def checked(body: T | Mapping[str, Any], kind: type[T]) -> T:
@@ -30,14 +33,31 @@ def checked(body: T | Mapping[str, Any], kind: type[T]) -> T:
     """
     given = msgspec.to_builtins(body, builtin_types=(Decimal,), enc_hook=_refused)
     if isinstance(given, dict):
-        if isinstance(given.get("user"), str):
-            given["user"] = {"id": given["user"]}
+        user = given.get("user")
+        if user is not None and not isinstance(user, dict):
+            given["user"] = {"id": user}
         candidates = given.get("candidates")
         if isinstance(candidates, list):
             given["candidates"] = [
-                {"item_id": one} if isinstance(one, str) else one for one in candidates
+                one if isinstance(one, dict) else {"item_id": one} for one in candidates
             ]
     return converted(given, kind)
+
+
+def checked_id(param: str, value: AnyId) -> str:
+    """Returns an id as text; an integer stands for its digits. The store checks its length.
+
+    Raises:
+        InvalidRequest: If the value is neither a text nor an integer.
+    """
+    text = value if isinstance(value, str) else id_of_number(_plain(value))
+    if text is None:
+        raise InvalidRequest(param, f"expected string or integer, got {str(value)[:60]}")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _refused(value: Any) -> Any:

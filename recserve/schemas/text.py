@@ -13,7 +13,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from recserve.schemas.chat_messages import ChatMessage
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import (
-    Id,
     InvalidRequest,
     Name,
     RequestId,
@@ -306,7 +305,7 @@ class TextResponse(Struct, frozen=True, kw_only=True):
         experiment: Experiment and arm, where the request is in one; in the place of `metrics`.
     """
 
-    id: Id
+    id: str
     object: str
     created: int
     model: str

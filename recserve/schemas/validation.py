@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, inspect
 
-from recserve.schemas.items import InvalidRequest, MissingField, UnknownField
+from recserve.bounds import MAX_WHOLE, format_time, id_of_number, time_of_number
+from recserve.schemas.items import ID, OR_TYPE, InvalidRequest, MissingField, UnknownField
 from recserve.schemas.numbers import ENCODER
 
 T = TypeVar("T")
@@ -23,18 +25,25 @@ Step = str | int
 _PLACE = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field (.*)", re.DOTALL)
+_MISTYPED = re.compile(r"Expected (?:str|datetime)(?: \| null)?, got (\w+)")
 _MISSING = re.compile(r"Object missing required field (.*)")
 GOT_FLOAT = "got `float`"
-MAX_WHOLE = 2.0**53  # up to here, a float stands for one whole number only
+MAX_NUMBER = 10**100  # larger ones are not written as text
 _ENTRY = "[...]"  # msgspec's path step for some entry of a mapping; it does not name the key
 
 
 def converted(given: Any, kind: type[T]) -> T:
     """Converts plain Python values to a message type. A float such as 5.0 counts as an integer.
 
+    Numbers may stand in the place of ids and times, see `number_texts`.
+
     Raises:
         InvalidRequest: If the values do not fit the type.
     """
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError:
+        given = number_texts(given, kind)
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -46,6 +55,70 @@ def converted(given: Any, kind: type[T]) -> T:
         return msgspec.convert(whole, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise validation_error(str(error), whole, kind) from None
+
+
+def number_texts(given: Any, kind: Any) -> Any:
+    """Returns plain values with texts for the numbers in the place of ids and times.
+
+    A number that stands for no id stays as it is. One that stands for no time becomes its digits,
+    so that the message about it is that of other texts.
+
+    Args:
+        given: Plain values of a message.
+        kind: Type of the message. Its texts name what a number means there (`OR_TYPE`).
+    """
+    for path, meaning in _number_fields(kind):
+        given = _mapped(given, path, _id_text if meaning == ID else _time_text)
+    return given
+
+
+@lru_cache(maxsize=256)
+def _number_fields(kind: Any) -> tuple[tuple[tuple[str, ...], str], ...]:
+    """Returns paths to ids and times of a type, `*` for each element of a list."""
+    found: list[tuple[tuple[str, ...], str]] = []
+
+    def visit(there: inspect.Type, path: tuple[str, ...], above: tuple[Any, ...]) -> None:
+        if isinstance(there, inspect.Metadata):
+            if meaning := (there.extra_json_schema or {}).get(OR_TYPE):
+                found.append((path, meaning))
+            visit(there.type, path, above)
+        elif isinstance(there, inspect.UnionType):
+            for one in there.types:
+                visit(one, path, above)
+        elif isinstance(there, inspect.ListType):
+            visit(there.item_type, (*path, "*"), above)
+        elif isinstance(there, inspect.StructType) and there.cls not in above:
+            for field in there.fields:
+                visit(field.type, (*path, field.encode_name), (*above, there.cls))
+
+    visit(inspect.type_info(kind), (), ())
+    return tuple(found)
+
+
+def _mapped(given: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:
+    """Returns values with those at a path changed; only the containers on the path are copied."""
+    if not path:
+        return change(given)
+    step, rest = path[0], path[1:]
+    if step == "*" and isinstance(given, list | tuple):
+        return [_mapped(value, rest, change) for value in given]
+    if isinstance(given, dict) and step in given:
+        return {**given, step: _mapped(given[step], rest, change)}
+    return given
+
+
+def _id_text(value: Any) -> Any:
+    text = id_of_number(value)
+    return value if text is None else text
+
+
+def _time_text(value: Any) -> Any:
+    time_us = time_of_number(value)
+    if time_us is not None:
+        return format_time(time_us)
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return value
+    return str(value) if abs(value) < MAX_NUMBER else value
 
 
 def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
@@ -107,6 +180,9 @@ def _expected(reason: str, there: Sequence[dict[str, Any]]) -> str:
     if reason.startswith("Invalid enum value"):
         names = sorted({name for schema in there for name in schema.get("enum", ())})
         return f"expected {' or '.join(names)}"
+    others = [schema[OR_TYPE] for schema in there if OR_TYPE in schema]
+    if others and _MISTYPED.fullmatch(reason):
+        return f"expected string or {others[0]}"
     descriptions = [schema["description"] for schema in there if "description" in schema]
     if descriptions and " matching regex " in reason:
         return f"expected {descriptions[0]}"

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from recserve.schemas.items import InvalidRequest
-from recserve.schemas.validation import GOT_FLOAT, converted, validation_error
+from recserve.schemas.validation import converted, validation_error
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
         plain = _plain(raw, decoder.float_hook)
-        if GOT_FLOAT in str(error):
+        if plain is not UNSET:
             return _converted(plain, decoder.type)
         raise validation_error(str(error), plain, decoder.type) from None
     except RecursionError:
@@ -43,7 +43,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
 
 
 def _converted(plain: Any, kind: type[T]) -> T:
-    """Converts a body that has a float in the place of an integer. Raises InvalidRequest."""
+    """Converts a body with numbers in the place of others or of texts. Raises InvalidRequest."""
     try:
         return converted(plain, kind)
     except RecursionError:

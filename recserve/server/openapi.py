@@ -91,7 +91,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         kinds, ref_template="#/components/schemas/{name}"
     )
     by_kind = dict(zip(kinds, schemas, strict=True))
-    _complete_arrays(components)
+    _complete(components)
     said["components"] = {"schemas": components}
     _explain(components)
     for path, operations in said["paths"].items():
@@ -136,20 +136,25 @@ def _event(chunk: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _complete_arrays(schema: Any) -> None:
-    """Writes arrays as generators of clients expect them; the meaning stays.
+def _complete(schema: Any) -> None:
+    """Writes schemas as generators of clients expect them; the meaning stays.
 
     - An array has `items` or `prefixItems`.
     - `items: false` is left out beside `maxItems`, which says the same.
+    - A text for which a number may stand is one of two types.
     """
     if isinstance(schema, dict):
+        if m.OR_TYPE in schema:
+            text = dict(schema)
+            schema.clear()
+            schema["anyOf"] = [text, {"type": text.pop(m.OR_TYPE)}]
         if schema.get("items") is False and "maxItems" in schema:
             del schema["items"]
         if schema.get("type") == "array" and "prefixItems" not in schema:
             schema.setdefault("items", {})
         schema = list(schema.values())
     for inner in schema if isinstance(schema, list) else ():
-        _complete_arrays(inner)
+        _complete(inner)
 
 
 def _only(value: Any) -> dict[str, Any]:

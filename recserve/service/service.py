@@ -26,10 +26,8 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.stats import EngineStats
 from recserve.features.catalog.item_journal import ItemJournal
-from recserve.features.history.circuit_breaker import CircuitBreaker
 from recserve.features.history.history import StoreOptions
 from recserve.features.history.stores import open_store
-from recserve.features.history.timed_reads import TimedReads
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.kernels.native.processor import instruction_set
@@ -52,7 +50,7 @@ from recserve.schemas.items import (
     RollbackRequest,
     RollbackResponse,
 )
-from recserve.schemas.shorthand import checked
+from recserve.schemas.shorthand import AnyId, checked, checked_id
 from recserve.service.attribution import Envelope, Signer
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.history.event_changes import import_events
@@ -368,31 +366,32 @@ class Service:
         """Returns the names of the event types that events may have. Raises UnknownModel."""
         return self.histories.event_types()
 
-    def history(self, user_id: str) -> HistoryResponse:
+    def history(self, user_id: AnyId) -> HistoryResponse:
         """Returns a user's stored events.
 
         Raises StoreUnavailable, CorruptHistory or InvalidRequest.
         """
-        return self.histories.history(user_id)
+        return self.histories.history(checked_id("user_id", user_id))
 
-    def delete_user(self, user_id: str) -> None:
+    def delete_user(self, user_id: AnyId) -> None:
         """Removes a user from the history store and from the caches.
 
         Raises StoreUnavailable or InvalidRequest.
         """
-        self.histories.delete(user_id)
+        self.histories.delete(checked_id("user_id", user_id))
 
-    def item(self, item_id: str) -> ItemResponse:
+    def item(self, item_id: AnyId) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""
-        return self.catalog.get(item_id)
+        return self.catalog.get(checked_id("item_id", item_id))
 
     def put_items(self, body: ItemsRequest | Fields) -> ItemsResponse:
         """Inserts and updates items. Raises JournalError or InvalidRequest."""
         return self.catalog.put(checked(body, ItemsRequest))
 
-    def hide_item(self, item_id: str) -> HideItemResponse:
+    def hide_item(self, item_id: AnyId) -> HideItemResponse:
         """Removes an item from all answers. Raises UnknownItem or JournalError."""
-        return HideItemResponse(item_id=item_id, catalog_version=self.catalog.hide(item_id))
+        item = checked_id("item_id", item_id)
+        return HideItemResponse(item_id=item, catalog_version=self.catalog.hide(item))
 
     def rollback_items(self, body: RollbackRequest) -> RollbackResponse:
         """Restores the items of an earlier version. Raises UnknownVersion or JournalError."""
@@ -458,17 +457,14 @@ def _open_histories(
 ) -> Histories:
     """Opens the history store, or shares that of the replaced service."""
     if replaced is not None:
-        shared = replaced.histories.histories
-        histories = Histories(shared.store, blocks=shared.blocks, timed=shared.timed)
+        histories = Histories(replaced.histories.histories.store)
         histories.owns_store = False
         return histories
-    kept = StoreOptions(ttl_s=options.history_ttl_s)
-    opened = open_store(default_store(bundle.root) if store is None else store, kept)
-    if not opened.blocks:
-        return Histories(opened, blocks=False)
-    guarded, limit_ms = CircuitBreaker(opened), options.history_timeout_ms
-    timed = None if limit_ms is None else TimedReads(guarded, limit_ms / 1e3)
-    return Histories(guarded, blocks=True, timed=timed)
+    limit_ms = options.history_timeout_ms
+    kept = StoreOptions(
+        ttl_s=options.history_ttl_s, read_timeout_s=None if limit_ms is None else limit_ms / 1e3
+    )
+    return Histories(open_store(default_store(bundle.root) if store is None else store, kept))
 
 
 def _journal(

@@ -62,7 +62,7 @@ def test_everything_is_read_back(built: Path) -> None:
 
 def test_manifest_round_trip() -> None:
     entry = FileEntry("0" * 64, 3)
-    manifest = Manifest("m", "c", {"a/b.bin": entry}, {"ranker": {"auc": 0.7}})
+    manifest = Manifest("c", {"a/b.bin": entry}, {"ranker": {"auc": 0.7}})
     assert Manifest.from_json(manifest.to_json().encode()) == manifest
 
 

@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+from growthbook import core as growthbook
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from recserve.experiments.assignment import (
@@ -77,6 +80,23 @@ NAMESPACES = [
     ("4", "namespace2", 0.4, 1, False),
 ]
 
+# Seed, value, FNV-1a of the value, hash version 2, hash version 1. Computed by the function
+# `hashFnv32a` of GrowthBook's JavaScript SDK (src/util.ts) in Node.
+BEYOND_ASCII = [
+    ("seed", "é", 1812687940, 0.8663, 0.467),
+    ("seed", "用户", 3303804768, 0.536, 0.551),
+    ("größe", "user-ü", 2857670243, 0.9187, 0.414),
+    ("экс", "пользователь", 2238000502, 0.6637, 0.686),
+    ("seed", "\uffff", 2041487694, 0.1646, 0.465),
+    ("seed", "😀", 3409036472, 0.4346, 0.895),
+    ("s", "a😀b", 2412414209, 0.5656, 0.348),
+    ("s", "𝒳𝒴", 1510457232, 0.255, 0.535),
+    ("s", "👩\u200d👩\u200d👧", 3655870623, 0.8964, 0.81),
+    ("exp", "\ud83d", 931276136, 0.0472, 0.889),
+]
+ANY_TEXT = st.text(st.characters(), max_size=12)
+BASIC_PLANE = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=()), max_size=12)
+
 
 @pytest.mark.parametrize(("seed", "value", "expected"), HASHES)
 def test_hashes_are_those_of_growthbook(seed, value, expected):
@@ -100,11 +120,43 @@ def test_namespaces_are_those_of_growthbook(unit, name, start, end, expected):
 
 
 def test_fnv_equals_the_published_values():
-    """Test values of the FNV reference page; text beyond ASCII is hashed as UTF-8."""
+    """Test values of the FNV reference page."""
     assert fnv1a_32("") == 0x811C9DC5
     assert fnv1a_32("a") == 0xE40C292C
     assert fnv1a_32("foobar") == 0xBF9CF968
-    assert fnv1a_32("é") == fnv1a_32(b"\xc3\xa9".decode())
+
+
+@pytest.mark.parametrize(("seed", "value", "fnv", "second", "first"), BEYOND_ASCII)
+def test_text_beyond_ascii_hashes_as_in_javascript(seed, value, fnv, second, first):
+    assert fnv1a_32(value) == fnv
+    assert hash_v2(seed, value) == second
+    assert Namespace(seed, BucketRange(first, first + 0.0005)).includes(value)
+
+
+@given(seed=BASIC_PLANE, value=BASIC_PLANE)
+@settings(max_examples=200, deadline=None)
+def test_drawn_texts_hash_as_in_growthbooks_python_package(seed, value):
+    """Within the basic plane, code points and code units agree, so any release of it will do."""
+    assert hash_v2(seed, value) == growthbook.gbhash(seed, value, 2)
+    expected = growthbook.gbhash(f"__{seed}", value, 1)
+    assert expected is not None
+    assert Namespace(seed, BucketRange(expected, expected + 0.0005)).includes(value)
+
+
+@given(text=ANY_TEXT)
+@settings(max_examples=200, deadline=None)
+def test_the_hash_is_over_utf16_code_units(text):
+    units: list[int] = []
+    for point in map(ord, text):
+        if point <= 0xFFFF:
+            units.append(point)
+        else:
+            high, low = divmod(point - 0x10000, 0x400)
+            units += [0xD800 + high, 0xDC00 + low]
+    expected = 2166136261
+    for unit in units:
+        expected = (expected ^ unit) * 16777619 % 2**32
+    assert fnv1a_32(text) == expected
 
 
 def test_a_unit_always_gets_the_same_arm_and_a_higher_coverage_moves_nobody():

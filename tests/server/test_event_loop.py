@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from recserve.core.errors import QueueFull
-from recserve.features.history.circuit_breaker import CircuitBreaker
-from recserve.features.history.history import HistoryStore, StoreUnavailable
+from recserve.features.history.history import StoreUnavailable
+from recserve.features.history.stores import GuardedStore
 from recserve.service import Service
-from recserve.service.history.histories import Histories
 from recserve.service.pending import Pending
 from recserve.service.rank import RankService
 from recserve.service.snapshot import Snapshot
 from tests.support.live_server import live
+from tests.support.partial_stores import PartialStore
 from tests.support.tiny_bundle import shared_bundle
 
 
@@ -81,7 +81,7 @@ def test_a_large_answer_is_made_on_a_thread(service, monkeypatch, k):
     assert [name.startswith("items") for name in threads] == [k == 300]
 
 
-class HangingStore(HistoryStore):
+class HangingStore(PartialStore):
     def __init__(self):
         self.go_on, self.calls = threading.Event(), 0
 
@@ -93,8 +93,8 @@ class HangingStore(HistoryStore):
 
 def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
     store = HangingStore()
-    owned = service.histories
-    service.histories = Histories(CircuitBreaker(store), blocks=True)
+    histories = service.histories.histories
+    owned, histories.store = histories.store, GuardedStore(store)
     with live(service) as client, ThreadPoolExecutor(40) as pool:
         item = client.get("/playground/samples").json()["items"][0]
         stuck = [
@@ -114,5 +114,5 @@ def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
         store.go_on.set()
         answers = [future.result() for future in stuck]
         assert {a.json()["degraded"][0] for a in answers} == {"history_unavailable"}
-        assert service.histories.store.circuit.is_open
-    service.histories = owned
+        assert histories.store.calls.is_open
+    histories.store = owned

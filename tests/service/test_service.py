@@ -294,7 +294,7 @@ def test_a_damaged_history_is_said_and_a_closed_store_too(tmp_path):
         assert "damaged" in rejected[0].reason
         service.delete_user(user)
         assert recommend(service, user).degraded == ["cold_start"]
-        service.histories.close()
+        service.histories.histories.close()
         assert recommend(service, user).degraded == ["history_unavailable", "cold_start"]
 
 

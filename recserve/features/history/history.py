@@ -1,4 +1,4 @@
-"""Histories: the latest events of each user, packed, behind one protocol for every store.
+"""Histories: the latest events of each user, how they change, and the base class of the stores.
 
 A stored value is a header and one fixed-size record per event, oldest first:
 
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from itertools import groupby
 
 import numpy as np
 
-from recserve.bounds import MAX_ID_LENGTH, MAX_TIME_US, MAX_USER_ID_BYTES, MAX_VALUE
+from recserve.bounds import MAX_ID_LENGTH, MAX_TIME_US, MAX_USER_ID_BYTES, MAX_VALUE, MIN_TIME_US
 from recserve.features.history.type_names import MAX_EVENT_TYPES
 
 EVENT_DTYPE = np.dtype(
@@ -171,15 +172,18 @@ class StoreOptions:
         map_size_bytes: Largest size of the store's file.
         ttl_s: Age at which `open_store` deletes an event; None keeps events forever. It applies to
             every store.
+        read_timeout_s: Time that a request waits for a history in a store that waits for a
+            network; None waits for the store. `open_store` sees to it.
     """
 
     cap: int = DEFAULT_CAP
     timeout_s: float = 0.25
     map_size_bytes: int = 8 << 30
     ttl_s: float | None = None
+    read_timeout_s: float | None = None
 
 
-class HistoryStore(Protocol):
+class HistoryStore(ABC):
     """Stores the histories of all users.
 
     A history is a read-only EVENT_DTYPE array, oldest first, of at most `2 * cap` events. All
@@ -196,13 +200,13 @@ class HistoryStore(Protocol):
     ttl_s: float | None = None
 
     @classmethod
+    @abstractmethod
     def open(cls, url: str, options: StoreOptions) -> HistoryStore:
         """Returns the store of a URL whose scheme is registered for this class.
 
         Raises:
             StoreUnavailable: If the store cannot be opened.
         """
-        ...
 
     def get(self, user_id: str) -> np.ndarray:
         """Returns a user's events; no events for an unknown user. Raises CorruptHistory."""
@@ -211,6 +215,11 @@ class HistoryStore(Protocol):
             raise found
         return found
 
+    def read(self, user_id: str) -> np.ndarray:
+        """As `get`, for a request, which may not wait as long as the store takes."""
+        return self.get(user_id)
+
+    @abstractmethod
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
         """Returns the events of each user in one round trip.
 
@@ -237,6 +246,7 @@ class HistoryStore(Protocol):
             raise applied
         return applied.taken
 
+    @abstractmethod
     def append_many(
         self, changes: Mapping[str, Sequence[Change]]
     ) -> dict[str, Applied | CorruptHistory]:
@@ -246,6 +256,7 @@ class HistoryStore(Protocol):
         as a CorruptHistory in its place.
         """
 
+    @abstractmethod
     def delete(self, user_id: str) -> bool:
         """Deletes a user's history, damaged or not. Returns whether there was one."""
 
@@ -263,8 +274,22 @@ class HistoryStore(Protocol):
         """
         raise ListingUnsupported("this history store cannot list its users")
 
+    @abstractmethod
     def close(self) -> None:
         """Releases the store."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A history after changes.
+
+    Attributes:
+        history: EVENT_DTYPE array.
+        applied: Which changes were made.
+    """
+
+    history: np.ndarray
+    applied: Applied
 
 
 def event_key(event_id: str) -> int:
@@ -337,3 +362,87 @@ def _checksum(head: bytes, body: bytes | memoryview) -> bytes:
     digest = hashlib.sha1(head, usedforsecurity=False)
     digest.update(body)
     return digest.digest()[:8]
+
+
+def merge(history: np.ndarray, changes: Sequence[Change], cap: int) -> Merged:
+    """Makes changes in the given order, then trims a history of over `2 * cap` events to `cap`.
+
+    A new event is inserted by time, after events of the same time. An event whose key is already
+    stored is skipped. A replacement with another time is moved likewise; any other replacement
+    keeps its position.
+
+    Args:
+        history: EVENT_DTYPE array, oldest first.
+        changes: Changes in the order in which they are made.
+        cap: Events per user.
+    """
+    after = history
+    taken: list[bool] = []
+    for run in runs(changes):
+        done = _added(after, run) if isinstance(run, list) else _corrected(after, run)
+        after = done.history
+        taken += done.applied.taken
+    trimmed = after[-cap:] if len(after) > 2 * cap else after
+    revised = None if _begins_with(trimmed, history) else Revised(history, trimmed)
+    return Merged(trimmed, Applied(taken, revised))
+
+
+def runs(changes: Sequence[Change]) -> Iterator[list[StoredEvent] | Correction]:
+    """Yields changes in order, with consecutive new events grouped as one list."""
+    for are_new, run in groupby(changes, lambda change: isinstance(change, StoredEvent)):
+        if are_new:
+            yield [change for change in run if isinstance(change, StoredEvent)]
+        else:
+            yield from (change for change in run if not isinstance(change, StoredEvent))
+
+
+def _added(history: np.ndarray, events: Sequence[StoredEvent]) -> Merged:
+    """Inserts new events by time."""
+    new = records(events)
+    known = set(history["event_key"].tolist())
+    accepted = []
+    for key in new["event_key"].tolist():
+        accepted.append(key not in known)
+        known.add(key)
+    fresh = new[accepted]
+    if fresh.size:
+        fresh = fresh[np.argsort(fresh["time_us"], kind="stable")]
+        late = history.size > 0 and fresh["time_us"][0] < history["time_us"][-1]
+        history = np.concatenate([history, fresh])
+        if late:
+            history = history[np.argsort(history["time_us"], kind="stable")]
+    return Merged(history, Applied(accepted))
+
+
+def without_expired(history: np.ndarray, before_us: int) -> np.ndarray:
+    """Returns a history without the timestamps before `before_us`; positions have no age."""
+    dated, kept = np.searchsorted(history["time_us"], [MIN_TIME_US, before_us])
+    if kept <= dated:
+        return history
+    return np.concatenate([history[:dated], history[kept:]]) if dated else history[kept:]
+
+
+def _corrected(history: np.ndarray, change: Correction) -> Merged:
+    """Replaces or removes one event, or removes the events that have expired."""
+    if isinstance(change, Expiry):
+        rest = without_expired(history, change.before_us)
+        return Merged(rest, Applied([rest.size < history.size]))
+    found = np.flatnonzero(history["event_key"] == np.uint64(change.event_key))
+    if not found.size:
+        return Merged(history, Applied([False]))
+    place = int(found[0])
+    rest = np.delete(history, place)
+    if isinstance(change, Removal):
+        return Merged(rest, Applied([True]))
+    new, time_us = records([change.event]), history["time_us"][place]
+    if change.keeps_time:
+        new["time_us"] = time_us
+    elif change.event.time_us != time_us:
+        # After events of the same time.
+        place = int(np.searchsorted(rest["time_us"], change.event.time_us, side="right"))
+    return Merged(np.concatenate([rest[:place], new, rest[place:]]), Applied([True]))
+
+
+def _begins_with(history: np.ndarray, beginning: np.ndarray) -> bool:
+    """Whether a history starts with exactly these events."""
+    return history[: len(beginning)].tobytes() == beginning.tobytes()

@@ -22,11 +22,11 @@ from recserve.features.history.history import (
     StoredUsers,
     StoreOptions,
     StoreUnavailable,
+    merge,
     pack,
     read_stored,
     user_key,
 )
-from recserve.features.history.history_merge import merge
 
 MAX_READERS = 512
 

@@ -1,6 +1,12 @@
-"""The registry of history stores, which maps a URL's scheme to the class that opens it.
+"""Opens history stores: the store of a URL, behind what requests need in front of it.
 
-Other packages register a class in the entry-point group `recserve.stores`, under its scheme:
+    a store that waits for a network     GuardedStore -> ExpiringStore -> RedisStore, a plug-in's
+    a local one                                          ExpiringStore -> LmdbStore
+
+`ExpiringStore` is there if events expire. `GuardedStore` gives up on a store that hangs or is slow.
+
+The registry maps a URL's scheme to the class that opens it. Other packages register a class in the
+entry-point group `recserve.stores`, under its scheme:
 
     [project.entry-points."recserve.stores"]
     cassandra = "my_package.store:CassandraStore"
@@ -8,13 +14,36 @@ Other packages register a class in the entry-point group `recserve.stores`, unde
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
 from urllib.parse import parse_qsl, urlencode
 
-from recserve.features.history.expiring_store import ExpiringStore
-from recserve.features.history.history import MAX_CAP, HistoryStore, StoreOptions
+import numpy as np
 
+from recserve.bounds import MIN_TIME_US
+from recserve.features.history.history import (
+    MAX_CAP,
+    Applied,
+    Change,
+    CorruptHistory,
+    Expiry,
+    HistoryStore,
+    ListingUnsupported,
+    StoredUsers,
+    StoreOptions,
+    StoreUnavailable,
+    without_expired,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 GROUP = "recserve.stores"
 TTL = "ttl_s"  # option of every store's URL
 _REDIS = "recserve.features.history.redis_store:RedisStore"
@@ -23,9 +52,15 @@ BUILT_IN = (
     *(EntryPoint(scheme, _REDIS, GROUP) for scheme in ("redis", "rediss", "unix")),
 )
 
+PAGE = 500  # users that one step of a sweep reads
+MAX_SWEEP_S = 3600.0
+REST = 4  # a sweep rests this many times as long as it worked
+SLOW_S = 0.1  # a failure that took less delays no request
+NUM_THREADS = 32  # as many as the server has for requests that read the store
+
 
 def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
-    """Opens the store of a URL.
+    """Opens the store of a URL and puts the wrappers that it needs in front of it.
 
     Args:
         url: `lmdb:PATH`, `redis://...`, `rediss://...`, `unix://...`, or a URL with the scheme of
@@ -45,8 +80,10 @@ def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
         ttl_s = options.ttl_s
     if ttl_s is not None and not ttl_s > 0:
         raise ValueError(f"ttl_s is {ttl_s}; expected a number of seconds above 0")
-    store = store_class(url).open(url, replace(options, ttl_s=ttl_s))
-    return store if ttl_s is None else ExpiringStore(store, ttl_s)
+    store: HistoryStore = store_class(url).open(url, replace(options, ttl_s=ttl_s))
+    if ttl_s is not None:
+        store = ExpiringStore(store, ttl_s)
+    return GuardedStore(store, options.read_timeout_s) if store.blocks else store
 
 
 def split_ttl(url: str) -> tuple[str, float | None]:
@@ -81,3 +118,299 @@ def store_class(url: str) -> type[HistoryStore]:
         )
     store: type[HistoryStore] = registered[scheme].load()
     return store
+
+
+class StoreWrapper(HistoryStore):
+    """A store in front of another one; a subclass changes some of its methods.
+
+    Attributes:
+        store: The store behind it.
+    """
+
+    def __init__(self, store: HistoryStore) -> None:
+        self.store, self.ttl_s, self.blocks = store, store.ttl_s, store.blocks
+
+    @classmethod
+    def open(cls, url: str, options: StoreOptions) -> HistoryStore:
+        """Not supported: `open_store` puts wrappers around an open store."""
+        raise NotImplementedError(f"{cls.__name__} has no URL")
+
+    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+        """As the store's own."""
+        return self.store.get_many(user_ids)
+
+    def append_many(
+        self, changes: Mapping[str, Sequence[Change]]
+    ) -> dict[str, Applied | CorruptHistory]:
+        """As the store's own."""
+        return self.store.append_many(changes)
+
+    def delete(self, user_id: str) -> bool:
+        """As the store's own."""
+        return self.store.delete(user_id)
+
+    def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
+        """As the store's own."""
+        return self.store.users(prefix, limit, after)
+
+    def close(self) -> None:
+        """Releases the store."""
+        self.store.close()
+
+
+class ExpiringStore(StoreWrapper):
+    """Returns no event older than `ttl_s` from the store behind it, and deletes such events there.
+
+    A user's expired events are deleted when the user's history changes, and otherwise by a thread
+    that goes through all users every `ttl_s / 10` seconds, at least once an hour. Events that have
+    a position instead of a timestamp do not expire.
+
+    Attributes:
+        ttl_s: Age in seconds at which an event expires.
+    """
+
+    def __init__(
+        self, store: HistoryStore, ttl_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        super().__init__(store)
+        self.ttl_s = ttl_s
+        self._max_age_s, self._clock, self._stop = ttl_s, clock, threading.Event()
+        self._thread = threading.Thread(target=self._keep_sweeping, daemon=True, name="expiry")
+        self._thread.start()
+
+    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+        """As the store's own, without expired events."""
+        before_us = self._before_us()
+        return [
+            found if isinstance(found, CorruptHistory) else without_expired(found, before_us)
+            for found in self.store.get_many(user_ids)
+        ]
+
+    def append_many(
+        self, changes: Mapping[str, Sequence[Change]]
+    ) -> dict[str, Applied | CorruptHistory]:
+        """As the store's own. It also deletes the expired events of these users."""
+        before_us = self._before_us()
+        applied = self.store.append_many(
+            {user_id: [Expiry(before_us), *made] for user_id, made in changes.items()}
+        )
+        return {user_id: _without_first(each) for user_id, each in applied.items()}
+
+    def sweep(self) -> int:
+        """Deletes the expired events of all users.
+
+        Returns:
+            Number of users who had any.
+
+        Raises:
+            ListingUnsupported: If the store cannot list its users.
+            StoreUnavailable: If the store does not answer.
+        """
+        num_users, after = 0, None
+        while not self._stop.is_set():
+            began_s = time.monotonic()
+            page = self.store.users("", PAGE, after)
+            num_users += self._swept(list(dict.fromkeys(page.ids)))
+            if (after := page.next) is None:
+                break
+            self._stop.wait(REST * (time.monotonic() - began_s))
+        return num_users
+
+    def close(self) -> None:
+        """Ends the thread, then closes the store."""
+        self._stop.set()
+        self._thread.join()
+        self.store.close()
+
+    def _swept(self, user_ids: list[str]) -> int:
+        """Deletes the expired events of some users, and returns how many of them had any."""
+        before_us = self._before_us()
+        found = zip(user_ids, self.store.get_many(user_ids), strict=True)
+        late = [
+            user_id
+            for user_id, history in found
+            if not isinstance(history, CorruptHistory)
+            and without_expired(history, before_us).size < history.size
+        ]
+        if late:
+            self.store.append_many({user_id: [Expiry(before_us)] for user_id in late})
+        return len(late)
+
+    def _keep_sweeping(self) -> None:
+        while True:
+            try:
+                if num_users := self.sweep():
+                    log.info("deleted expired events of %d users", num_users)
+            except ListingUnsupported:
+                log.warning("this store cannot list users; events expire when a user gets new ones")
+                return
+            except StoreUnavailable as error:
+                log.warning("expired events are not deleted now: %s", error)
+            if self._stop.wait(min(self._max_age_s / 10, MAX_SWEEP_S)):
+                return
+
+    def _before_us(self) -> int:
+        return max(MIN_TIME_US, int((self._clock() - self._max_age_s) * 1e6))
+
+
+def _without_first(applied: Applied | CorruptHistory) -> Applied | CorruptHistory:
+    """Returns the result without that of the expiry, which came first."""
+    if isinstance(applied, CorruptHistory):
+        return applied
+    return Applied(applied.taken[1:], applied.revised)
+
+
+class GuardedStore(StoreWrapper):
+    """Refuses calls at once while the store behind it hangs, and reads while it is slow.
+
+    Two circuits count by their own rules, so that a slow store still takes changes:
+
+    - `calls` opens after five calls in a row that failed slowly. Quick failures, such as a refused
+      connection, do not count.
+    - `reads` opens when five of the last ten reads of requests failed or were over time.
+
+    While a circuit is open, one call per second tries the store.
+
+    Attributes:
+        read_timeout_s: Time limit of `read`; None waits for the store.
+        calls: Circuit of all calls.
+        reads: Circuit of `read`.
+    """
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        read_timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store)
+        self.read_timeout_s, self._clock = read_timeout_s, clock
+        self.calls = Circuit("hangs", most_failures=5, window=5, clock=clock)
+        self.reads = Circuit("is too slow or fails", most_failures=5, window=10, clock=clock)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "history")  # starts threads when used
+
+    def read(self, user_id: str) -> np.ndarray:
+        """As `get`, within `read_timeout_s`.
+
+        A read that takes longer continues on a thread, and its result is dropped. A change of a
+        history is not limited: it waits until the store says what is stored.
+        """
+        if self.read_timeout_s is None:
+            return self.get(user_id)
+        self.reads.enter()
+        read = self._threads.submit(self.get, user_id)
+        wait((read,), self.read_timeout_s)
+        if not read.done():
+            read.cancel()
+            self.reads.count_failure()
+            raise StoreUnavailable(f"no answer within {1e3 * self.read_timeout_s:g} ms")
+        try:
+            history = read.result()
+        except StoreUnavailable:
+            self.reads.count_failure()
+            raise
+        except CorruptHistory:
+            self.reads.count_success()
+            raise
+        self.reads.count_success()
+        return history
+
+    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+        """As the store's own."""
+        return self._call(lambda: self.store.get_many(user_ids))
+
+    def append_many(
+        self, changes: Mapping[str, Sequence[Change]]
+    ) -> dict[str, Applied | CorruptHistory]:
+        """As the store's own."""
+        return self._call(lambda: self.store.append_many(changes))
+
+    def delete(self, user_id: str) -> bool:
+        """As the store's own."""
+        return self._call(lambda: self.store.delete(user_id))
+
+    def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
+        """As the store's own."""
+        return self._call(lambda: self.store.users(prefix, limit, after))
+
+    def close(self) -> None:
+        """Takes no more reads and releases the store. Threads end with the reads that they have."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.store.close()
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Calls the store. Raises StoreUnavailable if it fails, or at once while it hangs."""
+        self.calls.enter()
+        began_s = self._clock()
+        try:
+            answer = function()
+        except StoreUnavailable:
+            if self._clock() - began_s >= SLOW_S:
+                self.calls.count_failure()
+            raise
+        self.calls.count_success()
+        return answer
+
+
+class Circuit:
+    """Refuses calls to a history store while it is open, and is closed at first.
+
+    It opens after several failures. Its owner says what a failure is. While it is open, one call
+    per `probe_s` seconds tries the store. The first success closes it.
+
+    Args:
+        trouble: What the store does while the circuit is open, such as `hangs`.
+        most_failures: Failures among the last `window` calls that open it.
+        window: Number of calls that count. If it equals `most_failures`, failures in a row open it.
+        probe_s: Seconds between two tries while it is open.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        trouble: str,
+        most_failures: int = 5,
+        window: int = 5,
+        probe_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.trouble, self.most_failures = trouble, most_failures
+        self.probe_s, self._clock = probe_s, clock
+        self._lock = threading.Lock()
+        self._last: deque[bool] = deque(maxlen=window)  # whether each of the last calls failed
+        self._next_probe_s: float | None = None  # None while it is closed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it refuses calls."""
+        return self._next_probe_s is not None
+
+    def enter(self) -> None:
+        """Begins a call. Raises StoreUnavailable if it is refused."""
+        with self._lock:
+            if self._next_probe_s is None:
+                return
+            if self._clock() < self._next_probe_s:
+                raise StoreUnavailable(
+                    f"the history store {self.trouble}; it is tried again every second"
+                )
+            self._next_probe_s = self._clock() + self.probe_s
+
+    def count_failure(self) -> None:
+        """Counts a failure."""
+        with self._lock:
+            if self._next_probe_s is not None:
+                return
+            self._last.append(True)
+            if sum(self._last) >= self.most_failures:
+                log.error("the history store %s; requests go on without histories", self.trouble)
+                self._next_probe_s = self._clock() + self.probe_s
+
+    def count_success(self) -> None:
+        """Counts a success."""
+        with self._lock:
+            if self._next_probe_s is not None:
+                log.info("the history store answers again")
+                self._last.clear()
+            self._last.append(False)
+            self._next_probe_s = None

@@ -7,6 +7,7 @@ SchemaError with a reason that follows the words "column NAME". All rows are con
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,19 +18,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recserve.bounds import MAX_POSITION, MAX_TIME_US, MIN_TIME_US
+from recserve.bounds import (
+    END_S,
+    FIRST_S,
+    MAX_POSITION,
+    MAX_TIME_US,
+    MAX_WHOLE,
+    MIN_TIME_US,
+    UNITS_PER_S,
+)
 from recserve.features.tables.parquet import SchemaError, is_text, mistyped
+from recserve.features.tables.rfc3339 import parse_timestamp
 
-# Numbers from 100 million of a unit up to MAX_TIME_US, which is 1973 to 2255. These ranges of the
-# units do not meet, so a number in one of them has one meaning.
-UNITS_PER_S = {
-    "seconds": 1,
-    "milliseconds": 10**3,
-    "microseconds": 10**6,
-    "nanoseconds": 10**9,
-}
-FIRST_S = 10**8
-END_S = MAX_TIME_US // 10**6
 OUT_OF_RANGE = -1
 NULL_TIME = np.iinfo(np.int64).min
 ARROW_UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -281,7 +281,10 @@ def _parse(parts: re.Match[str]) -> int:
             microseconds=1
         )
     except (ValueError, OverflowError):
-        return OUT_OF_RANGE
+        try:  # a leap second is a time, too
+            micros = math.floor(parse_timestamp(text) * 1_000_000)
+        except (ValueError, OverflowError):
+            return OUT_OF_RANGE
     return micros if MIN_TIME_US <= micros < MAX_TIME_US else OUT_OF_RANGE
 
 
@@ -316,7 +319,7 @@ def _whole_floats(values: pa.ChunkedArray, expected: str) -> pa.Array:
     kind = values.type
     numbers = pc.fill_null(values, float("nan")).to_numpy().astype(np.float64)
     null = np.isnan(numbers)
-    exact = 2.0 ** {16: 11, 32: 24, 64: 53}[kind.bit_width]
+    exact = float({16: 2**11, 32: 2**24, 64: MAX_WHOLE}[kind.bit_width])
     with np.errstate(invalid="ignore"):
         wrong = np.flatnonzero(~null & ((numbers != np.rint(numbers)) | (abs(numbers) > exact)))
     if wrong.size:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from decimal import Decimal
+
+from recserve.bounds import NUMBER, UNITS_PER_S, time_of_number
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _EPOCH_DAY = _EPOCH.date().toordinal()
@@ -47,6 +50,26 @@ def parse_timestamp(text: str, utc: bool = False) -> Decimal:
     if leap and whole % 86_400 != 86_399:
         raise ValueError(f"expected RFC 3339, got {text[:60]!r}: no leap second is at that time")
     return whole + Decimal(past.microseconds) / 1_000_000 + fraction
+
+
+def parse_event_time(text: str) -> int:
+    """Returns the time of an event in microseconds since 1970.
+
+    Args:
+        text: RFC 3339 with a zone, or a number since 1970 whose unit is told by its size.
+
+    Raises:
+        ValueError: If the text is neither; the message says what was expected.
+    """
+    time_us = time_of_number(text)
+    if time_us is not None:
+        return time_us
+    if NUMBER.fullmatch(text):
+        raise ValueError(
+            f"expected RFC 3339, or a number since 1970 in {', '.join(UNITS_PER_S)} of the years "
+            f"1973 to 2255, got {text[:60]}"
+        )
+    return math.floor(parse_timestamp(text) * 1_000_000)
 
 
 def parse_date(text: str) -> int:

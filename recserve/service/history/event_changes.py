@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from recserve.features.history.history import (
     mark_id,
     user_key,
 )
-from recserve.features.tables.rfc3339 import parse_timestamp
+from recserve.features.tables.rfc3339 import parse_event_time
 from recserve.schemas.events import REMOVE, REPLACE, EventInput
 from recserve.schemas.items import Rejection
 from recserve.service.history.event_types import EventTypes
@@ -110,7 +109,7 @@ class EventChanges:
 
     def _time_us(self, text: str) -> int:
         try:
-            time_us = math.floor(parse_timestamp(text) * 1_000_000)
+            time_us = parse_event_time(text)
         except ValueError as error:
             raise ValueError(f"timestamp: {error}") from None
         if time_us < MIN_TIME_US:

@@ -19,7 +19,6 @@ from recserve.features.history.history import (
     StoreUnavailable,
     user_key,
 )
-from recserve.features.history.timed_reads import TimedReads
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryEvent, HistoryResponse
 from recserve.schemas.items import InvalidRequest, MissingField, Rejection, UserRef
 from recserve.service.history.event_changes import EventChanges
@@ -62,23 +61,13 @@ class Histories:
     Attributes:
         store: The store.
         types: Event types of the store.
-        blocks: True if a call may wait for a network.
         default_value: Value of an event that does not have one.
-        timed: Reads histories for requests within a time limit; None waits for the store.
         owns_store: True if `close` closes the store; False while another service owns it.
     """
 
-    def __init__(
-        self,
-        store: HistoryStore,
-        blocks: bool,
-        default_value: float = 1.0,
-        timed: TimedReads | None = None,
-    ) -> None:
+    def __init__(self, store: HistoryStore, default_value: float = 1.0) -> None:
         self.store, self.types = store, EventTypes(store)
-        self.blocks = blocks
         self.default_value = default_value
-        self.timed = timed
         self.owns_store = True
 
     def read(
@@ -103,7 +92,7 @@ class Histories:
         if user is None:
             raise MissingField("user", "is required without a history")
         try:
-            stored = (self.timed or self.store).get(user.id)
+            stored = self.store.read(user.id)
         except StoreUnavailable as error:
             log.warning("the history store failed: %s", error)
             return replace(EMPTY_HISTORY, degraded=("history_unavailable",))
@@ -172,8 +161,6 @@ class Histories:
     def close(self) -> None:
         """Closes the store, unless another service owns it."""
         if self.owns_store:
-            if self.timed is not None:
-                self.timed.close()
             self.store.close()
 
     def _inline(self, item_ids: Sequence[str], snapshot: Snapshot) -> History:

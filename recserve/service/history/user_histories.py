@@ -41,7 +41,7 @@ class UserHistories:
     @property
     def blocks(self) -> bool:
         """True if reading a history may wait for a network."""
-        return self.histories.blocks
+        return self.histories.store.blocks
 
     def close(self) -> None:
         """Closes the store, unless another service owns it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-from recserve.features.tables.rfc3339 import parse_timestamp
+from recserve.features.tables.rfc3339 import parse_event_time
 from recserve.schemas.events import REMOVE, EventInput
 from recserve.schemas.items import RecommendResponse, Rejection
 from recserve.service.attribution import MAC_BYTES, BadToken, Signer
@@ -211,4 +210,4 @@ def _misfit(event: EventInput, signer: Signer) -> str | None:
 def _time_us(event: EventInput) -> int:
     if event.timestamp is None:
         return time.time_ns() // 1000
-    return math.floor(parse_timestamp(event.timestamp) * 1_000_000)
+    return parse_event_time(event.timestamp)

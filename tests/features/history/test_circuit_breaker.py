@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from recserve.features.history.circuit_breaker import SLOW_S, CircuitBreaker
-from recserve.features.history.history import EVENT_DTYPE, HistoryStore, StoreUnavailable
+from recserve.features.history.history import EVENT_DTYPE, StoreUnavailable
+from recserve.features.history.stores import SLOW_S, GuardedStore
+from tests.support.partial_stores import PartialStore
 
 
-class Store(HistoryStore):
+class Store(PartialStore):
     """Fails after `takes_s` seconds of the test's clock, or answers."""
 
     def __init__(self):
@@ -31,7 +32,7 @@ def store():
 
 @pytest.fixture
 def breaker(store):
-    return CircuitBreaker(store, clock=lambda: store.now_s)
+    return GuardedStore(store, clock=lambda: store.now_s)
 
 
 def fails(call):

@@ -1,6 +1,5 @@
 """Events older than the store's `ttl_s` are not read, and are deleted from every store."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import redis
 
 from recserve.bounds import MIN_TIME_US
-from recserve.features.history.expiring_store import ExpiringStore
 from recserve.features.history.history import (
     Applied,
     Change,
@@ -20,40 +18,13 @@ from recserve.features.history.history import (
     Replacement,
     StoredEvent,
     StoreOptions,
-    read_stored,
+    merge,
     records,
 )
-from recserve.features.history.history_merge import merge
-from recserve.features.history.stores import open_store, split_ttl
+from recserve.features.history.stores import ExpiringStore, open_store, split_ttl
+from tests.support.partial_stores import MemoryStore
 
 HOUR_S = 3600.0
-
-
-class MemoryStore(HistoryStore):
-    """Histories in the memory of one process, as in the guide; it cannot list its users."""
-
-    blocks = False
-
-    def __init__(self) -> None:
-        self.histories: dict[str, np.ndarray] = {}
-        self._lock = threading.Lock()
-
-    def get_many(self, user_ids):
-        return [self.histories.get(user_id, read_stored(None)) for user_id in user_ids]
-
-    def append_many(self, changes):
-        applied = {}
-        with self._lock:
-            for user_id, made in changes.items():
-                merged = merge(self.get(user_id), made, 8)
-                self.histories[user_id], applied[user_id] = merged.history, merged.applied
-        return applied
-
-    def delete(self, user_id):
-        return self.histories.pop(user_id, None) is not None
-
-    def close(self):
-        pass
 
 
 @pytest.fixture(params=["lmdb", "redis", "memory"])

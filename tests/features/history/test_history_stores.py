@@ -25,11 +25,11 @@ from recserve.features.history.history import (
     StoreOptions,
     StoreUnavailable,
     event_key,
+    merge,
     pack,
     records,
     unpack,
 )
-from recserve.features.history.history_merge import merge
 from recserve.features.history.redis_store import PREFIX
 from recserve.features.history.stores import open_store
 from recserve.features.history.type_names import MAX_EVENT_TYPES

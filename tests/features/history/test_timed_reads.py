@@ -5,17 +5,16 @@ import threading
 import numpy as np
 import pytest
 
-from recserve.features.history.circuit_breaker import CircuitBreaker
 from recserve.features.history.history import (
     EVENT_DTYPE,
     CorruptHistory,
-    HistoryStore,
     StoreUnavailable,
 )
-from recserve.features.history.timed_reads import TimedReads
+from recserve.features.history.stores import GuardedStore
+from tests.support.partial_stores import PartialStore
 
 
-class GatedStore(HistoryStore):
+class GatedStore(PartialStore):
     """A store that answers while its gate is open."""
 
     def __init__(self):
@@ -52,7 +51,7 @@ def clock():
 
 @pytest.fixture
 def reads(store, clock):
-    reads = TimedReads(store, 0.02, clock=clock)
+    reads = GuardedStore(store, 0.02, clock=clock)
     yield reads
     store.gate.set()
     reads.close()
@@ -60,16 +59,16 @@ def reads(store, clock):
 
 def refused(reads, match):
     with pytest.raises(StoreUnavailable, match=match):
-        reads.get("late")
+        reads.read("late")
 
 
 def answered(store, clock, reads):
     """Reads with a time limit that no pause of this machine reaches."""
-    limit_s, reads.timeout_s = reads.timeout_s, 60.0
+    limit_s, reads.read_timeout_s = reads.read_timeout_s, 60.0
     try:
-        assert reads.get("quick").size == 0
+        assert reads.read("quick").size == 0
     finally:
-        reads.timeout_s = limit_s
+        reads.read_timeout_s = limit_s
 
 
 def test_a_read_ends_at_its_time_limit_although_the_store_goes_on(store, reads):
@@ -85,10 +84,10 @@ def test_slow_answers_open_the_circuit_although_some_are_quick(store, clock, rea
         refused(reads, "within")
         store.gate.set()
         answered(store, clock, reads)
-    assert not reads.circuit.is_open
+    assert not reads.reads.is_open
     store.gate.clear()
     refused(reads, "within")
-    assert reads.circuit.is_open
+    assert reads.reads.is_open
     store.gate.set()
     calls = len(store.calls)
     for _ in range(50):
@@ -111,20 +110,20 @@ def test_one_read_per_second_tries_a_slow_store_and_an_answer_in_time_ends_that(
     store.gate.set()
     clock.now_s += 1.0
     answered(store, clock, reads)
-    assert not reads.circuit.is_open
+    assert not reads.reads.is_open
     store.gate.clear()
     for _ in range(4):  # the slow answers of before no longer count
         refused(reads, "within")
-    assert not reads.circuit.is_open
+    assert not reads.reads.is_open
 
 
 def test_failures_count_too_and_damaged_histories_do_not(store, reads):
     """A client that tries again before it fails costs each request some tens of milliseconds."""
-    reads.timeout_s = 60.0
+    reads.read_timeout_s = 60.0
     store.answer = CorruptHistory("damaged")
     for _ in range(20):
         with pytest.raises(CorruptHistory, match="damaged"):
-            reads.get("u")
+            reads.read("u")
     store.answer = StoreUnavailable("refused")
     for _ in range(5):
         refused(reads, "refused")
@@ -132,21 +131,20 @@ def test_failures_count_too_and_damaged_histories_do_not(store, reads):
 
 
 def test_a_slow_store_still_takes_changes(store, clock):
-    """The breaker around the store counts failures; slow answers refuse no change."""
-    breaker = CircuitBreaker(store)
-    reads = TimedReads(breaker, 0.02, clock=clock)
+    """Calls count failures; slow answers refuse no change."""
+    reads = GuardedStore(store, 0.02, clock=clock)
     store.gate.clear()
     for _ in range(5):
         refused(reads, "within")
     store.gate.set()
     refused(reads, "too slow")
-    assert breaker.get("u").size == 0 and not breaker.circuit.is_open
+    assert reads.get("u").size == 0 and not reads.calls.is_open
     reads.close()
 
 
 def test_a_read_that_found_no_thread_never_reaches_the_store(store, reads):
     store.gate.clear()
-    reads.circuit.most_failures = 1000
+    reads.reads.most_failures = 1000
     for _ in range(40):
         refused(reads, "within")
     store.gate.set()

@@ -208,7 +208,7 @@ def test_events_at_the_end_forget_nothing_and_read_nothing(opened, ids, monkeypa
         add(*[event(ids, n) for n in range(5)])
         found = []
         monkeypatch.setattr(one.histories.prewarm, "forget", found.extend)
-        monkeypatch.setattr(one.histories.store, "get_many", found.append)
+        monkeypatch.setattr(one.histories.histories.store, "get_many", found.append)
         answer = add(event(ids, 5), event(ids, 6), event(ids, 6), removal(40))
         assert (answer.accepted, answer.duplicates, answer.corrected) == (2, 1, 0)
         assert found == []

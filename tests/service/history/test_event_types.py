@@ -22,11 +22,10 @@ from recserve.config import ConfigError, ServerConfig
 from recserve.features.catalog.catalog import item_key
 from recserve.features.history.history import (
     CorruptHistory,
-    HistoryStore,
     StoredEvent,
+    merge,
     read_stored,
 )
-from recserve.features.history.history_merge import merge
 from recserve.features.history.stores import open_store
 from recserve.features.history.type_names import (
     EVENT_TYPES,
@@ -47,6 +46,7 @@ from recserve.service.slate_log.reader import read_log, shown_items
 from recserve.training.ranker.ranking_batch import pack
 from recserve.training.ranker.ranking_quality import attend_within
 from tests.support.live_server import live
+from tests.support.partial_stores import PartialStore
 from tests.support.tiny_bundle import built, shared_bundle
 from tests.support.typed_bundles import typed_bundle, write_events
 
@@ -71,7 +71,7 @@ AWKWARD = (
 )
 
 
-class MemoryStore(HistoryStore):
+class MemoryStore(PartialStore):
     """As a store of another package is: the methods of the extending guide and no more."""
 
     blocks = False

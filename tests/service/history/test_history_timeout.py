@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from recserve.config import ServerConfig
+from recserve.features.history.stores import GuardedStore
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service
 from recserve.service.options import ServiceOptions
@@ -30,13 +31,13 @@ def test_redis_that_stops_degrades_answers_and_loses_no_event(started):
         body = {"user": {"id": user}, "k": 5}
         rank = {"user": {"id": user}, "candidates": [{"item_id": item}]}
         event = {"events": [{"user_id": "new", "item_id": item, "event_id": "e1"}]}
-        reads = service.histories.timed
-        reads.timeout_s = 60.0  # however busy this machine is
+        reads = service.histories.histories.store
+        reads.read_timeout_s = 60.0  # however busy this machine is
         with live(service) as client:
             before = client.post("/v1/recommend", json=body).json()
             assert before["degraded"] == []
             redis.send_signal(signal.SIGSTOP)
-            reads.timeout_s = 0.03
+            reads.read_timeout_s = 0.03
             for path, request in (("/v1/recommend", body), ("/v1/rank", rank)):
                 answer = client.post(path, json=request)
                 assert answer.status_code == 200
@@ -45,7 +46,7 @@ def test_redis_that_stops_degrades_answers_and_loses_no_event(started):
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "history_unavailable"
             redis.send_signal(signal.SIGCONT)
-            reads.timeout_s = 60.0
+            reads.read_timeout_s = 60.0
             again = client.post("/v1/events", json=event).json()
             assert again["accepted"] + again["duplicates"] == 1
             stored = client.get("/v1/users/new/history").json()["events"]
@@ -64,5 +65,6 @@ def test_the_setting_reaches_the_store_and_lmdb_needs_none(started, tmp_path):
     ):
         config = ServerConfig.load({**settings, "store": store, "device": "cpu", **given})
         with ServiceLoader(config).first() as service:
-            timed = service.histories.timed
-            assert (None if timed is None else timed.timeout_s) == expected_s
+            opened = service.histories.histories.store
+            assert opened.blocks == isinstance(opened, GuardedStore) == (expected_s is not None)
+            assert not opened.blocks or opened.read_timeout_s == expected_s

@@ -61,7 +61,7 @@ def test_a_store_opened_later_with_a_limit_deletes_what_is_there(tmp_path):
         assert service.history(user).events
     with Service.open(shared_bundle(), f"{url}?ttl_s=86400", "cpu") as service:
         assert service.history(user).events == []
-        store, until_s = service.histories.store.store, time.monotonic() + 20
+        store, until_s = service.histories.histories.store.store, time.monotonic() + 20
         while store.get(user).size and time.monotonic() < until_s:
             time.sleep(0.01)
     store = open_store(url)
