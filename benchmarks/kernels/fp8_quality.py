@@ -1,6 +1,6 @@
 """Measures the quality cost of 8-bit keys and values.
 
-    python -m benchmarks.kernels.fp8_quality --llm ../shared/data/stories260k
+    python -m benchmarks.kernels.fp8_quality --llm stories260k
     python -m benchmarks.kernels.fp8_quality --bundle B --users 3000
 
 With `--llm`, a language model writes texts at temperature 1 with its usual cache. Prefill then

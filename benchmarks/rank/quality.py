@@ -1,6 +1,6 @@
 """Measures the ranker's quality on real events: AUC and GAUC against baselines, and ablations.
 
-    python -m benchmarks.rank.quality --data ../shared/data/amazon-beauty --variants default
+    python -m benchmarks.rank.quality --data amazon-beauty --variants default
 
 Leave-one-out: the last event of each user is ranked against 99 sampled items that the user never
 had. The items are sampled uniformly, and again by popularity to the power 0.75, where popularity

@@ -3,7 +3,6 @@
     python -m benchmarks.recommend.strategies --json A.json           # beams 50, 256
     python -m benchmarks.recommend.strategies --threads 1 --clock cpu # on a busy machine
     python -m benchmarks.recommend.strategies --bundle B              # a bundle's own heads
-    python -m benchmarks.tables docs/results/performance.md strategies=A.json
 
 Random heads are enough to time `nezha`, `rpg` and `dense`. Quality, and the rounds that
 `speculative` and `specgr` save, need trained heads (`recserve evaluate --strategy all`).
@@ -137,7 +136,7 @@ def show(console: Console, title: str, runs: dict[str, dict[str, Runs]]) -> None
 def cells_of(
     runs: dict[str, dict[str, Runs]], width: int, batch: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Returns the cells in the format that tables.py reads."""
+    """Returns the cells in the form that report files hold."""
     shape = "bundle" if options.bundle else options.model
     return [
         {

@@ -6,6 +6,9 @@ Builds a bundle of synthetic items with untrained models and serves it in a proc
 Opens all connections, then sends one /v1/recommend on each at once. A third process asks for
 /health/live on a new connection every 20 ms. Prints the statuses, the time from a request to the
 first 429 and to the last answer, and the latency of the probe before and during the burst.
+
+The longest probe waits for one turn of the event loop. In that turn uvloop reads all sockets, at
+about 30 us each, before it runs any task.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Report:
         return rate
 
     def add(self, cells: list[dict[str, Any]]) -> None:
-        """Adds cells in the format that tables.py reads."""
+        """Adds cells in the form that report files hold."""
         self.content["cells"] += cells
         if self.path:
             write_json(self.path, self.content)

@@ -25,7 +25,7 @@ class VectorIndex(Protocol):
     It holds at least every item that a request may return. Strategies search it; features/vectors
     implements it.
 
-    Implementations: features/vectors/vector_index.py, features/vectors/grown_index.py.
+    Implementations: features/vectors/vector_index.py, features/vectors/vector_index.py.
     """
 
     @property

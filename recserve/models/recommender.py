@@ -1,10 +1,10 @@
 """The recommender: a decoder over a history that generates the next item's semantic id.
 
-Two input forms share one token space (docs/architecture.md). With `codes`, a history item is its L
-code tokens, and the model is a plain Llama. With `items`, a history item is one position: the sum
-of its level embeddings, its projected frozen vector and its id embedding. Roots are L times shorter
-then; generated tokens are still codes. Source of the generation: TIGER (arXiv 2305.05065). Level
-heads, which predict all levels at once, are in models/level_heads.py.
+Two input forms share one token space (docs/concepts/semantic-ids.md). With `codes`, a history item
+is its L code tokens, and the model is a plain Llama. With `items`, a history item is one position:
+the sum of its level embeddings, its projected frozen vector and its id embedding. Roots are L times
+shorter then; generated tokens are still codes. Source of the generation: TIGER (arXiv 2305.05065).
+Level heads, which predict all levels at once, are in models/level_heads.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from recserve.features.vectors.item_graph import ItemLinks, link_items
 from recserve.models.recommender import Recommender
 
 # In a smaller catalogue, scoring all items is faster than a graph search. The measured times are
-# in docs/results/quality.md.
+# in docs/results/performance.md.
 MIN_ITEMS = 32_768
 
 

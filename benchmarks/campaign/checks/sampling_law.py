@@ -4,6 +4,9 @@ Chains of three drafts are followed by a bonus token. Where a step ends earlier,
 with tokens of the target, so that all strings have one length. Strings and first tokens are counted
 and compared with the target's law: for each table of distributions alone, and summed over all
 tables, which finds a small bias that every table has.
+
+A full campaign makes 126 tests or more of 20,000 steps each. A sound rule misses the bound in 0.1
+to 0.2 % of the campaigns.
 """
 
 from __future__ import annotations

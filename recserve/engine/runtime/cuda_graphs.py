@@ -315,8 +315,8 @@ class PrefillBucket:
         return f"prefill {self.rows - 1}"
 
 
-# On an H200 a launched prefill of a model with 28 layers keeps the host busy for 11 to 17 ms, and
-# the device for 5.8 ms at 1,001 rows (docs/results/gpu.md).
+# On an H200 a launched prefill of a model with 28 layers keeps the host busy for 10 to 17 ms, and
+# the device for 5.7 ms at 1,001 rows (docs/results/gpu.md).
 PREFILL_BUCKETS = tuple(PrefillBucket(rows + 1) for rows in (16, 64, 256, 512, 1024))
 
 

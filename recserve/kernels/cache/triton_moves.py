@@ -4,7 +4,7 @@
 
 FP8 needs a second launch for the exponents. Bytes moved: 4 K D elements per token and layer (read
 and written, keys and values). A token that is already in place moves nothing.
-Reference: `reference.move_paths`.
+Reference: `moves.move_paths_reference`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def move_kernel(
 def move_paths(
     keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
-    """Runs `reference.move_paths`."""
+    """Runs `moves.move_paths_reference`."""
     paths, longest = sources.shape
     sources, targets = sources.contiguous(), targets.contiguous()
     for key, value in zip(parts(keys), parts(values), strict=True):

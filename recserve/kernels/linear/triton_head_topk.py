@@ -6,7 +6,7 @@
 Bytes moved: the weights once (P V E elements). Heads that share one matrix become rows of one head.
 Blocks of rows that need the same tile run at the same time and find it in L2. Per row, k of every
 BLOCK_TOKENS logits are written and read. They are keys that order by logit, then by the lower
-token. Reference: `reference.head_topk`.
+token. Reference: `head_topk.head_topk_reference`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def head_kernel(
 
 
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
-    """Runs `reference.head_topk` with one launch and a top-k of k V / BLOCK_TOKENS keys per row."""
+    """Runs `head_topk_reference` in one launch and a top-k of k V / BLOCK_TOKENS keys per row."""
     shape, size = hidden.shape[:2], hidden.shape[2]
     hidden = hidden.contiguous().view(-1, weight.shape[0], size)
     rows, heads = hidden.shape[:2]

@@ -1,4 +1,4 @@
-"""server/burst.py at its smallest: more requests than the queue takes, and a probe meanwhile."""
+"""benchmarks/server/burst.py at its smallest: a queue that is too small, and a probe meanwhile."""
 
 import json
 

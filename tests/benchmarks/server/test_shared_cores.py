@@ -1,4 +1,4 @@
-"""server/shared_cores.py at its smallest: one setting, alone and beside a busy process."""
+"""benchmarks/server/shared_cores.py at its smallest: one setting, alone and beside a process."""
 
 import json
 

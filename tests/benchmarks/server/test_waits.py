@@ -1,4 +1,4 @@
-"""server/waits.py at its smallest: one kind of large request."""
+"""benchmarks/server/waits.py at its smallest: one kind of large request."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Histories as tokens: the numbering of docs/architecture.md, and the sliding window."""
+"""Histories as tokens: the numbering of docs/concepts/semantic-ids.md, and the sliding window."""
 
 import numpy as np
 import pytest
