@@ -361,18 +361,19 @@ class LiveCatalog:
 
     def _append_rows(self, items: CatalogVersion) -> None:
         """Appends the rows of the version that the models do not have yet."""
-        first_tail = len(items.base)  # `tail` arrays hold the rows after the bundle's own
-        for model in (self.models.recommender, self.models.ranker):
-            if model is None or model.num_bound_items >= items.num_rows:
-                continue
-            first = model.num_bound_items - first_tail
-            vectors = torch.from_numpy(items.vectors.tail[first:])
-            trained_rows = torch.from_numpy(items.trained_rows[first:])
-            if model is self.models.recommender:
-                codes = torch.from_numpy(items.codes.tail[first:].astype("int64"))
-                self.models.recommender.append_items(codes, vectors, trained_rows)
-            elif self.models.ranker is not None:
-                self.models.ranker.append_items(vectors, trained_rows)
+        recommender, ranker = self.models.recommender, self.models.ranker
+
+        def read_tail(first: int) -> tuple[torch.Tensor, torch.Tensor]:
+            vectors, trained_rows = items.vectors.tail[first:], items.trained_rows[first:]
+            return torch.from_numpy(vectors), torch.from_numpy(trained_rows)
+
+        # The arrays of the tail begin after the bundle's own rows.
+        if recommender is not None and recommender.num_bound_items < items.num_rows:
+            first = recommender.num_bound_items - len(items.base)
+            codes = torch.from_numpy(items.codes.tail[first:].astype("int64"))
+            recommender.append_items(codes, *read_tail(first))
+        if ranker is not None and ranker.num_bound_items < items.num_rows:
+            ranker.append_items(*read_tail(ranker.num_bound_items - len(items.base)))
 
     def _item_vectors(self, rows: np.ndarray) -> np.ndarray:
         """Returns the retriever's vectors [n, E] of the item rows [n]."""

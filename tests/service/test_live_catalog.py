@@ -518,7 +518,7 @@ def test_over_http(tmp_path):
     with live(opened(tmp_path)) as client:
         items = client.get("/playground/samples").json()["items"]
         first = client.get("/version").json()["catalog_version"]
-        body = {"items": [{"item_id": "a/b", "title": "Rose", "price": 2.5}, {"item_id": 3}]}
+        body = {"items": [{"item_id": "a/b", "title": "Rose", "price": 2.5}, {"item_id": True}]}
         answer = client.put("/v1/items", json=body)
         assert answer.status_code == 200 and answer.json()["inserted"] == 1
         assert answer.json()["rejected"][0]["index"] == 1

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from recserve.features.catalog.item_categories import category_matrix
 from recserve.features.catalog.item_records import ItemRecord, RecordLog
 from recserve.features.catalog.versions import CatalogVersion
+from recserve.features.ranking.item_categories import category_matrix
 from recserve.features.ranking.ranking_tables import RankingTables, standardise, unit_rows
 from recserve.features.tables.arrays import ExtendedArray, GrowableArray, PatchedArray
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from recserve.features.catalog.item_categories import category_matrix, category_vocabulary
+from recserve.features.ranking.item_categories import category_matrix, category_vocabulary
 from recserve.features.tables.arrays import Table
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from recserve.features.catalog.item_categories import category_matrix, category_vocabulary
+from recserve.features.ranking.item_categories import category_matrix, category_vocabulary
 
 PATHS = [["A > B", "C"], [], ["C", "A > B"], ["A > B", "C"], ["D > E > F"], ["unknown"], ["C"]]
 
