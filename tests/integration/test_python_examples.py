@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/guides/observability.md", "docs/reference/python-api.md"]
+    "page", ["README.md", "docs/guides/slate-log.md", "docs/reference/python-api.md"]
 )
 def test_examples_run(folder, page):
     for example in examples_of(page):
