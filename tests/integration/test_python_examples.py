@@ -23,7 +23,7 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 USERS = [f"user{number:06d}" for number in range(8)]
 
 
-def examples_of(page: str) -> list[str]:
+def read_examples(page: str) -> list[str]:
     """Returns the Python blocks of a page. Those of Spark need a cluster."""
     blocks = PYTHON.findall((ROOT / page).read_text(encoding="utf-8"))
     return [block for block in blocks if "pyspark" not in block]
@@ -51,13 +51,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "page", ["README.md", "docs/guides/slate-log.md", "docs/reference/python-api.md"]
 )
 def test_examples_run(folder, page):
-    for example in examples_of(page):
+    for example in read_examples(page):
         run(example)
 
 
 @pytest.mark.slow  # two processes open the models
 def test_the_job_of_the_guide_to_batches_runs(folder):
-    (example,) = examples_of("docs/guides/batch.md")
+    (example,) = read_examples("docs/guides/batch.md")
     assert run(example).splitlines()[-1] == f"{len(USERS)} {50 * len(USERS)} 0"
 
 
@@ -66,7 +66,7 @@ def test_a_service_is_handed_over(folder):
     (bundles / "one").rename(bundles / "sunday")
     (bundles / "two").rename(bundles / "monday")
     (folder / "bundles").symlink_to(bundles)
-    (example,) = examples_of("docs/guides/retraining.md")
+    (example,) = read_examples("docs/guides/retraining.md")
     run(example)
 
 
@@ -76,5 +76,5 @@ def test_the_openai_client_gets_texts(page):
     text = load_text(TextSettings(reference("stories260k"), name="llm"), torch.device("cpu"))
     with Service.of_text(text) as service, live(service) as server:
         address = str(server.base_url).rstrip("/")
-        (example,) = examples_of(page)
+        (example,) = read_examples(page)
         assert run(example.replace("http://127.0.0.1:8080", address)).strip()

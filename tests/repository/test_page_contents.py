@@ -32,7 +32,7 @@ SHELLS = ("bash", "sh", "console", "")
 OTHER_VARIABLES = {"RECSERVE_KEY", "RECSERVE_METRICS_KEY"}
 
 
-def commands_of(page: str) -> list[list[str]]:
+def read_commands(page: str) -> list[list[str]]:
     """Words of each command in shell blocks and in sentences, without assignments before it."""
     lines = [
         line
@@ -55,7 +55,7 @@ def commands_of(page: str) -> list[list[str]]:
 
 
 @functools.cache
-def option_strings(path: Path) -> frozenset[str]:
+def read_options(path: Path) -> frozenset[str]:
     """Texts that begin with a dash, of a module and of modules of benchmarks that it imports."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = set()
@@ -65,11 +65,11 @@ def option_strings(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("benchmarks."):
             other = ROOT / ((node.module or "").replace(".", "/") + ".py")
             if other.is_file() and other != path:
-                found |= option_strings(other)
+                found |= read_options(other)
     return frozenset(found)
 
 
-def wrong_module(words: list[str]) -> str | None:
+def find_module_fault(words: list[str]) -> str | None:
     """Says what is wrong with `python -m MODULE OPTIONS`; None if nothing is."""
     module, rest = words[2], words[3:]
     if module == "pytest":
@@ -82,28 +82,28 @@ def wrong_module(words: list[str]) -> str | None:
     if not file.is_file():
         return f"there is no module {module}"
     given = {word.partition("=")[0] for word in rest if word.startswith("--")}
-    unknown = given - option_strings(file)
+    unknown = given - read_options(file)
     return f"{module} has no {sorted(unknown)}" if unknown else None
 
 
 @functools.cache
-def makefile() -> tuple[frozenset[str], frozenset[str]]:
+def read_makefile() -> tuple[frozenset[str], frozenset[str]]:
     """Targets and variables of the Makefile."""
     source = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^\.PHONY: (.*)$", source, re.MULTILINE)
     return frozenset(targets.split()), frozenset(re.findall(r"\$\((?:\w+ )*?([A-Z_]+)[,)]", source))
 
 
-def wrong_make(words: list[str]) -> str | None:
+def find_make_fault(words: list[str]) -> str | None:
     """Says what is wrong with `make TARGET NAME=VALUE`; None if nothing is."""
-    targets, variables = makefile()
+    targets, variables = read_makefile()
     if words[1] not in targets:
         return f"there is no target {words[1]}"
     unknown = [w for w in words[2:] if "=" in w and w.partition("=")[0] not in variables]
     return f"the Makefile does not read {unknown}" if unknown else None
 
 
-def wrong_docker(words: list[str]) -> str | None:
+def find_docker_fault(words: list[str]) -> str | None:
     """Says which file or argument of a docker command does not exist; None if all do."""
     files = [value for flag, value in zip(words, words[1:], strict=False) if flag == "-f"]
     missing = [name for name in files if not (ROOT / name).is_file()]
@@ -116,7 +116,7 @@ def wrong_docker(words: list[str]) -> str | None:
     return f"{files} has no argument {unknown}" if unknown else None
 
 
-def wrong_helm(words: list[str]) -> str | None:
+def find_helm_fault(words: list[str]) -> str | None:
     """Says which value of a helm command the chart does not have; None if it has all."""
     values = yaml.safe_load((ROOT / "deploy/helm/recserve/values.yaml").read_text())
     settings = [value for flag, value in zip(words, words[1:], strict=False) if flag == "--set"]
@@ -131,7 +131,7 @@ def wrong_helm(words: list[str]) -> str | None:
     return None
 
 
-def wrong_pip(words: list[str]) -> str | None:
+def find_pip_fault(words: list[str]) -> str | None:
     """Says which extra of recserve does not exist; None if all do."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     given = re.findall(r"recserve\[([\w,]+)\]", " ".join(words))
@@ -141,20 +141,25 @@ def wrong_pip(words: list[str]) -> str | None:
 
 EXTRAS = "optional-dependencies"
 SETTINGS = set(ServerConfig.model_fields)
-CHECKS = {"make": wrong_make, "docker": wrong_docker, "helm": wrong_helm, "pip": wrong_pip}
+CHECKS = {
+    "make": find_make_fault,
+    "docker": find_docker_fault,
+    "helm": find_helm_fault,
+    "pip": find_pip_fault,
+}
 
 
-def wrong_command(words: list[str]) -> str | None:
+def find_fault(words: list[str]) -> str | None:
     """Says what is wrong with a command of another program than recserve; None if nothing is."""
     if words[:2] == ["python", "-m"] and len(words) > 2:
-        return wrong_module(words)
+        return find_module_fault(words)
     return CHECKS[words[0]](words) if words[0] in CHECKS and len(words) > 1 else None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_of_other_programs_name_what_is_there(page):
-    commands = commands_of(page.read_text(encoding="utf-8"))
-    assert [wrong for wrong in map(wrong_command, commands) if wrong] == []
+    commands = read_commands(page.read_text(encoding="utf-8"))
+    assert [wrong for wrong in map(find_fault, commands) if wrong] == []
 
 
 @pytest.mark.parametrize(
@@ -172,8 +177,8 @@ def test_commands_of_other_programs_name_what_is_there(page):
     ],
 )
 def test_a_wrong_command_is_found(command):
-    (words,) = commands_of(f"```bash\n{command}\n```\n")
-    assert wrong_command(words)
+    (words,) = read_commands(f"```bash\n{command}\n```\n")
+    assert find_fault(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -184,7 +189,7 @@ def test_environment_variables_are_settings(page):
 
 
 @functools.cache
-def metric_names() -> str:
+def list_metrics() -> str:
     """The table of metrics, and the sources of those of experiments."""
     source = ROOT / "docs" / "_build" / "site_pages.py"
     spec = importlib.util.spec_from_file_location("site_pages", source)
@@ -199,7 +204,7 @@ def metric_names() -> str:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_metrics_exist(page):
     named = set(re.findall(r"\brecserve_[a-z_]+[a-z]\b", page.read_text(encoding="utf-8")))
-    assert [n for n in sorted(named) if n.removesuffix("_total") not in metric_names()] == []
+    assert [n for n in sorted(named) if n.removesuffix("_total") not in list_metrics()] == []
 
 
 NOT_SERVED = {"POST /v1/responses"}
