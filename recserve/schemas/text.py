@@ -106,7 +106,7 @@ class StreamOptions(StrictStruct, frozen=True, kw_only=True):
 
 
 class TextRequest(StrictStruct, frozen=True, kw_only=True):
-    """Fields that both text routes accept. None means the default in docs/reference/http.md."""
+    """Fields of both text routes. None means the default in docs/reference/http-text.md."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None

@@ -11,7 +11,7 @@ BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def test_the_settings_of_the_page_are_valid():
-    page = (ROOT / "docs/guides/experiments.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/live-experiments.md").read_text(encoding="utf-8")
     found = [yaml.safe_load(block) for block in BLOCK.findall(page)]
     given = [one["experiments"] for one in found if "experiments" in one]
     parsed = [parse_experiments(one) for one in given]
