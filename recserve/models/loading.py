@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -156,13 +156,13 @@ def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageMo
         ("pretraining_tp", 1),
         ("quantization_config", None),
     ):
-        if fields.get(name, neutral) != neutral:
+        if fields.get(name) not in (None, neutral):
             raise UnsupportedModel(f"{name} is {fields[name]!r}; only {neutral!r} is computed here")
     heads, size = read_whole(fields, "num_attention_heads"), read_whole(fields, "hidden_size")
     positions = read_whole(fields, "max_position_embeddings")
     head_dim = read_whole(fields, "head_dim", size // heads)
     theta, scaling = _rope(fields, head_dim, served or positions)
-    biased = bool(fields.get("attention_bias", False))
+    biased = read_flag(fields, "attention_bias")
     num_layers = read_whole(fields, "num_hidden_layers")
     decoder = DecoderConfig(
         hidden_size=size,
@@ -184,7 +184,7 @@ def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageMo
     return LanguageModelConfig(
         decoder,
         vocab_size,
-        bool(fields.get("tie_word_embeddings", False)),
+        read_flag(fields, "tie_word_embeddings"),
         begin[0] if begin else None,
         _tokens("config.json", "eos_token_id", fields.get("eos_token_id"), vocab_size),
     )
@@ -222,7 +222,12 @@ def _rope(
     longer than the original positions. Here the longest served text decides for all of them,
     because cached prefixes have to fit every text that continues them.
     """
-    rope = read_object(fields, "rope_parameters") or read_object(fields, "rope_scaling")
+    places = {name: read_object(fields, name) for name in ("rope_parameters", "rope_scaling")}
+    rope = places["rope_parameters"] or places["rope_scaling"]
+    if len({_rope_key(place) for place in places.values() if place}) > 1:
+        raise UnsupportedModel(
+            f"config.json contradicts itself: {places!r:.200}; remove the wrong one"
+        )
     if unknown := sorted(set(rope) - set(ROPE_FIELDS)):
         raise UnsupportedModel(f"config.json: rope_parameters has an unknown field {unknown[0]!r}")
     for share in (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor")):
@@ -279,6 +284,14 @@ def _rope(
     return theta, RopeFactors(
         tuple(map(float, factors)), _positive(rope, "attention_factor", scale)
     )
+
+
+def _rope_key(rope: dict[str, Any]) -> str:
+    """Returns what two descriptions of the same positions have in common."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    apart = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved")
+    rest = {name: value for name, value in rope.items() if name not in apart and value is not None}
+    return repr((kind, sorted(rest.items())))
 
 
 def _yarn(
@@ -345,6 +358,28 @@ def read_whole(
     if value > most:
         raise UnsupportedModel(f"config.json: {name} is {value!r:.40}; expected at most {most}")
     return value
+
+
+def read_flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Returns true or false; a missing field or null gives the default.
+
+    Raises:
+        UnsupportedModel: If it is something else, such as the text "false".
+    """
+    value = fields.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; true or false is needed")
+    return value
+
+
+def read_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Returns a list of texts; a missing one or null gives an empty one."""
+    value = fields.get(name)
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; a list of texts is needed")
+    return tuple(value)
 
 
 def read_object(fields: dict[str, Any], name: str) -> dict[str, Any]:
