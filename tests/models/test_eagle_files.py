@@ -509,8 +509,6 @@ def test_windows_are_read_by_the_rule_of_their_layout(tmp_path, target):
         fields["transformer_layer_config"] = SIZES | WINDOWED | more
         network = load_eagle(written(tmp_path / "less", fields, weights), target)
         assert network.config.views == (LayerView(window=5),), more
-    with pytest.raises(ValueError, match="windows"):
-        save_eagle(network, tmp_path / "saved")
     fields["transformer_layer_config"] = SIZES | WINDOWED | {"sliding_window": 2048}
     network = load_eagle(written(tmp_path / "long", fields, weights), target)
     assert network.config.views == ()  # the target has 64 positions
@@ -541,6 +539,46 @@ def test_windows_that_cannot_be_read_are_refused(change, message, tmp_path, targ
     fields["transformer_layer_config"] = SIZES | WINDOWED | change
     with pytest.raises(UnsupportedModel, match=message):
         load_eagle(written(tmp_path, fields, weights), target)
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle-1", "eagle-3", "speculators", "speculators of two layers", "p-eagle"]
+)
+@given(window=st.integers(1, 63), kinds=st.lists(st.booleans(), min_size=2, max_size=2))
+@settings(max_examples=8, deadline=None)
+def test_saved_windows_are_read_back(tmp_path_factory, name, window, kinds):
+    """By this loader, and by vLLM's rule: a kind per layer and one `sliding_window`."""
+    target, folder = drawn_model(0), tmp_path_factory.mktemp("head")
+    fields, weights = (peagle if " " in name or name == "p-eagle" else LAYOUTS[name])()
+    if name == "speculators of two layers":
+        del weights["mask_hidden"], weights["embed_tokens.weight"], fields["mask_token_id"]
+        fields["speculators_model_type"] = "eagle3"
+    inner = fields.get("transformer_layer_config", fields)
+    kinds = [True, *kinds[1:]][: inner["num_hidden_layers"]]
+    types = ["sliding_attention" if kind else "full_attention" for kind in kinds]
+    own = {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
+    fields = fields | (
+        {"transformer_layer_config": inner | own} if "transformer_layer_config" in fields else own
+    )
+    network = load_eagle(written(folder / "head", fields, weights), target)
+    assert [view.window for view in network.config.views] == [window * kind for kind in kinds]
+    save_eagle(network, folder / "saved")
+    again = load_eagle(folder / "saved", target)
+    assert again.config == network.config
+    for key, weight in network.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[key]), key
+    said = json.loads((folder / "saved" / "config.json").read_text())
+    assert {key: said[key] for key in own} == own
+
+
+def test_windows_without_a_layout_are_not_saved(target, tmp_path):
+    for views in (
+        (LayerView(window=5, moves=True), LayerView(window=6, moves=True)),
+        (LayerView(window=5), LayerView(window=5)),
+    ):
+        network = parallel(target, fields={"views": views}).network
+        with pytest.raises(ValueError, match="windows? "):
+            save_eagle(network, tmp_path)
 
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}

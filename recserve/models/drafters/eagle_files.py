@@ -34,6 +34,7 @@ from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.feature_network import LayerView
 from recserve.models.drafters.network_files import (
     NEOX,
+    SLIDING,
     StoredTensors,
     check_embedding,
     check_fields,
@@ -345,12 +346,12 @@ def save_eagle(network: Eagle, folder: Path) -> None:
     A network with several layers, such as P-EAGLE's, gets the layout of speculators.
 
     Raises:
-        ValueError: If the network's layers have windows, which are read and not written.
+        ValueError: If the layout has no place for the windows of the layers.
     """
-    if network.config.views:
-        raise ValueError("the network's layers have windows; heads with windows are not saved")
     config, decoder = network.config, network.config.decoder
+    windows = _window_fields(config)
     middle = config.fused and decoder.num_layers == 1 and config.mask_token is None
+    middle = middle and "speculators_model_type" not in windows
     outside = OUTSIDE if config.fused else OUTSIDE_HASS
     weights = {}
     for name, tensor in network.state_dict().items():
@@ -371,7 +372,7 @@ def save_eagle(network: Eagle, folder: Path) -> None:
             weights[outside.get(name, name)] = tensor
     if middle:
         weights = {n.replace("layers.0.", "midlayer."): w for n, w in weights.items()}
-    fields = size_fields(decoder, config.vocab_size)
+    fields = size_fields(decoder, config.vocab_size) | windows
     if config.fused:
         fields["draft_vocab_size"] = config.draft_vocab_size
         fields |= _layer_fields(config)
@@ -383,6 +384,29 @@ def save_eagle(network: Eagle, folder: Path) -> None:
         if config.feature_norm:
             fields["add_para_norm"] = True
     write_folder(fields, weights, folder)
+
+
+def _window_fields(config: EagleConfig) -> dict[str, Any]:
+    """Returns the fields of the layers' windows, which vLLM reads too: a kind per layer.
+
+    The name of the layout says whether a drafted row moves its window.
+    """
+    if not config.views:
+        return {}
+    own = {(view.window, view.moves) for view in config.views if view.window}
+    if len(own) != 1 or any(view.first for view in config.views):
+        raise ValueError(f"config.json has one window for all layers; these have {config.views}")
+    ((window, moves),) = own
+    fields: dict[str, Any] = {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "layer_types": [SLIDING if view.window else "full_attention" for view in config.views],
+    }
+    if not moves:
+        if config.mask_token is not None:
+            raise ValueError("a P-EAGLE network whose windows do not move has no layout")
+        fields["speculators_model_type"] = "eagle3"
+    return fields
 
 
 def _layer_fields(config: EagleConfig) -> dict[str, Any]:
