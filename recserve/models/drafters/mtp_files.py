@@ -67,19 +67,21 @@ OWN = (
     *("partial_rotary_factor", "transformer_layer_config", "speculators_model_type"),
     *("mtp_use_dedicated_embeddings", "norm_output", "target_layer_ids"),
 )
-# Other fields without an effect on the module's outputs. Those of linear attention concern only
-# the target's layers.
+# Other fields without an effect on the module's outputs. Those of linear attention, whose gate
+# `output_gate_type` describes, concern only the target's layers.
 WITHOUT_EFFECT = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
     *("linear_num_value_heads", "linear_value_head_dim", "full_attention_interval"),
     *("mamba_ssm_dtype", "embed_requires_grad", "vision_config"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    *("audio_token_id", "language_model_only"),
+    *("audio_token_id", "language_model_only", "output_gate_type"),
 )
 # Families whose norms are differences from 1, and whose attention has a gate.
 CENTRED = ("qwen3_next", "qwen3_5")
-TARGETS_OWN = re.compile(r"^(model\.(embed_tokens|norm)|lm_head)\.|rotary_emb\.inv_freq$")
-TARGETS_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+TARGETS_OWN = re.compile(
+    r"^(model\.(language_model\.)?(embed_tokens|norm)|model\.visual|lm_head)\.|rotary_emb\.inv_freq$"
+)
+TARGETS_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
 NOT_COMPUTED = {
     ".mlp.experts.": "a mixture of experts",
     ".mlp.gate.": "a mixture of experts",
@@ -89,7 +91,13 @@ NOT_COMPUTED = {
 }
 
 
-MIMO = "model.mtp_layers."
+# What the names of the tensors of other layouts begin with, and why they are not read.
+OTHERS = {
+    "model.mtp_layers.": "MTP modules of MiMo are not read; they join state and token in the other "
+    "order",
+    "model.mtp_block.": "MTP modules of ERNIE 4.5 are not read",
+    "model.mtp.": "MTP modules of LongCat-Flash and MiMo-V2 are not read",
+}
 DEEPSEEK = re.compile(r"^model\.layers\.(\d+)\.eh_proj\.weight$")
 QWEN = re.compile(r"^mtp\.layers\.(\d+)\.input_layernorm\.weight$")
 SPECULATORS = re.compile(r"^mtp_layers\.(\d+)\.input_proj\.weight$")
@@ -217,11 +225,9 @@ def _layout(stored: StoredTensors, target: LanguageModel) -> Layout:
             layout = Layout(kind, min(numbers), len(numbers))
             break
     else:
-        if mimo := sorted(name for name in stored.names if name.startswith(MIMO)):
-            raise UnsupportedModel(
-                f"{stored.folder} has a tensor {mimo[0]!r}: MTP modules of MiMo are "
-                "not read; they join state and token in the other order"
-            )
+        for prefix, why in OTHERS.items():
+            if found := sorted(name for name in stored.names if name.startswith(prefix)):
+                raise UnsupportedModel(f"{stored.folder} has a tensor {found[0]!r}: {why}")
         raise UnsupportedModel(
             f"{stored.folder} holds no MTP module: it has none of the tensors "
             f"'model.layers.{target.config.decoder.num_layers}.eh_proj.weight', 'mtp.fc.weight', "
