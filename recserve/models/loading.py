@@ -203,7 +203,7 @@ def _tokens(file: str, name: str, value: object, vocab_size: int) -> tuple[int, 
     return tuple(tokens)
 
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "mrope", "linear", "llama3", "yarn", "longrope")
 ROPE_FIELDS = (
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale"),
@@ -237,7 +237,8 @@ def _rope(
             )
     theta = _positive(rope, "rope_theta", _positive(fields, "rope_theta", 10_000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    # mrope gives each part of a head another position of an image. Texts have one position.
+    if kind in ("default", "mrope"):
         return theta, None
     if kind == "dynamic":
         raise UnsupportedModel(
@@ -289,6 +290,7 @@ def _rope(
 def _rope_key(rope: dict[str, Any]) -> str:
     """Returns what two descriptions of the same positions have in common."""
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind
     apart = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved")
     rest = {name: value for name, value in rope.items() if name not in apart and value is not None}
     return repr((kind, sorted(rest.items())))

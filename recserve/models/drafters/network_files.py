@@ -235,9 +235,11 @@ def read_token_map(
 
 
 def read_sizes(
-    fields: Mapping[str, Any], tensors: Iterable[str], target: LanguageModel
+    fields: Mapping[str, Any], tensors: Collection[str], target: LanguageModel
 ) -> DecoderConfig:
     """Reads the sizes of a network's layers; the tensors tell whether queries have a norm.
+
+    They also tell whether layers of Qwen2 have biases.
 
     Windows are read by `read_windows`.
     """
@@ -252,10 +254,13 @@ def read_sizes(
     served = own.decoder.max_positions
     sizes["max_position_embeddings"] = fields.get("max_position_embeddings") or served
     read = read_config({**fields, **sizes}, served).decoder
+    biased = read.attention_bias
+    if family == "qwen2":  # SpecForge's heads of this type have no biases, EAGLE-1's have them
+        biased = any(name.endswith("q_proj.bias") for name in tensors)
     return replace(
         read,
         qk_norm=any(name.endswith("q_norm.weight") for name in tensors),
-        attention_bias=read_flag(fields, "qkv_bias", read.attention_bias),
+        attention_bias=read_flag(fields, "qkv_bias", biased),
     )
 
 
