@@ -18,7 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from recserve.files import UnreadableFile, parse_json, read_bytes, read_json_object, regular_file
+from recserve.files import (
+    UnreadableFile,
+    gguf_hint,
+    parse_json,
+    read_bytes,
+    read_json_object,
+    regular_file,
+)
 from recserve.models.config import MOST, DecoderConfig, RopeFactors, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.weight_check import largest
@@ -488,14 +495,3 @@ def read_json(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except UnreadableFile as error:
         raise UnsupportedModel(str(error)) from error
-
-
-def gguf_hint(folder: Path) -> str:
-    """Returns a hint if a folder is a GGUF file or holds one."""
-    found = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
-    if not found:
-        return ""
-    return (
-        f"; {found[0].name} is a GGUF file of llama.cpp, which is not read: use the Hugging Face "
-        "folder that it was made from"
-    )

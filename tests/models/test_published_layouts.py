@@ -103,6 +103,12 @@ def deepseek_v4() -> tuple[dict, dict]:
     return fields, {f"mtp.0.{name}": weight for name, weight in weights.items()}
 
 
+def kimi() -> tuple[dict, dict]:
+    """ModelOpt's EAGLE-3 for Kimi K2, whose layer has latent attention."""
+    fields, weights = published_eagle.specforge(1, 2, 4)
+    return fields | {"model_type": "kimi_k2", "kv_lora_rank": 8, "q_lora_rank": 8}, weights
+
+
 def gemma4() -> tuple[dict, dict]:
     weights = {"pre_projection.weight": torch.randn(32, 64)}
     return published_eagle.SIZES | {"model_type": "gemma4_assistant"}, weights
@@ -125,9 +131,10 @@ load_heads = partial(load_medusa, hidden_size=32, vocab_size=VOCABULARY)
 REFUSED = {
     "Domino": (load_block, domino, "projector_type is 'domino'"),
     "DSpark of DeepSeek-V4": (load_block, deepseek_v4, "'dspark_markov_rank'"),
+    "EAGLE-3 with latent attention": (load_eagle, kimi, "unknown field 'kv_lora_rank'"),
     "Gemma 4 assistant": (load_mtp, gemma4, "holds no MTP module"),
     "Gemma 4 assistant as EAGLE": (load_eagle, gemma4, "no tensor '"),
-    "Hydra": (load_heads, hydra, "unknown field 'hydra_num_heads'|linear.weight' .* is"),
+    "Hydra": (load_heads, hydra, "unknown field 'hydra_num_heads'"),
     "P-EAGLE of SpecForge": (
         load_eagle,
         lambda: changed(peagle, mask_token_id=None),

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from recserve.files import gguf_hint
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.drafters.medusa_names import (
     is_vllm,
@@ -29,7 +30,6 @@ from recserve.models.drafters.medusa_names import (
 )
 from recserve.models.loading import (
     UnsupportedModel,
-    gguf_hint,
     opened_file,
     read_flag,
     read_json,
