@@ -352,7 +352,7 @@ def _positive(fields: dict[str, Any], name: str, default: float | None = None) -
 
 
 def read_whole(
-    fields: dict[str, Any], name: str, default: int | None = None, least: int = 1
+    fields: Mapping[str, Any], name: str, default: int | None = None, least: int = 1
 ) -> int:
     """Returns a whole number of a configuration; a missing one or null gives the default.
 

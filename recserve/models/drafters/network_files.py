@@ -48,8 +48,10 @@ WITHOUT_EFFECT = (
     *("output_router_logits", "target_model_name_or_path"),
 )
 # Fields that describe the file at the top, and the layers inside an object.
-APART = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version")
-APART += ("_name_or_path", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+APART = (
+    *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version"),
+    *("_name_or_path", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
 # True, the default: a head's first half turns with its second. False: even numbers with odd ones.
 NEOX = "is_neox_style"
 SLIDING = "sliding_attention"
