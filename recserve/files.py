@@ -78,3 +78,15 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _kind(content: Any) -> str:
     kinds = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return kinds.get(type(content), "a number")
+
+
+def gguf_hint(folder: Path) -> str:
+    """Returns a hint if a folder is a GGUF file or holds one."""
+    inside = sorted(folder.glob("*"))
+    found = [path for path in (folder, *inside) if path.suffix.lower() == ".gguf"]
+    if not found:
+        return ""
+    return (
+        f"; {found[0].name} is a GGUF file of llama.cpp, which is not read: use the Hugging Face "
+        "folder that it was made from"
+    )

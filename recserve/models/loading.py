@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from recserve.files import UnreadableFile, parse_json, read_bytes, read_json_object, regular_file
+from recserve.files import (
+    UnreadableFile,
+    gguf_hint,
+    parse_json,
+    read_bytes,
+    read_json_object,
+    regular_file,
+)
 from recserve.models.config import MOST, DecoderConfig, RopeFactors, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.weight_check import largest
@@ -156,13 +163,13 @@ def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageMo
         ("pretraining_tp", 1),
         ("quantization_config", None),
     ):
-        if fields.get(name, neutral) != neutral:
+        if fields.get(name) not in (None, neutral):
             raise UnsupportedModel(f"{name} is {fields[name]!r}; only {neutral!r} is computed here")
     heads, size = read_whole(fields, "num_attention_heads"), read_whole(fields, "hidden_size")
     positions = read_whole(fields, "max_position_embeddings")
     head_dim = read_whole(fields, "head_dim", size // heads)
     theta, scaling = _rope(fields, head_dim, served or positions)
-    biased = bool(fields.get("attention_bias", False))
+    biased = read_flag(fields, "attention_bias")
     num_layers = read_whole(fields, "num_hidden_layers")
     decoder = DecoderConfig(
         hidden_size=size,
@@ -184,7 +191,7 @@ def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageMo
     return LanguageModelConfig(
         decoder,
         vocab_size,
-        bool(fields.get("tie_word_embeddings", False)),
+        read_flag(fields, "tie_word_embeddings"),
         begin[0] if begin else None,
         _tokens("config.json", "eos_token_id", fields.get("eos_token_id"), vocab_size),
     )
@@ -203,7 +210,7 @@ def _tokens(file: str, name: str, value: object, vocab_size: int) -> tuple[int, 
     return tuple(tokens)
 
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "mrope", "linear", "llama3", "yarn", "longrope")
 ROPE_FIELDS = (
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale"),
@@ -222,7 +229,12 @@ def _rope(
     longer than the original positions. Here the longest served text decides for all of them,
     because cached prefixes have to fit every text that continues them.
     """
-    rope = read_object(fields, "rope_parameters") or read_object(fields, "rope_scaling")
+    places = {name: read_object(fields, name) for name in ("rope_parameters", "rope_scaling")}
+    rope = places["rope_parameters"] or places["rope_scaling"]
+    if len({_rope_key(place) for place in places.values() if place}) > 1:
+        raise UnsupportedModel(
+            f"config.json contradicts itself: {places!r:.200}; remove the wrong one"
+        )
     if unknown := sorted(set(rope) - set(ROPE_FIELDS)):
         raise UnsupportedModel(f"config.json: rope_parameters has an unknown field {unknown[0]!r}")
     for share in (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor")):
@@ -232,7 +244,8 @@ def _rope(
             )
     theta = _positive(rope, "rope_theta", _positive(fields, "rope_theta", 10_000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    # mrope gives each part of a head another position of an image. Texts have one position.
+    if kind in ("default", "mrope"):
         return theta, None
     if kind == "dynamic":
         raise UnsupportedModel(
@@ -279,6 +292,15 @@ def _rope(
     return theta, RopeFactors(
         tuple(map(float, factors)), _positive(rope, "attention_factor", scale)
     )
+
+
+def _rope_key(rope: dict[str, Any]) -> str:
+    """Returns what two descriptions of the same positions have in common."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind
+    apart = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved")
+    rest = {name: value for name, value in rope.items() if name not in apart and value is not None}
+    return repr((kind, sorted(rest.items())))
 
 
 def _yarn(
@@ -330,7 +352,7 @@ def _positive(fields: dict[str, Any], name: str, default: float | None = None) -
 
 
 def read_whole(
-    fields: dict[str, Any], name: str, default: int | None = None, least: int = 1
+    fields: Mapping[str, Any], name: str, default: int | None = None, least: int = 1
 ) -> int:
     """Returns a whole number of a configuration; a missing one or null gives the default.
 
@@ -345,6 +367,28 @@ def read_whole(
     if value > most:
         raise UnsupportedModel(f"config.json: {name} is {value!r:.40}; expected at most {most}")
     return value
+
+
+def read_flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Returns true or false; a missing field or null gives the default.
+
+    Raises:
+        UnsupportedModel: If it is something else, such as the text "false".
+    """
+    value = fields.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; true or false is needed")
+    return value
+
+
+def read_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Returns a list of texts; a missing one or null gives an empty one."""
+    value = fields.get(name)
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; a list of texts is needed")
+    return tuple(value)
 
 
 def read_object(fields: dict[str, Any], name: str) -> dict[str, Any]:
@@ -451,14 +495,3 @@ def read_json(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except UnreadableFile as error:
         raise UnsupportedModel(str(error)) from error
-
-
-def gguf_hint(folder: Path) -> str:
-    """Returns a hint if a folder is a GGUF file or holds one."""
-    found = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
-    if not found:
-        return ""
-    return (
-        f"; {found[0].name} is a GGUF file of llama.cpp, which is not read: use the Hugging Face "
-        "folder that it was made from"
-    )

@@ -175,6 +175,73 @@ class ModelMetadata(Struct, frozen=True, kw_only=True):
     outputs: list[TensorMetadata]
 
 
+class TensorConfig(Struct, frozen=True, kw_only=True):
+    """A tensor as Triton's model configuration describes it; -1 is any size."""
+
+    name: str
+    data_type: str
+    dims: list[int]
+
+
+class ParameterText(Struct, frozen=True, kw_only=True):
+    """Value of a parameter of a model configuration."""
+
+    string_value: str
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Response of GET /v2/models/{name}/config, in Triton's form.
+
+    Attributes:
+        max_batch_size: 0, which means that `dims` are whole shapes, rows included.
+        parameters: `max_rows` is the largest number of rows.
+    """
+
+    name: str
+    platform: str
+    max_batch_size: int
+    input: list[TensorConfig]
+    output: list[TensorConfig]
+    parameters: dict[str, ParameterText]
+
+
+class Durations(Struct, frozen=True, kw_only=True):
+    """Number of requests, and the sum of their times."""
+
+    count: int
+    ns: int
+
+
+class InferenceStats(Struct, frozen=True, kw_only=True):
+    """Requests that were answered, and those that were refused or failed."""
+
+    success: Durations
+    fail: Durations
+
+
+class ModelStatistics(Struct, frozen=True, kw_only=True):
+    """What a process has answered since it started.
+
+    Attributes:
+        last_inference: Time of the latest answer, in milliseconds since 1970; 0 before the first.
+        inference_count: Rows that were answered.
+        execution_count: Requests that were answered.
+    """
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: InferenceStats
+
+
+class Statistics(Struct, frozen=True, kw_only=True):
+    """Response of GET /v2/models/{name}/stats and /v2/models/stats, in Triton's form."""
+
+    model_stats: list[ModelStatistics]
+
+
 class InferError(Struct, frozen=True, kw_only=True):
     """Error response of every path below `/v2` but `/v2/rerank`: the message alone."""
 

@@ -42,6 +42,8 @@ class Lifecycle:
         self._service: Service | None = None
         self._thread: threading.Thread | None = None
         self._replacing = threading.Lock()
+        # Held from the moment when the next service is open until the old one is put aside.
+        self._switching = threading.Lock()
         # A request belongs to the generation in which it began. An old service is put aside once
         # no request of its generation or of an earlier one is left.
         self._generation = 0
@@ -140,20 +142,31 @@ class Lifecycle:
             old = self.service
             with _undisturbed():
                 new = load(old)
-            try:
-                hand_over(old, new, lambda: self._publish(new))
-            except BaseException:
-                new.close()
-                raise
-            self._await_requests()
-            self.predecessor.keep(old)
+            with self._switching:
+                try:
+                    if self._closing:
+                        raise NotReady("the server is shutting down")
+                    hand_over(old, new, lambda: self._publish(new))
+                except BaseException:
+                    new.close()
+                    raise
+                self._await_requests()
+                self.predecessor.keep(old)
+
+    @property
+    def replacing(self) -> bool:
+        """Whether a thread replaces the service."""
+        return self._replacing.locked()
 
     def close(self) -> None:
-        """Waits for a load or a replacement in progress, then closes the service."""
+        """Waits for the first load or for a switch in progress, then closes the service.
+
+        A replacement that still loads is not waited for. Its thread closes what it has opened.
+        """
         self.draining = self._closing = True
         if self._thread is not None:
             self._thread.join()
-        with self._replacing:
+        with self._switching:
             self.predecessor.drop()
             if self._service is not None:
                 self._service.close()

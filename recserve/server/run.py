@@ -44,6 +44,7 @@ class DrainingServer(uvicorn.Server):
     `drain_timeout_s` and CLOSE_S of the first signal, whatever clients, engine and stores do.
 
     A server that still loads has no request to finish: its process ends at once, with status 0.
+    A server that loads another bundle finishes its requests and does not wait for the bundle.
     A server whose engine has stopped ends with status 1, so that it is started again.
 
     Attributes:
@@ -166,4 +167,9 @@ def serve(config: ServerConfig) -> int:
     # Uses uvloop if it is installed; plain asyncio.run would ignore that setting.
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         runner.run(DrainingServer(settings, lifecycle, config.drain_delay_s).serve())
-    return 1 if lifecycle.failure is not None or lifecycle.engine_stopped else 0
+    status = 1 if lifecycle.failure is not None or lifecycle.engine_stopped else 0
+    if lifecycle.replacing:
+        log.info("a bundle was being loaded: the process ends without it")
+        # Its thread cannot be stopped, and Python would end with native code running.
+        os._exit(status)
+    return status

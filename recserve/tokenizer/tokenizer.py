@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from recserve.files import UnreadableFile, parse_json, read_bytes, read_json_object
+from recserve.files import UnreadableFile, gguf_hint, parse_json, read_bytes, read_json_object
 from recserve.tokenizer.chat_template import ChatTemplate
 from recserve.tokenizer.length_bound import max_bytes_per_token
 from recserve.tokenizer.template_sandbox import TemplateError
@@ -69,7 +69,7 @@ class TextTokenizer:
         """
         file = folder / "tokenizer.json"
         if not file.exists():
-            raise UnsupportedTokenizer(f"{folder.name} has no tokenizer.json")
+            raise UnsupportedTokenizer(f"{folder.name} has no tokenizer.json{gguf_hint(folder)}")
         try:
             raw = read_bytes(file)
             fields = parse_json(raw, file)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -24,133 +24,26 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.loading import UnsupportedModel
 from tests.support.mtp_drafter import mtp
 from tests.support.mtp_drafter import peagle as parallel
+from tests.support.published_eagle import (
+    LAYERS,
+    LAYOUTS,
+    SIZES,
+    deepspec,
+    eagle3,
+    hass,
+    hass_speculators,
+    para_norm,
+    peagle,
+    speculators,
+)
+from tests.support.published_mtp import write_folder as written
 from tests.support.text_engines import eagle
-from tests.support.text_plain import DRAWN_SIZES, VOCABULARY, drawn_model
-
-# drawn_model(0): hidden size 32, 2 layers, 4 query heads and 2 KV heads of 8, gate 48.
-SIZES = DRAWN_SIZES | {"num_hidden_layers": 1, "model_type": "llama"}
-LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
-
-
-def layer(prefix: str, inputs: int) -> dict[str, torch.Tensor]:
-    shapes = {
-        "self_attn.q_proj": (32, inputs),
-        "self_attn.k_proj": (16, inputs),
-        "self_attn.v_proj": (16, inputs),
-        "self_attn.o_proj": (32, 32),
-        "mlp.gate_proj": (48, 32),
-        "mlp.up_proj": (48, 32),
-        "mlp.down_proj": (32, 48),
-        "post_attention_layernorm": (32,),
-    }
-    return {f"{prefix}{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
-
-
-def eagle1() -> tuple[dict, dict]:
-    weights = layer("layers.0.", 32)
-    weights |= {"fc.weight": torch.randn(32, 64), "fc.bias": torch.randn(32)}
-    return SIZES, weights
-
-
-def eagle3(prefix: str = "midlayer.") -> tuple[dict, dict]:
-    weights = layer(prefix, 64)
-    for name in ("hidden_norm", "input_layernorm"):
-        weights[f"{prefix}{name}.weight"] = torch.randn(32)
-    chosen = torch.zeros(VOCABULARY, dtype=torch.bool)
-    chosen[::2] = True
-    tokens = chosen.nonzero()[:, 0]
-    weights |= {
-        "fc.weight": torch.randn(32, 96),
-        "norm.weight": torch.randn(32),
-        "lm_head.weight": torch.randn(20, 32),
-        "d2t": tokens - torch.arange(20),
-        "t2d": chosen,
-    }
-    return SIZES | LAYERS | {"draft_vocab_size": 20}, weights
-
-
-def speculators() -> tuple[dict, dict]:
-    _, weights = eagle3("layers.0.")
-    weights |= {f"fc_norm.{n}.weight": torch.randn(32) for n in range(3)}
-    fields = {
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": SIZES,
-        "draft_vocab_size": 20,
-        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
-        "fc_norm": True,
-        "norm_output": True,
-        "norm_before_residual": True,
-    }
-    return fields, weights
-
-
-def deepspec() -> tuple[dict, dict]:
-    """A full vocabulary, and norms of queries and keys."""
-    _, weights = eagle3("layers.0.")
-    del weights["d2t"], weights["t2d"]
-    weights["lm_head.weight"] = torch.randn(VOCABULARY, 32)
-    weights |= {f"layers.0.self_attn.{n}_norm.weight": torch.randn(8) for n in "qk"}
-    fields = SIZES | {"target_layer_ids": [-1, 0, 1], "ttt_length": 7, "step_loss_decay": 0.8}
-    return fields | {"architectures": ["Qwen3Eagle3Model"]}, weights
-
-
-def peagle() -> tuple[dict, dict]:
-    """Two layers, of which the first one reads twice as much, and a trained embedding."""
-    fields, weights = speculators()
-    for name in [n for n in weights if n.startswith("fc_norm")]:
-        del weights[name]
-    weights |= layer("layers.1.", 32) | {
-        "layers.1.input_layernorm.weight": torch.randn(32),
-        "mask_hidden": torch.randn(1, 1, 96),
-        "embed_tokens.weight": torch.randn(VOCABULARY, 32),
-    }
-    del fields["fc_norm"]
-    fields |= {
-        "speculators_model_type": "peagle",
-        "mask_token_id": 7,
-        "transformer_layer_config": SIZES | {"num_hidden_layers": 2},
-    }
-    return fields, weights
-
-
-def para_norm() -> tuple[dict, dict]:
-    fields, weights = eagle1()
-    names = ("embedding_layernorm", "hidden_states_layernorm")
-    weights |= {f"{name}.weight": torch.randn(32) for name in names}
-    return fields | {"add_para_norm": True}, weights
-
-
-def hass() -> tuple[dict, dict]:
-    fields, weights = eagle1()
-    names = ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")
-    weights |= {f"{name}.weight": torch.randn(32) for name in names}
-    return fields, weights
-
-
-def hass_speculators() -> tuple[dict, dict]:
-    """speculators' names of HASS, without a bias."""
-    weights = layer("transformer.", 32)
-    weights |= {"fusion_fc.weight": torch.randn(32, 64)}
-    names = ("post_embedding_layernorm", "pre_lm_head_layernorm", "transformer.input_layernorm")
-    weights |= {f"{name}.weight": torch.randn(32) for name in names}
-    fields = {"speculators_model_type": "eagle", "transformer_layer_config": SIZES}
-    return fields | {"layernorms": True, "fusion_bias": False}, weights
-
-
-LAYOUTS = {"eagle-1": eagle1, "eagle-3": eagle3, "speculators": speculators, "deepspec": deepspec}
+from tests.support.text_plain import VOCABULARY, drawn_model
 
 
 @pytest.fixture(scope="module")
 def target():
     return drawn_model(0)
-
-
-def written(folder, fields, weights):
-    torch.manual_seed(0)
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(fields))
-    save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors")
-    return folder
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -616,8 +509,6 @@ def test_windows_are_read_by_the_rule_of_their_layout(tmp_path, target):
         fields["transformer_layer_config"] = SIZES | WINDOWED | more
         network = load_eagle(written(tmp_path / "less", fields, weights), target)
         assert network.config.views == (LayerView(window=5),), more
-    with pytest.raises(ValueError, match="windows"):
-        save_eagle(network, tmp_path / "saved")
     fields["transformer_layer_config"] = SIZES | WINDOWED | {"sliding_window": 2048}
     network = load_eagle(written(tmp_path / "long", fields, weights), target)
     assert network.config.views == ()  # the target has 64 positions
@@ -648,6 +539,46 @@ def test_windows_that_cannot_be_read_are_refused(change, message, tmp_path, targ
     fields["transformer_layer_config"] = SIZES | WINDOWED | change
     with pytest.raises(UnsupportedModel, match=message):
         load_eagle(written(tmp_path, fields, weights), target)
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle-1", "eagle-3", "speculators", "speculators of two layers", "p-eagle"]
+)
+@given(window=st.integers(1, 63), kinds=st.lists(st.booleans(), min_size=2, max_size=2))
+@settings(max_examples=8, deadline=None)
+def test_saved_windows_are_read_back(tmp_path_factory, name, window, kinds):
+    """By this loader, and by vLLM's rule: a kind per layer and one `sliding_window`."""
+    target, folder = drawn_model(0), tmp_path_factory.mktemp("head")
+    fields, weights = (peagle if " " in name or name == "p-eagle" else LAYOUTS[name])()
+    if name == "speculators of two layers":
+        del weights["mask_hidden"], weights["embed_tokens.weight"], fields["mask_token_id"]
+        fields["speculators_model_type"] = "eagle3"
+    inner = fields.get("transformer_layer_config", fields)
+    kinds = [True, *kinds[1:]][: inner["num_hidden_layers"]]
+    types = ["sliding_attention" if kind else "full_attention" for kind in kinds]
+    own = {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
+    fields = fields | (
+        {"transformer_layer_config": inner | own} if "transformer_layer_config" in fields else own
+    )
+    network = load_eagle(written(folder / "head", fields, weights), target)
+    assert [view.window for view in network.config.views] == [window * kind for kind in kinds]
+    save_eagle(network, folder / "saved")
+    again = load_eagle(folder / "saved", target)
+    assert again.config == network.config
+    for key, weight in network.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[key]), key
+    said = json.loads((folder / "saved" / "config.json").read_text())
+    assert {key: said[key] for key in own} == own
+
+
+def test_windows_without_a_layout_are_not_saved(target, tmp_path):
+    for views in (
+        (LayerView(window=5, moves=True), LayerView(window=6, moves=True)),
+        (LayerView(window=5), LayerView(window=5)),
+    ):
+        network = parallel(target, fields={"views": views}).network
+        with pytest.raises(ValueError, match="windows? "):
+            save_eagle(network, tmp_path)
 
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}

@@ -252,6 +252,10 @@ QWEN3_5 = {
         "model_type": "qwen3_5_text",
         "mtp_num_hidden_layers": 1,
         "mtp_use_dedicated_embeddings": False,
+        "output_gate_type": "swish",  # Qwen3.6: of linear attention alone
+        "pad_token_id": None,
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": False,
         "rope_parameters": {
             "mrope_interleaved": True,
             "mrope_section": [11, 11, 10],
@@ -282,9 +286,31 @@ def test_published_configurations_of_qwen_are_read(tmp_path, target):
             assert torch.equal(one, network.state_dict()[name]), name
 
 
-def test_modules_of_mimo_are_named(tmp_path, target):
-    weights = {"model.mtp_layers.0.input_proj.weight": draw_weight(32, 64)}
-    with pytest.raises(UnsupportedModel, match="MiMo"):
+def test_a_published_folder_of_qwen_holds_other_parts_too(tmp_path, target):
+    """The text model under another name, and a model of images."""
+    fields, weights = qwen3_next()
+    expected = load_mtp(write_folder(tmp_path / "alone", fields, weights), target)
+    others = ("language_model.embed_tokens", "language_model.layers.1.linear_attn.out_proj")
+    others += ("visual.blocks.0.attn.proj", "language_model.norm")
+    more = weights | {f"model.{name}.weight": torch.zeros(4) for name in others}
+    network = load_mtp(write_folder(tmp_path / "whole", fields, more), target)
+    for name, one in expected.state_dict().items():
+        assert torch.equal(one, network.state_dict()[name]), name
+
+
+OTHERS = {
+    "model.mtp_layers.0.input_proj.weight": "MiMo are not read",
+    "model.mtp_block.0.self_attn.q_proj.weight": r"ERNIE 4\.5",
+    "model.mtp.layers.0.eh_proj.weight": "LongCat-Flash",
+    "model.mtp.layers.0.enorm.m.weight": "MiMo-V2",
+    "pre_projection.weight": "holds no MTP module",  # Gemma's assistant
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_modules_of_other_families_are_named(name, tmp_path, target):
+    weights = {name: draw_weight(32, 64), "model.embed_tokens.weight": draw_weight(40, 32)}
+    with pytest.raises(UnsupportedModel, match=OTHERS[name]):
         load_mtp(write_folder(tmp_path, dict(DRAWN_SIZES), weights), target)
 
 
@@ -298,5 +324,5 @@ def test_a_wrong_rotary_share_is_refused(share, tmp_path, target):
 def test_windows_of_a_module_are_refused(tmp_path, target):
     fields, weights = deepseek()
     fields |= {"layer_types": ["sliding_attention"], "sliding_window": 8}
-    with pytest.raises(UnsupportedModel, match="layer_types has windows of 8 positions"):
+    with pytest.raises(UnsupportedModel, match="windows of 8 positions"):
         load_mtp(write_folder(tmp_path, fields, weights), target)

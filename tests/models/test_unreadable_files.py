@@ -29,6 +29,7 @@ from recserve.models.recommender import load_recommender
 from recserve.models.sasrec import load_sasrec
 from recserve.models.saving import save_language_model
 from recserve.service.text.drafter_kind import drafter_files
+from recserve.service.text.loader import TextSettings, load_text, open_drafters
 from recserve.tokenizer.template_sandbox import TemplateError
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.scripted_text import byte_tokenizer
@@ -60,6 +61,9 @@ LOADERS = {
     "text encoder": (TextEncoder.load, "terms.json", "text.safetensors"),
     "tokenizer": (TextTokenizer.open, "tokenizer.json", None),
 }
+# Loaders of language models and drafters.
+TEXT = ("language model", "eagle", "block", "mtp", "specformer", "medusa", "mask tokens", "doctor")
+TEXT += ("tokenizer",)
 CONTENTS = {
     "a nest": NEST,
     "an object nest": '{"a":' * 100_000 + "1" + "}" * 100_000,
@@ -162,13 +166,23 @@ def test_objects_of_a_head_are_objects(field, tmp_path):
             load_eagle(tmp_path, TARGET)
 
 
-def test_gguf_is_named(tmp_path):
-    (tmp_path / "qwen.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedModel, match="qwen.gguf is a GGUF file"):
-        load_language_model(tmp_path)
-    for load in (partial(load_eagle, target=TARGET), drafter_files):
-        with pytest.raises(UnsupportedModel, match="qwen.gguf is a GGUF file"):
-            load(tmp_path)
+@pytest.mark.parametrize("file", ["qwen.gguf", "Q4.GGUF", "q-00001-of-00002.gguf"])
+@pytest.mark.parametrize("name", [n for n, (*_, file) in LOADERS.items() if n in TEXT])
+def test_gguf_is_named(name, file, tmp_path):
+    """As a file of the folder that is given, and in place of the folder."""
+    (tmp_path / file).write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / file):
+        with pytest.raises(ValueError, match=f"{file} is a GGUF file"):
+            LOADERS[name][0](path)
+
+
+def test_gguf_is_named_by_the_server(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "a.gguf"):
+        with pytest.raises(ValueError, match="a.gguf is a GGUF file"):
+            load_text(TextSettings(path), torch.device("cpu"))
+    with pytest.raises(ValueError, match="a.gguf is a GGUF file"):
+        open_drafters((f"eagle={tmp_path / 'a.gguf'}",), TARGET)
 
 
 def test_a_joint_folder_of_medusa_opens_as_a_model(tmp_path):

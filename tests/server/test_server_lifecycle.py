@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -157,6 +158,93 @@ def test_a_signal_while_loading_ends_the_server_at_once(way, sent):
             assert f"{sent.name} while loading" in said and "Traceback" not in said
         finally:
             server.kill()
+
+
+SWAPPING = """
+import sys, threading
+from pathlib import Path
+from recserve.config import ServerConfig
+from recserve.server import bundle_swaps
+from recserve.server.loader import ServiceLoader
+from recserve.server.run import serve
+
+def successor(self, old, bundle):
+    print("swapping", flush=True)
+    if sys.argv[4] == "compute":
+        while True:
+            sum(range(10_000))
+    threading.Event().wait()
+
+ServiceLoader.successor = successor
+shelf, store, port = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+config = dict(bundle=shelf / "one", bundles_dir=shelf, admin_keys=["an-admin-key-of-some-length"])
+config |= dict(store=store, port=port, device="cpu", threads=1, kv_bytes=2**22)
+sys.exit(serve(ServerConfig(**config, drain_delay_s=0, drain_timeout_s=600)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["wait", "compute"])
+def test_a_signal_while_a_bundle_is_loaded_does_not_wait_for_it(way, tmp_path):
+    port, key = free_port(), {"Authorization": "Bearer an-admin-key-of-some-length"}
+    base = f"http://127.0.0.1:{port}"
+    for name in ("one", "two"):
+        shutil.copytree(shared_bundle(), tmp_path / "shelf" / name)
+    command = [sys.executable, "-c", SWAPPING, f"{tmp_path}/shelf", f"lmdb:{tmp_path}/store"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, str(port), way], text=True, **pipes) as server:
+        try:
+            until(lambda: ask(base + "/health/ready") == 200)
+            answer = httpx.post(base + "/admin/bundle:load", json={"path": "two"}, headers=key)
+            assert answer.status_code in (200, 202)
+            assert server.stdout.readline() == "swapping\n"
+            assert ask(base + "/health/ready") == 200
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+            said = server.stderr.read()
+            assert "the process ends without it" in said and "Traceback" not in said
+        finally:
+            server.kill()
+
+
+def test_what_a_late_replacement_opens_is_closed_by_it():
+    """`close` returns while the next service is opened; that one is never published."""
+    closed: list[str] = []
+
+    class Named:
+        alive = True
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    lifecycle = Lifecycle(lambda: Named("old"))
+    lifecycle.start()
+    assert lifecycle.loaded.wait(10)
+    begun, go, errors = threading.Event(), threading.Event(), []
+
+    def load(old):
+        begun.set()
+        go.wait(60)
+        return Named("new")
+
+    def swap():
+        try:
+            lifecycle.swap(load, lambda old, new, publish: publish())
+        except NotReady as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    assert begun.wait(10) and lifecycle.replacing
+    lifecycle.close()
+    assert closed == ["old"]
+    go.set()
+    thread.join(60)
+    assert closed == ["old", "new"] and errors == ["the server is shutting down"]
+    assert not lifecycle.replacing
 
 
 @pytest.mark.slow

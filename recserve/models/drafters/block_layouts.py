@@ -26,9 +26,22 @@ from recserve.models.drafters.block_heads import (
     MarkovKind,
     SelectorConfig,
 )
-from recserve.models.drafters.network_files import check_neutral
+from recserve.models.drafters.network_files import (
+    SLIDING,
+    check_names,
+    check_neutral,
+    lay_over,
+    read_layer_types,
+)
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import UnsupportedModel, read_config, read_object, read_whole
+from recserve.models.loading import (
+    UnsupportedModel,
+    read_config,
+    read_flag,
+    read_names,
+    read_object,
+    read_whole,
+)
 
 # Fields that read_config reads.
 SIZES = (
@@ -64,6 +77,13 @@ WITHOUT_EFFECT = (
     *("attn_implementation", "use_confidence_head", "target_model_name_or_path"),
     *("target_model_type", "modal_type"),
 )
+# Fields that are read in one place only.
+TOP = (
+    *("architectures", "layer_types", "use_sliding_window", "max_window_layers", "is_causal"),
+    *("draft_num_hidden_layers", "speculators_model_type", "dflash_config"),
+    "transformer_layer_config",
+)
+NESTED = ("causal", "causal_head")
 KINDS = ("dflash", "dflash2", "dspark")
 Kind = Literal["dflash", "dflash2", "dspark"]
 
@@ -85,12 +105,30 @@ class _Fields:
     kind: Kind
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Returns the first named field that is set; `dflash_config` comes first."""
-        for name in names:
-            for place in (self.nested, self.top):
-                if place.get(name) is not None:
-                    return place[name]
-        return default
+        """Returns the value of a field; `names` are its names in several layouts.
+
+        Raises:
+            UnsupportedModel: If it has two values.
+        """
+        found = {
+            f"{where}{name}": place[name]
+            for where, place in (("dflash_config.", self.nested), ("", self.top))
+            for name in names
+            if place.get(name) is not None
+        }
+        if len(set(map(repr, found.values()))) > 1:
+            raise UnsupportedModel(f"config.json contradicts itself: {found}; remove the wrong one")
+        return next(iter(found.values()), default)
+
+    @property
+    def speculators(self) -> bool:
+        """Whether speculators wrote the file."""
+        return self.top.get("speculators_model_type") is not None
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """Returns true or false; see `get` and `read_flag`."""
+        name = next((name for name in names if self.get(name) is not None), names[0])
+        return read_flag({name: self.get(*names)}, name, default)
 
 
 def read_block_config(
@@ -112,10 +150,14 @@ def read_block_config(
     """
     inner = read_object(fields, "transformer_layer_config")
     nested = read_object(fields, "dflash_config")
-    for name in (*fields, *inner, *nested):
-        if name not in (*SIZES, *OWN, *WITHOUT_EFFECT):
-            raise UnsupportedModel(f"config.json has an unknown field {name!r}")
-    found = _Fields({**fields, **inner}, nested, tensors, _kind(fields, nested, tensors))
+    known = {*SIZES, *OWN, *WITHOUT_EFFECT}
+    check_names(fields, known - {*NESTED})
+    check_names(inner, known - {*NESTED, *TOP[-3:]}, "transformer_layer_config")
+    check_names(nested, known - {*SIZES, *TOP}, "dflash_config")
+    top = lay_over(fields, inner, "transformer_layer_config")
+    given = {name: value for name, value in nested.items() if value is not None}
+    names = read_names(fields, "architectures")
+    found = _Fields(top, nested, tensors, _kind({**top, **given}, " ".join(names), tensors))
     _refuse(found)
     own, decoder = target.config, target.config.decoder
     sizes = dict(found.top) | {
@@ -176,7 +218,7 @@ def read_block_config(
     )
     if config.from_anchor and found.kind == "dflash2":
         raise UnsupportedModel("sample_from_anchor is true; DFlash2 predicts from masks only")
-    return config, not found.get("is_neox_style", default=True)
+    return config, not found.flag("is_neox_style", default=True)
 
 
 def _whole(found: _Fields, *names: str, default: int | None = None, least: int = 1) -> int:
@@ -190,15 +232,20 @@ def _number(found: _Fields, *names: str, default: float) -> float:
     return float(value)
 
 
-def _kind(fields: Mapping[str, Any], nested: Mapping[str, Any], tensors: set[str]) -> Kind:
-    """Returns which drafter the configuration describes, if the tensors do not contradict it."""
-    stated = fields.get("speculators_model_type")
+def _kind(every: Mapping[str, Any], names: str, tensors: set[str]) -> Kind:
+    """Returns which drafter the configuration describes, if the tensors do not contradict it.
+
+    Args:
+        every: Fields of all places.
+        names: Its architectures.
+        tensors: Names of the tensors.
+    """
+    stated = every.get("speculators_model_type")
     if stated is not None and stated not in KINDS:
         raise UnsupportedModel(f"speculators_model_type is {stated!r}; choose one of {KINDS}")
-    every = {**fields, **nested}
-    if (projector := every.get("projector_type", "dflash")) not in ("dflash", "dspark"):
+    projector = every.get("projector_type")
+    if projector not in (None, "dflash", "dspark"):
         raise UnsupportedModel(f"projector_type is {projector!r}; 'dflash' and 'dspark' are read")
-    names = " ".join(fields.get("architectures") or [])
     kind: Kind = "dflash"
     if stated == "dflash2" or "DFlash2" in names or every.get("selector_rank"):
         kind = "dflash2"
@@ -225,21 +272,17 @@ def _refuse(found: _Fields) -> None:
         raise UnsupportedModel(
             "the file has a hidden_dim_adapter: an untrained adapter for a target of another size"
         )
-    if found.get("attention_sink_bias", "add_swa_attention_sink_bias"):
+    if found.flag("attention_sink_bias", "add_swa_attention_sink_bias"):
         raise UnsupportedModel("attention_sink_bias is true; attention sinks are not computed")
     if (mode := found.get("attention_mode", default="gqa")) != "gqa":
         raise UnsupportedModel(f"attention_mode is {mode!r}; only 'gqa' is computed")
-    if found.get("use_aux_hidden_state", default=True) is not True:
+    if not found.flag("use_aux_hidden_state", default=True):
         raise UnsupportedModel("use_aux_hidden_state is false; a drafter without fc is not read")
 
 
 def _from_anchor(found: _Fields) -> bool:
     """Returns whether the anchor's row predicts, which ModelOpt calls `shift_label`."""
-    stated = {name: found.get(name) for name in ("sample_from_anchor", "shift_label")}
-    values = {name: bool(value) for name, value in stated.items() if value is not None}
-    if len(set(values.values())) > 1:
-        raise UnsupportedModel(f"config.json contradicts itself: {values}; remove the wrong one")
-    return next(iter(values.values()), found.kind == "dspark")
+    return found.flag("sample_from_anchor", "shift_label", default=found.kind == "dspark")
 
 
 def _layers(found: _Fields, depth: int) -> tuple[int, ...]:
@@ -248,12 +291,17 @@ def _layers(found: _Fields, depth: int) -> tuple[int, ...]:
     The id i of DFlash, JetSpec, DFlash2 and DSpark is the output of layer i. The id i of
     speculators is hidden state i, which is the input of layer i.
     """
-    speculators = "speculators_model_type" in found.top
-    if speculators:
-        ids = found.get("aux_hidden_state_layer_ids", "target_layer_ids")
-    else:
-        ids = found.get("target_layer_ids", "dspark_target_layer_ids")
-    if not ids:
+    speculators = found.speculators
+    own, other = "aux_hidden_state_layer_ids", "dspark_target_layer_ids"
+    if not speculators:
+        own, other = other, own
+    if found.get(other) is not None:
+        raise UnsupportedModel(
+            f"config.json has a field {other!r}, which is not read "
+            f"{'with' if speculators else 'without'} speculators_model_type; use target_layer_ids"
+        )
+    ids = found.get("target_layer_ids", own)
+    if ids is None or ids == []:
         raise UnsupportedModel("config.json names no layers of the target (target_layer_ids)")
     if not isinstance(ids, list) or not all(type(n) is int for n in ids):
         raise UnsupportedModel(
@@ -274,36 +322,36 @@ def _attention(found: _Fields, num_layers: int, positions: int) -> dict[str, Any
     (JetSpec) inside `dflash_config`. Without any of them, layers with a sliding window are causal
     and others are not.
     """
-    types = found.top.get("layer_types") or ["full_attention"] * num_layers
-    if len(types) != num_layers:
-        raise UnsupportedModel(f"layer_types has {len(types)} entries for {num_layers} layers")
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(f"layer_types names {min(unknown)!r}, which is not computed")
-    sliding = [kind == "sliding_attention" for kind in types]
-    if found.get("use_swa") and not any(sliding):
-        sliding = [True] * num_layers
-        types = None
-    if found.top.get("use_sliding_window") and not found.top.get("layer_types"):
-        first = int(found.top.get("max_window_layers") or 0)
-        sliding = [n >= first for n in range(num_layers)]
-    window = found.get("swa_window_size", "sliding_window")
+    types = read_layer_types(found.top, num_layers)
+    enabled = found.flag("use_sliding_window", default=types is not None)
+    sliding = [kind == SLIDING for kind in types or ()]
+    if any(sliding) and not enabled:
+        raise UnsupportedModel(
+            "config.json contradicts itself: layer_types names windows, and use_sliding_window is "
+            "false; remove the wrong one"
+        )
+    if types is None:
+        first = _whole(found, "max_window_layers", default=0, least=0)
+        sliding = [enabled and number >= first for number in range(num_layers)]
+    both_ways = found.flag("sliding_window_non_causal")
+    if found.flag("use_swa") and not any(sliding):
+        sliding, both_ways = [True] * num_layers, True
+    window = found.get("swa_window_size", default=found.get("sliding_window"))
     if any(sliding) and window is None:
         raise UnsupportedModel(f"layer {sliding.index(True)} has a window; config.json names none")
     if any(sliding):
         window = read_whole({"sliding_window": window}, "sliding_window")
-    if any(sliding) and "speculators_model_type" in found.top:
-        window += 1  # the anchor's row sees `window` positions before its own
+        window += found.speculators  # its anchor's row sees `window` positions before its own
     short = any(sliding) and window < positions
     windows = tuple(window if own else 0 for own in sliding) if short else ()
-    flags = {n: found.nested[n] for n in ("causal", "causal_head") if n in found.nested}
-    if len(set(map(bool, flags.values()))) > 1:
+    flags = [read_flag(found.nested, n) for n in NESTED if found.nested.get(n) is not None]
+    if len(set(flags)) > 1:
         raise UnsupportedModel("dflash_config: causal and causal_head contradict each other")
-    stated = found.top.get("is_causal")
-    stated = next(iter(flags.values()), None) if stated is None else stated
-    both_ways = types is None or found.get("sliding_window_non_causal", default=False)
     causal = tuple(own and not both_ways for own in sliding)
-    if stated is not None:
-        causal = (bool(stated),) * num_layers
+    if flags:
+        causal = (flags[0],) * num_layers
+    if found.top.get("is_causal") is not None:
+        causal = (read_flag(found.top, "is_causal"),) * num_layers
     return {"causal": causal, "windows": windows}
 
 
@@ -314,8 +362,16 @@ def _heads(found: _Fields) -> dict[str, Any]:
         values = {name: found.get(name) for name in names}
         if missing := [name for name, value in values.items() if value is None]:
             raise UnsupportedModel(f"config.json describes DFlash2 and names no {missing[0]}")
+        if found.get("markov_rank"):
+            raise UnsupportedModel("config.json describes DFlash2 and names a markov_rank")
         taps, group, rank, top = (_whole(found, name) for name in names)
         return {"conv": ConvConfig(taps, group), "selector": SelectorConfig(rank, top)}
+    for name in ("conv_kernel_size", "conv_group_size", "selector_top_k"):
+        if found.get(name):
+            raise UnsupportedModel(
+                f"config.json: {name} is {found.get(name)!r}, and it names no selector_rank; "
+                "DFlash2 needs both"
+            )
     rank = _whole(found, "markov_rank", default=0, least=0)
     if not rank:
         return {}

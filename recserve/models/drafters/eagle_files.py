@@ -34,11 +34,14 @@ from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.feature_network import LayerView
 from recserve.models.drafters.network_files import (
     NEOX,
+    SLIDING,
     StoredTensors,
     check_embedding,
     check_fields,
+    check_names,
     check_neutral,
     fill,
+    lay_over,
     layer_tensors,
     read_sizes,
     read_token_map,
@@ -53,7 +56,9 @@ from recserve.models.loading import (
     UnsupportedModel,
     joined,
     opened_file,
+    read_flag,
     read_json,
+    read_names,
     read_object,
     read_whole,
     tensor_files,
@@ -82,6 +87,12 @@ OWN = (
     "draft_num_hidden_layers",
     NEOX,
 )
+# Fields of `eagle_config`.
+NESTED = (
+    *("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"),
+    *("use_mtp_layernorm", "next_layer_regular", "parallel_draft_step", "parallel_drafting"),
+    *("draft_vocab_size", LAYERS, OUTPUTS, *FLAGS),
+)
 # Other fields without an effect on the network's outputs. `layernorms` follows from the tensors.
 WITHOUT_EFFECT = (
     *("ttt_length", "step_loss_decay", "embed_requires_grad", "layernorms", "para_depths"),
@@ -99,7 +110,7 @@ def load_eagle(folder: Path, target: LanguageModel) -> Eagle:
     """
     weights, fields = _tensors(folder), read_json(folder / "config.json")
     config = read_eagle_config(fields, set(weights), target)
-    if not {**fields, **read_object(fields, "transformer_layer_config")}.get(NEOX, True):
+    if not read_flag({**fields, **read_object(fields, "transformer_layer_config")}, NEOX, True):
         to_halves(weights, config.decoder.head_dim)
     own = weights.get("embed_tokens.weight")
     if own is not None and config.mask_token is not None and not same_embedding(own, target):
@@ -124,25 +135,26 @@ def read_eagle_config(
     """Reads a configuration. The tensors' names tell EAGLE-3 from the versions before it."""
     inner = read_object(fields, "transformer_layer_config")
     nested = read_object(fields, "eagle_config")
-    check_fields((*fields, *inner, *nested), (*OWN, *WITHOUT_EFFECT))
-    for name in (nested.keys() & fields.keys()) - {LAYERS, OUTPUTS}:
-        if nested[name] != fields[name]:
-            raise UnsupportedModel(
-                f"config.json says {name} {fields[name]!r}, and eagle_config inside it "
-                f"{nested[name]!r}; remove the wrong one"
-            )
-    kind = fields.get("speculators_model_type", "eagle3")
+    check_fields(fields, (*OWN, *WITHOUT_EFFECT))
+    check_fields(inner, (NEOX,), "transformer_layer_config")
+    check_names(nested, {*NESTED, *WITHOUT_EFFECT}, "eagle_config")
+    every = lay_over(fields, nested, "eagle_config", (LAYERS, OUTPUTS))
+    stated = fields.get("speculators_model_type")
+    kind = "eagle3" if stated is None else stated
     if kind not in KINDS:
         raise UnsupportedModel(f"speculators_model_type is {kind!r}; this drafter reads {KINDS}")
-    mask = fields.get("mask_token_id", fields.get("ptd_token_id"))
-    parallel = kind == "peagle" or "mask_hidden" in tensors or fields.get("parallel_drafting")
+    masks = {name: fields.get(name) for name in ("mask_token_id", "ptd_token_id")}
+    mask = next((token for token in masks.values() if token is not None), None)
+    if None not in masks.values() and len(set(map(repr, masks.values()))) > 1:
+        raise UnsupportedModel(f"config.json contradicts itself: {masks}; remove the wrong one")
+    parallel = kind == "peagle" or "mask_hidden" in tensors or read_flag(every, "parallel_drafting")
     if mask is not None:
         read_whole({"mask_token_id": mask}, "mask_token_id", least=0)
     if mask is None and parallel:
         raise UnsupportedModel("mask_token_id is missing; a P-EAGLE network needs one")
-    fused, every = "hidden_norm.weight" in {_leaf(name) for name in tensors}, {**fields, **nested}
+    fused = "hidden_norm.weight" in {_leaf(name) for name in tensors}
     own, decoder = target.config, target.config.decoder
-    sizes = {**fields, **inner}
+    sizes = lay_over(fields, inner, "transformer_layer_config")
     if _stored_layers(tensors) == 1 and kind == "eagle3" and mask is None:
         # The authors build one layer, whatever the field says. Files hold 40 for the target's.
         sizes["num_hidden_layers"] = 1
@@ -164,13 +176,14 @@ def read_eagle_config(
     )
     windows = read_windows(sizes, sized.num_layers, decoder.max_positions)
     # Only the masks of speculators' EAGLE-3 keep the window of a draft where it begins.
-    moves = kind != "eagle3" or mask is not None or "speculators_model_type" not in fields
-    if not sized.qk_norm and "Qwen3Eagle3Model" in (fields.get("architectures") or ()):
+    moves = kind != "eagle3" or mask is not None or stated is None
+    if not sized.qk_norm and "Qwen3Eagle3Model" in read_names(fields, "architectures"):
         raise UnsupportedModel(
             "the architecture is 'Qwen3Eagle3Model', which has norms of queries and keys; there is "
             "no tensor 'layers.0.self_attn.q_norm.weight'"
         )
-    para = bool(fields.get("add_para_norm", False))
+    para = read_flag(fields, "add_para_norm")
+    fc_bias = read_flag(fields, "fusion_bias", read_flag(fields, "bias", True))
     layers: tuple[int, ...] = (FINAL_LAYER,)
     if fused:
         layers = read_target_layers(fields, decoder.num_layers).layers
@@ -181,11 +194,11 @@ def read_eagle_config(
         vocab_size=own.vocab_size,
         draft_vocab_size=read_whole(every, "draft_vocab_size", own.vocab_size),
         fused=fused,
-        fc_bias=bool(fields.get("fusion_bias", fields.get("bias", True))) and not fused,
-        fc_norm=bool(every.get("fc_norm", False)),
-        norm_before_fc=bool(every.get("norm_before_fc", False)),
-        norm_output=bool(every.get("norm_output", False)),
-        norm_before_residual=bool(every.get("norm_before_residual", False)),
+        fc_bias=fc_bias and not fused,
+        fc_norm=read_flag(every, "fc_norm"),
+        norm_before_fc=read_flag(every, "norm_before_fc"),
+        norm_output=read_flag(every, "norm_output"),
+        norm_before_residual=read_flag(every, "norm_before_residual"),
         embedding_norm=not fused and (para or "embedding_layernorm.weight" in tensors),
         feature_norm=not fused and (para or "hidden_states_layernorm.weight" in tensors),
         layer_norm=not fused and "layers.0.input_layernorm.weight" in tensors,
@@ -223,7 +236,8 @@ def read_target_layers(fields: dict[str, Any], depth: int) -> TargetLayers:
         UnsupportedModel: If a field holds no layers of the target, or two fields contradict.
     """
     nested = read_object(fields, "eagle_config")
-    if nested.get("use_aux_hidden_state", fields.get("use_aux_hidden_state")) is False:
+    several = read_flag(fields, "use_aux_hidden_state", True)
+    if not read_flag(nested, "use_aux_hidden_state", several):
         return TargetLayers((FINAL_LAYER,), "use_aux_hidden_state is false")
     found: dict[str, TargetLayers] = {}
     for place, content in (("", fields), ("eagle_config.", nested)):
@@ -332,12 +346,12 @@ def save_eagle(network: Eagle, folder: Path) -> None:
     A network with several layers, such as P-EAGLE's, gets the layout of speculators.
 
     Raises:
-        ValueError: If the network's layers have windows, which are read and not written.
+        ValueError: If the layout has no place for the windows of the layers.
     """
-    if network.config.views:
-        raise ValueError("the network's layers have windows; heads with windows are not saved")
     config, decoder = network.config, network.config.decoder
+    windows = _window_fields(config)
     middle = config.fused and decoder.num_layers == 1 and config.mask_token is None
+    middle = middle and "speculators_model_type" not in windows
     outside = OUTSIDE if config.fused else OUTSIDE_HASS
     weights = {}
     for name, tensor in network.state_dict().items():
@@ -358,7 +372,7 @@ def save_eagle(network: Eagle, folder: Path) -> None:
             weights[outside.get(name, name)] = tensor
     if middle:
         weights = {n.replace("layers.0.", "midlayer."): w for n, w in weights.items()}
-    fields = size_fields(decoder, config.vocab_size)
+    fields = size_fields(decoder, config.vocab_size) | windows
     if config.fused:
         fields["draft_vocab_size"] = config.draft_vocab_size
         fields |= _layer_fields(config)
@@ -370,6 +384,29 @@ def save_eagle(network: Eagle, folder: Path) -> None:
         if config.feature_norm:
             fields["add_para_norm"] = True
     write_folder(fields, weights, folder)
+
+
+def _window_fields(config: EagleConfig) -> dict[str, Any]:
+    """Returns the fields of the layers' windows, which vLLM reads too: a kind per layer.
+
+    The name of the layout says whether a drafted row moves its window.
+    """
+    if not config.views:
+        return {}
+    own = {(view.window, view.moves) for view in config.views if view.window}
+    if len(own) != 1 or any(view.first for view in config.views):
+        raise ValueError(f"config.json has one window for all layers; these have {config.views}")
+    ((window, moves),) = own
+    fields: dict[str, Any] = {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "layer_types": [SLIDING if view.window else "full_attention" for view in config.views],
+    }
+    if not moves:
+        if config.mask_token is not None:
+            raise ValueError("a P-EAGLE network whose windows do not move has no layout")
+        fields["speculators_model_type"] = "eagle3"
+    return fields
 
 
 def _layer_fields(config: EagleConfig) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from recserve.files import gguf_hint
 from recserve.models.drafters.mask_tokens import MaskTokens, MaskTokensConfig
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import PARTS, UnsupportedModel, opened_file, read_json
@@ -192,7 +193,7 @@ def _part(
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     if not path.exists():
-        raise UnsupportedModel(f"{path.parent.name} has no {path.name}")
+        raise UnsupportedModel(f"{path.parent.name} has no {path.name}{gguf_hint(path.parent)}")
     with opened_file(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from recserve.files import gguf_hint
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.drafters.medusa_names import (
     is_vllm,
@@ -29,8 +30,8 @@ from recserve.models.drafters.medusa_names import (
 )
 from recserve.models.loading import (
     UnsupportedModel,
-    gguf_hint,
     opened_file,
+    read_flag,
     read_json,
     read_whole,
     weight_map,
@@ -82,7 +83,7 @@ def load_medusa(
     """
     folder = Path(folder)
     fields, stored = _fields(folder), _tensors(folder)
-    weights = rename(stored, bool(fields.get("original_lm_head", False)))
+    weights = rename(stored, read_flag(fields, "original_lm_head"))
     repeat_blocks(weights, stored, read_whole(fields, "medusa_num_layers", 1))
     if target_head is not None and not any(name.startswith("outputs.") for name in weights):
         weights["outputs.0.weight"] = target_head

@@ -35,10 +35,13 @@ from recserve.models.config import RopeFactors
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.mtp import Mtp, MtpConfig
 from recserve.models.drafters.network_files import (
+    SLIDING,
     StoredTensors,
     check_embedding,
     check_fields,
+    check_neutral,
     fill,
+    lay_over,
     layer_tensors,
     read_sizes,
     read_windows,
@@ -50,8 +53,11 @@ from recserve.models.loading import (
     UnsupportedModel,
     joined,
     opened_file,
+    read_flag,
     read_json,
+    read_names,
     read_object,
+    read_whole,
     tensor_files,
 )
 
@@ -61,19 +67,21 @@ OWN = (
     *("partial_rotary_factor", "transformer_layer_config", "speculators_model_type"),
     *("mtp_use_dedicated_embeddings", "norm_output", "target_layer_ids"),
 )
-# Other fields without an effect on the module's outputs. Those of linear attention concern only
-# the target's layers.
+# Other fields without an effect on the module's outputs. Those of linear attention, whose gate
+# `output_gate_type` describes, concern only the target's layers.
 WITHOUT_EFFECT = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
     *("linear_num_value_heads", "linear_value_head_dim", "full_attention_interval"),
     *("mamba_ssm_dtype", "embed_requires_grad", "vision_config"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    *("audio_token_id", "language_model_only"),
+    *("audio_token_id", "language_model_only", "output_gate_type"),
 )
 # Families whose norms are differences from 1, and whose attention has a gate.
 CENTRED = ("qwen3_next", "qwen3_5")
-TARGETS_OWN = re.compile(r"^(model\.(embed_tokens|norm)|lm_head)\.|rotary_emb\.inv_freq$")
-TARGETS_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+TARGETS_OWN = re.compile(
+    r"^(model\.(language_model\.)?(embed_tokens|norm)|model\.visual|lm_head)\.|rotary_emb\.inv_freq$"
+)
+TARGETS_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
 NOT_COMPUTED = {
     ".mlp.experts.": "a mixture of experts",
     ".mlp.gate.": "a mixture of experts",
@@ -83,7 +91,13 @@ NOT_COMPUTED = {
 }
 
 
-MIMO = "model.mtp_layers."
+# What the names of the tensors of other layouts begin with, and why they are not read.
+OTHERS = {
+    "model.mtp_layers.": "MTP modules of MiMo are not read; they join state and token in the other "
+    "order",
+    "model.mtp_block.": "MTP modules of ERNIE 4.5 are not read",
+    "model.mtp.": "MTP modules of LongCat-Flash and MiMo-V2 are not read",
+}
 DEEPSEEK = re.compile(r"^model\.layers\.(\d+)\.eh_proj\.weight$")
 QWEN = re.compile(r"^mtp\.layers\.(\d+)\.input_layernorm\.weight$")
 SPECULATORS = re.compile(r"^mtp_layers\.(\d+)\.input_proj\.weight$")
@@ -194,9 +208,13 @@ def _stored(folder: Path) -> StoredTensors:
 
 
 def _fields(folder: Path) -> dict[str, Any]:
+    """Returns the fields of config.json with those of the objects that hold the layers' sizes."""
     fields = read_json(folder / "config.json")
-    fields = {**fields, **read_object(fields, "text_config")}
-    return fields | read_object(fields, "transformer_layer_config")
+    for place in ("text_config", "transformer_layer_config"):
+        inner = read_object(fields, place)
+        check_fields(inner, (*OWN, *WITHOUT_EFFECT), place)
+        fields = lay_over(fields, inner, place)
+    return fields
 
 
 def _layout(stored: StoredTensors, target: LanguageModel) -> Layout:
@@ -207,11 +225,9 @@ def _layout(stored: StoredTensors, target: LanguageModel) -> Layout:
             layout = Layout(kind, min(numbers), len(numbers))
             break
     else:
-        if mimo := sorted(name for name in stored.names if name.startswith(MIMO)):
-            raise UnsupportedModel(
-                f"{stored.folder} has a tensor {mimo[0]!r}: MTP modules of MiMo are "
-                "not read; they join state and token in the other order"
-            )
+        for prefix, why in OTHERS.items():
+            if found := sorted(name for name in stored.names if name.startswith(prefix)):
+                raise UnsupportedModel(f"{stored.folder} has a tensor {found[0]!r}: {why}")
         raise UnsupportedModel(
             f"{stored.folder} holds no MTP module: it has none of the tensors "
             f"'model.layers.{target.config.decoder.num_layers}.eh_proj.weight', 'mtp.fc.weight', "
@@ -239,16 +255,14 @@ def _read_config(
     fields: dict[str, Any], stored: StoredTensors, layout: Layout, target: LanguageModel
 ) -> MtpConfig:
     check_fields(fields, (*OWN, *WITHOUT_EFFECT))
-    kind = fields.get("speculators_model_type", "mtp")
-    if kind != "mtp":
-        raise UnsupportedModel(f"speculators_model_type is {kind!r}; this drafter reads 'mtp'")
-    if fields.get("mtp_use_dedicated_embeddings"):
+    check_neutral(fields, {"speculators_model_type": "mtp"})
+    if read_flag(fields, "mtp_use_dedicated_embeddings"):
         raise UnsupportedModel("mtp_use_dedicated_embeddings is True; only False is computed here")
-    named = fields.get("num_nextn_predict_layers", fields.get("mtp_num_hidden_layers", 1))
-    if named != layout.count:
-        raise UnsupportedModel(
-            f"{stored.folder}: num_nextn_predict_layers is {named}; it holds {layout.count} modules"
-        )
+    for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        if read_whole(fields, name, layout.count) != layout.count:
+            raise UnsupportedModel(
+                f"{stored.folder}: {name} is {fields[name]}; it holds {layout.count} modules"
+            )
     centred = str(fields.get("model_type")).startswith(CENTRED)
     names = {name for name in stored.names if name.startswith(layout.prefixes)}
     share, whole = _rotary_share(fields, centred)
@@ -257,26 +271,21 @@ def _read_config(
         raise UnsupportedModel(
             f"partial_rotary_factor is {share}; with scaled positions only 1.0 is computed"
         )
-    if "sliding_attention" in (fields.get("layer_types") or ()):
-        windows = read_windows(fields, len(fields["layer_types"]), decoder.max_positions)
-        if windows is not None:
-            raise UnsupportedModel(
-                f"config.json: layer_types has windows of {max(windows)} positions; MTP modules "
-                "without windows are computed here"
-            )
-    gated = bool(fields.get("attn_output_gate", centred))
+    _refuse_windows(fields, decoder.max_positions)
+    gated = read_flag(fields, "attn_output_gate", centred)
     if gated and decoder.attention_bias:
         raise UnsupportedModel("attention_bias is True; with an output gate only False is computed")
     heads = [name for name in names if name.endswith(".shared_head.head.weight")]
-    layers, depth = fields.get("target_layer_ids", [FINAL_LAYER]), target.config.decoder.num_layers
-    if layers not in ([FINAL_LAYER], [depth]):
+    layers, depth = fields.get("target_layer_ids"), target.config.decoder.num_layers
+    layers = [FINAL_LAYER] if layers is None else layers
+    if layers not in ([FINAL_LAYER], [depth]) or type(layers[0]) is not int:
         raise UnsupportedModel(
             f"target_layer_ids is {layers}; an MTP module reads the final state, or [{depth}]"
         )
     return MtpConfig(
         decoder=decoder,
         vocab_size=target.config.vocab_size,
-        feeds_norm=bool(fields.get("norm_output", layout.feeds_norm)),
+        feeds_norm=read_flag(fields, "norm_output", layout.feeds_norm),
         first_token=layout.feeds_norm,
         gated=gated,
         rotary_dim=None if share == 1.0 else int(decoder.head_dim * share),
@@ -285,17 +294,40 @@ def _read_config(
     )
 
 
+def _refuse_windows(fields: dict[str, Any], num_positions: int) -> None:
+    """Raises UnsupportedModel for windows; `layer_types` may list the target's layers."""
+    kinds = set(read_names(fields, "layer_types"))
+    if unknown := kinds - {"full_attention", "linear_attention", SLIDING}:
+        raise UnsupportedModel(
+            f"config.json: layer_types names {min(unknown)!r}, which is not computed here"
+        )
+    if SLIDING not in kinds and (kinds or not read_flag(fields, "use_sliding_window")):
+        return
+    windows = read_windows({**fields, "layer_types": [SLIDING]}, 1, num_positions)
+    if windows is not None:
+        raise UnsupportedModel(
+            f"config.json: its layers have windows of {windows[0]} positions; MTP modules without "
+            "windows are computed here"
+        )
+
+
 def _rotary_share(fields: dict[str, Any], centred: bool) -> tuple[float, dict[str, Any]]:
     """Returns which part of a head RoPE turns, and the fields without it."""
     whole = {name: value for name, value in fields.items() if name != "partial_rotary_factor"}
-    share = fields.get("partial_rotary_factor")
+    shares = [fields.get("partial_rotary_factor")]
     for place in ("rope_scaling", "rope_parameters"):
         rope = fields.get(place)
         if isinstance(rope, dict):
-            share = rope.get("partial_rotary_factor", share)
+            shares.append(rope.get("partial_rotary_factor"))
             whole[place] = {n: v for n, v in rope.items() if n != "partial_rotary_factor"}
-    if share is None:
+    shares = [share for share in shares if share is not None]
+    if len(set(map(repr, shares))) > 1:
+        raise UnsupportedModel(
+            f"config.json names partial_rotary_factor {shares}; remove the wrong ones"
+        )
+    if not shares:
         return (0.25 if centred else 1.0), whole
+    (share,) = shares[:1]
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise UnsupportedModel(
             f"config.json: partial_rotary_factor is {share!r}; a number above 0 and up to 1 is "

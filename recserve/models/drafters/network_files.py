@@ -6,7 +6,7 @@ The rotary range of a draft network is the target's, because published heads nam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import FAMILIES, PARTS, UnsupportedModel, read_config
+from recserve.models.loading import (
+    FAMILIES,
+    PARTS,
+    UnsupportedModel,
+    read_config,
+    read_flag,
+    read_whole,
+)
 from recserve.models.saving import rope_fields
 from recserve.models.weight_check import is_finite
 
@@ -40,8 +47,14 @@ WITHOUT_EFFECT = (
     *("shared_expert_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"),
     *("output_router_logits", "target_model_name_or_path"),
 )
+# Fields that describe the file at the top, and the layers inside an object.
+APART = (
+    *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version"),
+    *("_name_or_path", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
 # True, the default: a head's first half turns with its second. False: even numbers with odd ones.
 NEOX = "is_neox_style"
+SLIDING = "sliding_attention"
 
 
 @dataclass
@@ -71,12 +84,46 @@ class StoredTensors:
         return self.names - self._read
 
 
-def check_fields(names: Iterable[str], known: Iterable[str]) -> None:
+def check_fields(names: Iterable[str], known: Iterable[str], place: str = "") -> None:
     """Raises UnsupportedModel for a field that is neither a size, nor known, nor without effect."""
-    fine = {*SIZES, *WITHOUT_EFFECT, *known}
+    check_names(names, {*SIZES, *WITHOUT_EFFECT, *known}, place)
+
+
+def check_names(names: Iterable[str], fine: Collection[str], place: str = "") -> None:
+    """Raises UnsupportedModel for a field that is unknown, or is not read where it lies.
+
+    Args:
+        names: The fields.
+        fine: Those that are known there.
+        place: The object that holds them. Empty for the top of config.json.
+    """
     for name in names:
         if name not in fine:
-            raise UnsupportedModel(f"config.json has an unknown field {name!r}")
+            where = f" inside {place}" if place else ""
+            raise UnsupportedModel(f"config.json has an unknown field {name!r}{where}")
+
+
+def lay_over(
+    fields: Mapping[str, Any], inner: Mapping[str, Any], place: str, apart: Collection[str] = ()
+) -> dict[str, Any]:
+    """Returns the fields of config.json with those of an object inside it.
+
+    Args:
+        fields: Fields at the top.
+        inner: Fields of the object.
+        place: Name of the object.
+        apart: Fields that mean different things in both places; the inner ones stay.
+
+    Raises:
+        UnsupportedModel: If both say different things.
+    """
+    for name in sorted(inner.keys() & fields.keys() - {*APART, *apart}):
+        if inner[name] != fields[name]:
+            raise UnsupportedModel(
+                f"config.json says {name} {fields[name]!r:.80}, and {place} inside it "
+                f"{inner[name]!r:.80}; remove the wrong one"
+            )
+    return {**fields, **inner}
 
 
 def check_neutral(fields: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -91,6 +138,26 @@ def check_neutral(fields: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
             raise UnsupportedModel(
                 f"config.json: {name} is {fields[name]!r}; only {value!r} is computed here"
             )
+
+
+def read_layer_types(fields: Mapping[str, Any], num_layers: int) -> tuple[str, ...] | None:
+    """Returns the kind of each layer, or None if no field names them.
+
+    Raises:
+        UnsupportedModel: If there is another number of them, or one that is not computed.
+    """
+    types, kinds = fields.get("layer_types"), ("full_attention", SLIDING)
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise UnsupportedModel(
+            f"config.json: layer_types is {types!r:.80}; a list of {num_layers} kinds is needed"
+        )
+    if unknown := [kind for kind in types if kind not in kinds]:
+        raise UnsupportedModel(
+            f"config.json: layer_types names {unknown[0]!r:.80}; {kinds} are computed here"
+        )
+    return tuple(types)
 
 
 def read_windows(
@@ -112,26 +179,13 @@ def read_windows(
     Raises:
         UnsupportedModel: If the fields are incomplete or name a kind of layer that is not computed.
     """
-    enabled, window = fields.get("use_sliding_window"), fields.get("sliding_window")
-    if enabled not in (None, True, False):
-        raise UnsupportedModel(
-            f"config.json: use_sliding_window is {enabled!r}; true or false is needed"
-        )
-    types = fields.get("layer_types")
+    window, types = fields.get("sliding_window"), read_layer_types(fields, num_layers)
+    enabled = read_flag(fields, "use_sliding_window", types is not None)
     if types is None:
-        first = int(fields.get("max_window_layers") or 0)
-        sliding = [bool(enabled) and number >= first for number in range(num_layers)]
+        first = read_whole(fields, "max_window_layers", 0, least=0)
+        sliding = [enabled and number >= first for number in range(num_layers)]
     else:
-        if not isinstance(types, list) or len(types) != num_layers:
-            raise UnsupportedModel(
-                f"config.json: layer_types is {types!r}; a list of {num_layers} kinds is needed"
-            )
-        kinds = ("full_attention", "sliding_attention")
-        if unknown := [kind for kind in types if kind not in kinds]:
-            raise UnsupportedModel(
-                f"config.json: layer_types names {unknown[0]!r}; {kinds} are computed here"
-            )
-        sliding = [enabled is not False and kind == kinds[1] for kind in types]
+        sliding = [enabled and kind == SLIDING for kind in types]
     if not any(sliding):
         return None
     if type(window) is not int or window < 1:
@@ -183,9 +237,11 @@ def read_token_map(
 
 
 def read_sizes(
-    fields: Mapping[str, Any], tensors: Iterable[str], target: LanguageModel
+    fields: Mapping[str, Any], tensors: Collection[str], target: LanguageModel
 ) -> DecoderConfig:
     """Reads the sizes of a network's layers; the tensors tell whether queries have a norm.
+
+    They also tell whether layers of Qwen2 have biases.
 
     Windows are read by `read_windows`.
     """
@@ -200,10 +256,13 @@ def read_sizes(
     served = own.decoder.max_positions
     sizes["max_position_embeddings"] = fields.get("max_position_embeddings") or served
     read = read_config({**fields, **sizes}, served).decoder
+    biased = read.attention_bias
+    if family == "qwen2":  # SpecForge's heads of this type have no biases, EAGLE-1's have them
+        biased = any(name.endswith("q_proj.bias") for name in tensors)
     return replace(
         read,
         qk_norm=any(name.endswith("q_norm.weight") for name in tensors),
-        attention_bias=bool(fields.get("qkv_bias", read.attention_bias)),
+        attention_bias=read_flag(fields, "qkv_bias", biased),
     )
 
 

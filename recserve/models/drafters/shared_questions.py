@@ -17,7 +17,7 @@ import torch
 from recserve.models.config import DecoderConfig, RopeFactors
 from recserve.models.drafters.network_files import NEOX
 from recserve.models.drafters.open_question import CheckpointAmbiguity, CheckpointReading
-from recserve.models.loading import opened_file, tensor_files
+from recserve.models.loading import opened_file, read_flag, tensor_files
 from recserve.models.saving import rope_fields
 
 INNER = "transformer_layer_config"  # where speculators keeps the sizes of the layers
@@ -54,7 +54,7 @@ def rotary_questions(
     every = dict(fields)
     for place in reversed(places):
         every |= fields.get(place) or {}
-    halves = bool(every.get(NEOX, True))
+    halves = read_flag(every, NEOX, True)
     turned = CheckpointReading(TURNED[not halves], placed(fields, NEOX, not halves, places))
     yield CheckpointAmbiguity("rotary", TURNED[halves], (turned,))
     if (own.rope_theta, own.rope_scaling) != (target.rope_theta, target.rope_scaling):

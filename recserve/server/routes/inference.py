@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import version as installed
 
 from fastapi import FastAPI
@@ -9,14 +10,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.inference import (
+    Durations,
+    InferenceStats,
     InferRequest,
     InferResponse,
+    ModelConfig,
     ModelMetadata,
     ModelReady,
+    ModelStatistics,
     OutputTensor,
+    ParameterText,
     ServerMetadata,
+    Statistics,
+    TensorConfig,
+    TensorMetadata,
 )
 from recserve.schemas.items import (
+    MAX_BATCH,
     RankBatchRequest,
     RankResponse,
 )
@@ -39,6 +49,41 @@ from recserve.service.errors import UnknownModel
 
 PLATFORM = "recserve"
 EXTENSIONS = ["binary_tensor_data"]
+CONFIG_TYPES = {"BYTES": "STRING"}  # Triton's configurations name other types as tensors do
+
+
+class InferenceCounts:
+    """Answers of a model in one version: Triton's statistics."""
+
+    def __init__(self) -> None:
+        self._requests = {True: 0, False: 0}
+        self._times_ns = {True: 0, False: 0}
+        self._rows = 0
+        self._last_ms = 0
+
+    def count(self, began_ns: int, rows: int) -> None:
+        """Counts a request; one without answered rows has failed."""
+        answered = rows > 0
+        self._requests[answered] += 1
+        self._times_ns[answered] += time.monotonic_ns() - began_ns
+        self._rows += rows
+        if answered:
+            self._last_ms = time.time_ns() // 10**6
+
+    def shown(self, name: str, version: str) -> ModelStatistics:
+        """Returns the statistics under a name."""
+        success, fail = (
+            Durations(count=self._requests[answered], ns=self._times_ns[answered])
+            for answered in (True, False)
+        )
+        return ModelStatistics(
+            name=name,
+            version=version,
+            last_inference=self._last_ms,
+            inference_count=self._rows,
+            execution_count=success.count,
+            inference_stats=InferenceStats(success=success, fail=fail),
+        )
 
 
 def add_routes(app: FastAPI, app_state: AppState) -> None:
@@ -67,6 +112,33 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         _serving(app_state.service, name, request)
         return json_response(ModelReady(name=name, ready=True))
 
+    counts: dict[tuple[str, str], InferenceCounts] = {}
+
+    async def model_config(name: str, request: Request) -> Response:
+        """Return the configuration of a model in Triton's form."""
+        service = _serving(app_state.service, name, request)
+        said = ModelConfig(
+            name=name,
+            platform=PLATFORM,
+            max_batch_size=0,
+            input=_configured(described_inputs(name)),
+            output=_configured(described_outputs(name, _tasks(service))),
+            parameters={"max_rows": ParameterText(string_value=str(MAX_BATCH))},
+        )
+        return json_response(said)
+
+    async def model_statistics(name: str, request: Request) -> Response:
+        """Return what this process has answered since it started."""
+        version = _serving(app_state.service, name, request).versions()["model_version"]
+        found = counts.get((name, version), InferenceCounts())
+        return json_response(Statistics(model_stats=[found.shown(name, version)]))
+
+    async def all_statistics() -> Response:
+        """Return what this process has answered since it started, of all models."""
+        version = app_state.service.versions()["model_version"]
+        shown = [c.shown(name, of) for (name, of), c in sorted(counts.items()) if of == version]
+        return json_response(Statistics(model_stats=shown))
+
     async def infer(name: str, request: Request) -> Response:
         """Recommend or rank for up to 256 users, given and returned as tensors."""
         raw = await app_state.raw_body(request)
@@ -77,7 +149,13 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         check_outputs(wanted)
         service = _serving(app_state.service, name, request)
         ask = _slates if name == "recommend" else _rankings
-        version, tensors = await ask(app_state, service, request, body)
+        began_ns, rows = time.monotonic_ns(), 0
+        try:
+            version, tensors = await ask(app_state, service, request, body)
+            rows = tensors[0].shape[0]
+        finally:
+            key = name, service.versions()["model_version"]
+            counts.setdefault(key, InferenceCounts()).count(began_ns, rows)
         answer = InferResponse(
             model_name=name,
             model_version=version,
@@ -87,6 +165,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         return write_response(answer, body.parameters, wanted)
 
     add_get(app, "/v2", server_metadata, "server_metadata")
+    add_get(app, "/v2/models/stats", all_statistics)
     model = "/v2/models/{name}"
     add_get(app, model, model_metadata, "model_metadata")
     add_get(app, f"{model}/ready", model_ready, "model_ready")
@@ -96,6 +175,10 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     add_get(app, model, model_metadata)
     add_get(app, f"{model}/ready", model_ready)
     app.add_api_route(f"{model}/infer", infer, methods=["POST"], include_in_schema=False)
+    # Extensions of Triton, which its client asks for by name.
+    for path in ("/v2/models/{name}", model):
+        add_get(app, f"{path}/config", model_config)
+        add_get(app, f"{path}/stats", model_statistics)
 
 
 # Version of the models, and the outputs.
@@ -136,6 +219,18 @@ def _serving(service: Service, name: str, request: Request) -> Service:
     if version is not None and version != (served := service.versions()["model_version"]):
         raise UnknownModel(f"expected version {served} of {name}, got {version[:80]!r}")
     return service
+
+
+def _configured(tensors: list[TensorMetadata]) -> list[TensorConfig]:
+    """Returns tensors as a model configuration describes them."""
+    return [
+        TensorConfig(
+            name=one.name,
+            data_type=f"TYPE_{CONFIG_TYPES.get(one.datatype, one.datatype)}",
+            dims=one.shape,
+        )
+        for one in tensors
+    ]
 
 
 def _tasks(service: Service) -> list[str]:

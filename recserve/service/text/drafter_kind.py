@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recserve.files import gguf_hint
 from recserve.models.loading import (
     UnsupportedModel,
-    gguf_hint,
     opened_file,
     read_json,
     weight_map,
@@ -86,7 +86,7 @@ def drafter_files(folder: Path) -> DrafterFiles:
         UnsupportedModel: If there are no tensors, or they are no known drafter's.
     """
     if not folder.is_dir():
-        raise UnsupportedModel(f"there is no folder {folder}")
+        raise UnsupportedModel(f"there is no folder {folder}{gguf_hint(folder)}")
     tensors: dict[str, Path] = {}
     paths = [folder / name for name in FILES if (folder / name).exists()]
     if (folder / INDEX).exists():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from recserve.files import gguf_hint
 from recserve.kernels.linear.products import fastest_dtype
 from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -79,7 +80,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
     """
     folder = settings.folder
     if not folder.is_dir():
-        raise ValueError(f"llm is {folder}; there is no such folder")
+        raise ValueError(f"llm is {folder}; there is no such folder{gguf_hint(folder)}")
     tokenizer = TextTokenizer.open(folder, settings.chat_template)
     network = load_language_model(folder, _dtype(settings, device), device)
     _probe(network, folder)
@@ -193,7 +194,9 @@ def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Dra
     for name, given in folders.items():
         missing = [folder for folder in given if not folder.is_dir()]
         if missing:
-            raise ValueError(f"drafters: {name} is {missing[0]}; there is no such folder")
+            raise ValueError(
+                f"drafters: {name} is {missing[0]}; there is no such folder{gguf_hint(missing[0])}"
+            )
         drafters[name] = build_drafter(name, network, given)
     for name in weightless_drafters():
         drafters.setdefault(name, build_drafter(name, network))

@@ -146,10 +146,52 @@ def test_what_is_not_supported_is_refused_in_words(client):
 def test_errors_of_routes_are_texts(client):
     assert refusal(client.infer, "nothing", [tensor("user_id", USERS)])[0] == "404"
     assert refusal(client.get_model_metadata, "rank", "9")[1].startswith("expected version ")
-    for call in (client.get_model_repository_index, client.get_inference_statistics):
-        assert refusal(call)[0] == "404"
-    for call in (client.get_model_config, client.load_model):
-        assert refusal(call, "recommend")[0] == "404"
+    assert refusal(client.get_model_repository_index)[0] == "404"
+    assert refusal(client.load_model, "recommend")[0] == "404"
+    for call in (client.get_model_config, client.get_inference_statistics):
+        assert refusal(call, "nothing")[0] == "404"
+        assert refusal(call, "rank", "9")[1].startswith("expected version ")
+
+
+def test_the_configuration_describes_the_tensors_of_the_metadata(server, client):
+    version = server.get("/version").json()["model_version"]
+    for name in ("recommend", "rank"):
+        config, metadata = client.get_model_config(name), client.get_model_metadata(name)
+        assert client.get_model_config(name, version) == config
+        assert (config["name"], config["platform"]) == (name, metadata["platform"])
+        assert config["max_batch_size"] == 0  # so dims are whole shapes
+        assert config["parameters"] == {"max_rows": {"string_value": "256"}}
+        for side in ("input", "output"):
+            assert [(one["name"], one["dims"]) for one in config[side]] == [
+                (one["name"], one["shape"]) for one in metadata[f"{side}s"]
+            ]
+        types = {one["name"]: one["data_type"] for one in config["input"] + config["output"]}
+        assert types["user_id"] == "TYPE_STRING" and types["exact"] == "TYPE_BOOL"
+
+
+def test_statistics_count_requests_rows_and_times(server, client):
+    version = server.get("/version").json()["model_version"]
+
+    def now(name: str) -> dict:
+        (found,) = client.get_inference_statistics(name)["model_stats"]
+        assert client.get_inference_statistics(name, version)["model_stats"] == [found]
+        return found
+
+    before, others = now("recommend"), now("rank")
+    for _ in range(2):
+        client.infer("recommend", [tensor("user_id", USERS)])
+    refusal(client.infer, "recommend", [tensor("k", np.array([0]))])
+    after = now("recommend")
+    assert (after["name"], after["version"]) == ("recommend", version)
+    assert after["inference_count"] == before["inference_count"] + 4
+    assert after["execution_count"] == before["execution_count"] + 2
+    stats = {key: (before, after) for key in ("success", "fail")}
+    for key, more in (("success", 2), ("fail", 1)):
+        one, two = (state["inference_stats"][key] for state in stats[key])
+        assert two["count"] == one["count"] + more and two["ns"] > one["ns"]
+    assert after["last_inference"] > 10**12 and now("rank") == others
+    every = client.get_inference_statistics()["model_stats"]
+    assert after in every
 
 
 def test_errors_of_the_middleware_are_texts(tmp_path):

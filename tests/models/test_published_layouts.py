@@ -1,0 +1,259 @@
+"""Public layouts of draft heads: each opens as it comes and computes what its authors' code does.
+
+What is not read is refused in words. docs/reference/drafter-files.md has the table.
+"""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from recserve.models.attention import DenseAttention
+from recserve.models.drafters.block_files import load_block
+from recserve.models.drafters.eagle_files import load_eagle, save_eagle
+from recserve.models.drafters.medusa_files import load_medusa
+from recserve.models.drafters.mtp_files import load_mtp
+from recserve.models.language_model import LanguageModel
+from recserve.models.loading import UnsupportedModel
+from tests.support import published_block, published_eagle, published_mtp
+from tests.support.published_eagle import PUBLIC, WINDOWS, Published, changed, inner, peagle
+from tests.support.published_mtp import write_folder
+from tests.support.text_plain import VOCABULARY, drawn_model
+
+
+def target_of(depth: int, positions: int = 64) -> LanguageModel:
+    """Returns drawn_model(0) with another number of layers."""
+    config = drawn_model(0).config
+    decoder = replace(config.decoder, num_layers=depth, max_positions=positions)
+    model = LanguageModel(replace(config, decoder=decoder)).requires_grad_(False).eval()
+    torch.manual_seed(1)
+    for weight in model.parameters():
+        weight.copy_(torch.randn(weight.shape))
+    return model
+
+
+@pytest.fixture(scope="module")
+def target():
+    return target_of(6)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+@torch.inference_mode()
+def test_a_head_computes_what_its_authors_code_does(name, tmp_path, target):
+    """Rows that read the target's states, and then rows that read outputs of rows before."""
+    torch.manual_seed(0)
+    make, layers = PUBLIC[name]
+    fields, weights = make()
+    network = load_eagle(write_folder(tmp_path / "head", fields, weights), target)
+    assert network.config.target_layers == layers
+    theirs, attend = Published(fields, weights), DenseAttention()
+    states, embedded = torch.randn(7, network.config.num_features), torch.randn(9, 32)
+    ours, expected = network.features(states), theirs.features(states)
+    for count in (7, 8, 9):
+        outputs = network(ours[None], embedded[None, :count], torch.arange(count), attend)[0]
+        found = theirs.outputs(expected, embedded[:count])
+        fed_back = theirs.last(found) if theirs.fields.get("norm_output") else found
+        torch.testing.assert_close(outputs, fed_back, rtol=1e-3, atol=1e-3)
+        logits = network.logits(outputs, target)
+        torch.testing.assert_close(logits, theirs.logits(found, target), rtol=1e-3, atol=1e-3)
+        ours, expected = (
+            torch.cat([x, y[-1:]]) for x, y in ((ours, outputs), (expected, fed_back))
+        )
+    save_eagle(network, tmp_path / "saved")
+    again = load_eagle(tmp_path / "saved", target)
+    assert again.config == network.config
+    for key, weight in network.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("make", [published_eagle.speculators, peagle])
+def test_windows_of_2048_positions_are_read_where_texts_are_longer(make, tmp_path):
+    torch.manual_seed(0)
+    long = target_of(6, positions=4096)
+    network = load_eagle(write_folder(tmp_path, *inner(make, **WINDOWS)), long)
+    assert {view.window for view in network.config.views} == {2048}
+
+
+def modelopt_windows() -> tuple[dict, dict]:
+    """ModelOpt's DFlash: all layers see a window, in both directions."""
+    fields, weights = published_block.dflash()
+    nested = fields["dflash_config"] | {"use_swa": True, "swa_window_size": 20, "causal": False}
+    return fields | {"sliding_window": 20, "dflash_config": nested}, weights
+
+
+def test_windows_of_modelopts_dflash(tmp_path):
+    torch.manual_seed(0)
+    network = load_block(write_folder(tmp_path, *modelopt_windows()), drawn_model(0))
+    assert network.config.windows == (20, 20) and network.config.causal == (False, False)
+
+
+def domino() -> tuple[dict, dict]:
+    fields, weights = published_block.dflash()
+    nested = fields["dflash_config"] | {"projector_type": "domino", "gru_hidden_dim": 8}
+    weights["prefix_gru.weight_ih_l0"] = torch.randn(24, 32)
+    return fields | {"emb_dim": 8, "dflash_config": nested}, weights
+
+
+def deepseek_v4() -> tuple[dict, dict]:
+    """DSpark inside the target's folder."""
+    fields, weights = published_block.dflash()
+    fields |= {"model_type": "deepseek_v4", "dspark_markov_rank": 6, "compress_ratios": [4, 0]}
+    return fields, {f"mtp.0.{name}": weight for name, weight in weights.items()}
+
+
+def kimi() -> tuple[dict, dict]:
+    """ModelOpt's EAGLE-3 for Kimi K2, whose layer has latent attention."""
+    fields, weights = published_eagle.specforge(1, 2, 4)
+    return fields | {"model_type": "kimi_k2", "kv_lora_rank": 8, "q_lora_rank": 8}, weights
+
+
+def gemma4() -> tuple[dict, dict]:
+    weights = {"pre_projection.weight": torch.randn(32, 64)}
+    return published_eagle.SIZES | {"model_type": "gemma4_assistant"}, weights
+
+
+def hydra() -> tuple[dict, dict]:
+    """Each head reads the embeddings of the tokens before, so its first block is wider."""
+    weights = {"0.0.linear.weight": torch.randn(32, 64), "0.0.linear.bias": torch.randn(32)}
+    weights["0.1.weight"] = torch.randn(VOCABULARY, 32)
+    return {"hydra_num_heads": 1, "hydra_num_layers": 1}, weights
+
+
+def mtp_of(more: str) -> tuple[dict, dict]:
+    fields, weights = published_mtp.deepseek(6)
+    return fields, weights | {f"model.layers.6.{more}.weight": torch.randn(4, 4)}
+
+
+load_heads = partial(load_medusa, hidden_size=32, vocab_size=VOCABULARY)
+# Layouts that are not read: the loader, the folder, and a part of what it says.
+REFUSED = {
+    "Domino": (load_block, domino, "projector_type is 'domino'"),
+    "DSpark of DeepSeek-V4": (load_block, deepseek_v4, "'dspark_markov_rank'"),
+    "EAGLE-3 with latent attention": (load_eagle, kimi, "unknown field 'kv_lora_rank'"),
+    "Gemma 4 assistant": (load_mtp, gemma4, "holds no MTP module"),
+    "Gemma 4 assistant as EAGLE": (load_eagle, gemma4, "no tensor '"),
+    "Hydra": (load_heads, hydra, "unknown field 'hydra_num_heads'"),
+    "P-EAGLE of SpecForge": (
+        load_eagle,
+        lambda: changed(peagle, mask_token_id=None),
+        "mask_token_id is missing",
+    ),
+    "MTP with experts": (load_mtp, lambda: mtp_of("mlp.experts.0.up_proj"), "mixture of experts"),
+    "MTP with latent attention": (
+        load_mtp,
+        lambda: mtp_of("self_attn.kv_a_proj_with_mqa"),
+        "latent attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layout_that_is_not_read_is_refused_in_words(name, tmp_path, target):
+    torch.manual_seed(0)
+    load, make, message = REFUSED[name]
+    folder = write_folder(tmp_path, *make())
+    with pytest.raises(UnsupportedModel, match=message):
+        load(folder) if load is load_heads else load(folder, target)
+
+
+FLAGS = ("norm_output", "norm_before_residual", "fc_norm", "use_aux_hidden_state", "bias")
+FLAGS += ("attention_bias", "use_sliding_window", "is_neox_style", "add_para_norm", "qkv_bias")
+# Drafters of each loader: the folder, the loader, objects inside it, flags, a field of the top.
+LOADERS = {
+    "eagle": (published_eagle.eagle3, load_eagle, "eagle_config", FLAGS, "rope_theta"),
+    "speculators": (
+        published_eagle.speculators,
+        load_eagle,
+        "transformer_layer_config",
+        FLAGS[4:],
+        "norm_output",
+    ),
+    "block": (
+        published_block.dflash,
+        load_block,
+        "dflash_config",
+        ("is_causal", "use_swa", "sample_from_anchor", "shift_label", "is_neox_style"),
+        "layer_types",
+    ),
+    "mtp": (
+        published_mtp.speculators,
+        load_mtp,
+        "transformer_layer_config",
+        ("norm_output", "attn_output_gate", "mtp_use_dedicated_embeddings", "attention_bias"),
+        "eagle_config",
+    ),
+}
+CASES = [(kind, flag) for kind, (*_, flags, _) in LOADERS.items() for flag in flags]
+
+
+@pytest.mark.parametrize(("kind", "flag"), CASES)
+def test_a_flag_is_true_or_false_and_null_is_none(kind, flag, tmp_path):
+    torch.manual_seed(0)
+    make, load, *_ = LOADERS[kind]
+    (fields, weights), target = make(), drawn_model(0)
+    plain = load(write_folder(tmp_path / "plain", fields, weights), target)
+    null = load(write_folder(tmp_path / "null", {flag: None} | fields, weights), target)
+    assert null.config == plain.config
+    for wrong in ("false", "no", 0, 1, [], 0.0):
+        folder = write_folder(tmp_path / "wrong", fields | {flag: wrong}, weights)
+        with pytest.raises(UnsupportedModel, match=f"{flag} is .*true or false is needed"):
+            load(folder, target)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_field_has_one_value_in_the_place_where_it_is_read(kind, tmp_path):
+    """A field of the top inside an object, and a size with two values, are refused."""
+    torch.manual_seed(0)
+    make, load, place, _, foreign = LOADERS[kind]
+    (fields, weights), target = make(), drawn_model(0)
+    objects = fields[place]
+
+    def refusal(changed: dict) -> str:
+        with pytest.raises(UnsupportedModel) as caught:
+            load(write_folder(tmp_path / "head", changed, weights), target)
+        return str(caught.value)
+
+    said = refusal(fields | {place: objects | {foreign: fields.get(foreign, True)}})
+    assert f"unknown field {foreign!r} inside {place}" in said
+    for name, value in objects.items():
+        if name in ("model_type", "torch_dtype", "eagle_aux_hidden_state_layer_ids"):
+            continue
+        other = 7 if isinstance(value, int) else 0.5
+        assert name in refusal(fields | {name: other}), name
+    rope = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    rope["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
+    inside = place == "transformer_layer_config"
+    both = {place: objects | rope} if inside else rope
+    assert "remove the wrong one" in refusal(fields | both)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("field", ["architectures", "layer_types"])
+@pytest.mark.parametrize("wrong", [5, "full_attention", [5], {"a": 1}, [["full_attention"]]])
+def test_lists_of_another_form_are_refused_in_words(kind, field, wrong, tmp_path):
+    torch.manual_seed(0)
+    make, load, place, *_ = LOADERS[kind]
+    fields, weights = make()
+    if place == "transformer_layer_config" and field == "layer_types":
+        fields = fields | {place: fields[place] | {field: wrong}}
+    else:
+        fields = fields | {field: wrong}
+    if kind == "mtp" and field == "architectures":
+        pytest.skip("the architecture has no effect on a module")
+    with pytest.raises(UnsupportedModel, match=field):
+        load(write_folder(tmp_path, fields, weights), drawn_model(0))
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_mrope_is_the_default_for_texts(kind, tmp_path):
+    torch.manual_seed(0)
+    make, load, place, *_ = LOADERS[kind]
+    (fields, weights), target = make(), drawn_model(0)
+    plain = load(write_folder(tmp_path / "plain", fields, weights), target).config
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}
+    inside = place == "transformer_layer_config"
+    changed = fields | ({place: fields[place] | rope} if inside else rope)
+    assert load(write_folder(tmp_path / "mrope", changed, weights), target).config == plain
+    assert json.loads((tmp_path / "mrope" / "config.json").read_text()) == changed
