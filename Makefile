@@ -37,7 +37,7 @@ endif
 # The tests start hundreds of processes; without stored bytecode each compiles the package again.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow replay campaign mutants sanitize check format install docs package redis promtool chromium clang newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow replay campaign mutants sanitize check format install docs package redis promtool chromium clang newest-triton cuda-versions python-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -120,6 +120,18 @@ cuda-versions: redis | $(BIN)/python
 	@$(CUDA)/bin/python -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
 	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
+# The tests with each newer Python that pyproject.toml names, in a virtual environment of its own.
+# pip fetches several GB for each where it finds no CPU build of torch.
+PYTHONS := 3.12 3.13
+python-versions:
+	@status=0; found=; summary=; for version in $(PYTHONS); do \
+		if ! python=$$(sh deploy/find-python.sh $$version); then result="is not on PATH or in pyenv, so nothing ran"; \
+		elif $(MAKE) test VENV=build/python-$$version PYTHON="$$python"; then result="passed"; found=yes; \
+		else result="failed"; found=yes; status=1; fi; \
+		summary="$${summary}Python $$version $$result\n"; \
+	done; \
+	printf "$$summary"; test -n "$$found" && exit $$status
+
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 
@@ -137,7 +149,7 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV): $(RUNTIME)
 	@echo "installing the development tools"
-	@$(PIP) --editable '.[train,dev]' $$($(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' || echo $(TRITON))
+	@$(PIP) --editable '.[train,dev]' $$($(BIN)/python -m pip show torch | grep '^Requires:.*triton' >/dev/null || echo $(TRITON))
 	@touch $@
 
 $(DOCS): $(RUNTIME)

@@ -107,7 +107,10 @@ def test_keys_from_the_environment_and_never_printed(monkeypatch):
     ],
 )
 def test_is_loopback(host, yes):
+    """Also as an IPv4 address that is written as IPv6, in every version of Python."""
     assert is_loopback(host) is yes
+    if host.count(".") == 3:
+        assert is_loopback(f"::ffff:{host}") is is_loopback(f"[::FFFF:{host}]") is yes
 
 
 def test_drafters_come_from_flag_environment_and_file(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,6 +42,7 @@ def small(tmp_path_factory):
 
 
 def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):
+    shutil.rmtree(small / "recserve", ignore_errors=True)  # of the other tests
     assert demo.run_demo(None, 8080, once=True) == 0
     out = capsys.readouterr().out
     for words in (

@@ -1,6 +1,6 @@
 """`recserve bench` and `recserve ab`, against a made-up server and a real one."""
 
-import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from recserve.cli import app
+from recserve.experiments.load import generator
 from recserve.service import Service
 from tests.support.http_server import http_server
 from tests.support.live_server import live
@@ -27,8 +28,21 @@ def users(tmp_path):
     return path
 
 
+@pytest.fixture
+def exact_times(monkeypatch):
+    """Requests take 2 ms, slow ones 20 ms, however busy this machine is."""
+    real = generator._Sender.send
+
+    async def send(self, number, place, call, scheduled):
+        exchange = await real(self, number, place, call, scheduled)
+        latency_s = (0.02 if b"slow" in call.body else 0.002) * (1 + number % 7 / 100)
+        return dataclasses.replace(exchange, sent=scheduled, done=scheduled + latency_s)
+
+    monkeypatch.setattr(generator._Sender, "send", send)
+
+
 async def recserve(request):
-    """Answers as recserve does; `slow` takes longer and leaves the slate short."""
+    """Answers as recserve does; the strategy `slow` adds an item that does not exist."""
     if request.path == "/health/ready":
         return web.json_response({"ready": True})
     if request.path == "/version":
@@ -39,7 +53,6 @@ async def recserve(request):
         return web.json_response({"error": {"message": "no such route"}}, status=404)
     body = await request.json()
     slow = body.get("strategy") == "slow"
-    await asyncio.sleep(0.02 if slow else 0.002)
     items = [{"item_id": f"i{n}"} for n in range(4)] + [{"item_id": "ghost"}] * slow
     return web.json_response({"items": items, "timing_ms": {"total": 2.0}, "model_version": "m"})
 
@@ -72,7 +85,7 @@ def test_bench_prints_json_and_writes_report_and_records(users, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["blocks", "paired", "split"])
-def test_ab_finds_the_slower_arm_and_its_items_that_do_not_exist(users, mode):
+def test_ab_finds_the_slower_arm_and_its_items_that_do_not_exist(users, exact_times, mode):
     with http_server(recserve) as url:
         result = invoke(
             "ab", url, "--data", users, "--arm", 'fast={"strategy": "beam"}', "--arm",
@@ -208,7 +221,7 @@ def test_ab_refuses_a_wrong_file(users, tmp_path, text, words):
     assert words in " ".join(result.output.replace("│", " ").split())
 
 
-def test_ab_stops_early_where_the_difference_is_sure(users, tmp_path):
+def test_ab_stops_early_where_the_difference_is_sure(users, exact_times):
     with http_server(recserve) as url:
         result = invoke(
             "ab", url, "--data", users, "--mode", "paired", "--stop-early", "--exact", 0,
@@ -232,7 +245,7 @@ def test_a_closed_loop_cannot_stop_early(users):
     assert result.exit_code == 2 and "closed loop" in result.output
 
 
-def test_bench_compares_with_a_saved_run(users, tmp_path):
+def test_bench_compares_with_a_saved_run(users, exact_times, tmp_path):
     records, report = tmp_path / "old.parquet", tmp_path / "r.html"
     common = ("--data", users, *SHORT, "--exact", 0, "--json", "--fields")
     with http_server(recserve) as url:

@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from recserve import Service, ServiceOptions
 from tests.recorded.cases import Case
 from tests.recorded.compare import STAGES, stable, stable_text
 from tests.recorded.worlds import SIGNING_KEY, World
+from tests.support.redis_server import free_port
 
 # Headers that the reference of the HTTP API promises.
 HEADERS = (
@@ -57,9 +57,7 @@ class HttpWay:
             folder: An empty folder for copies of the files.
         """
         self.world, self.folder = world, folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         settings = {**world.prepare(folder), "port": self.port, "drain_delay_s": 0}
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
         command = [sys.executable, "-m", "recserve", "serve", "--config", "config.yaml"]

@@ -1,11 +1,13 @@
-"""The pins of constraints.txt: all that the package needs, nothing that torch pins by itself."""
+"""The pins of constraints.txt and the Python versions that the package names."""
 
 import re
 import tomllib
 
+from recserve.cli.doctor import MIN_PYTHON
 from tests.support.paths import ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 
 
 def normal(name: str) -> str:
@@ -30,3 +32,15 @@ def test_what_a_cuda_build_of_torch_pins_is_left_to_it():
     """Another version of one of these could not be installed beside it."""
     own = {name for name in names(PINS) if re.match(r"triton$|triton-|nvidia-|cuda-", name)}
     assert own == set()
+
+
+def test_promised_python_versions_are_tested():
+    """ruff and mypy check for the oldest; `make python-versions` runs the others."""
+    classifier = re.compile(r"Programming Language :: Python :: (3\.\d+)")
+    oldest, *newer = (one[1] for one in map(classifier.fullmatch, PROJECT["classifiers"]) if one)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^PYTHONS := (.+)$", makefile, re.MULTILINE)[1].split() == newer
+    assert PROJECT["requires-python"] == f">={oldest}"
+    assert PYPROJECT["tool"]["mypy"]["python_version"] == oldest
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert ".".join(map(str, MIN_PYTHON)) == oldest

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from recserve.server.errors import REASONS, NotReady
 from recserve.server.lifecycle import Lifecycle
 from recserve.service import Service
 from tests.support.live_server import live
+from tests.support.redis_server import free_port
 from tests.support.tiny_bundle import shared_bundle
 from tests.support.waiting import until
 
@@ -33,12 +33,6 @@ bundle, store, port, delay = sys.argv[1:]
 config = dict(bundle=Path(bundle), store=store, port=int(port), device="cpu", threads=1)
 sys.exit(serve(ServerConfig(**config, kv_bytes=2**24, drain_delay_s=float(delay))))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ask(url: str) -> int | None:

@@ -1,6 +1,8 @@
 """A real redis-server on loopback."""
 
+import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -8,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+FIRST_PORT, NUM_PORTS = 16384, 16384
 
 
 def start_redis(folder: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], int]:
@@ -48,8 +52,13 @@ def start_redis(folder: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], i
 
 
 def free_port() -> int:
-    """Returns a loopback port that was free at the time of the call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a loopback port that was free at the time of the call.
+
+    Systems take ports from 32768 on for connections and for port 0. This one is lower, so only
+    another call of this function could take it before the caller does.
+    """
+    while True:
+        port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

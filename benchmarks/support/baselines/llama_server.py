@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.support.redis_server import free_port
+
 START_S = 60.0
 TRIES = 5
 
@@ -20,14 +21,6 @@ TRIES = 5
 def find_llama_server() -> str | None:
     """Returns the path in LLAMA_SERVER, else `llama-server` on PATH; None without either."""
     return os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
-
-
-def free_port() -> int:
-    """Returns a loopback port that was free at the time of the call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
