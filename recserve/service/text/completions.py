@@ -68,7 +68,9 @@ class TextService:
         echoed = [prompt.text if body.echo else "" for prompt in plan.prompts]
         streams = self._streams(plan, body.min_tokens, listener, echoed)
         queries = _queries(body, plan, streams, deadline_s)
-        scoring = prompt_queries(body, plan.prompts, self.model.device, deadline_s)
+        scoring = []
+        if body.scores_prompt:
+            scoring = prompt_queries(body, plan.prompts, self.model.device, deadline_s)
         watch.features_done()
         submitted = self.engine.submit_all([*scoring, *queries])
         texts = submitted[len(scoring) :] if queries else [_empty_text() for _ in streams]

@@ -25,9 +25,7 @@ def prompt_queries(
     device: torch.device,
     deadline_s: float | None,
 ) -> list[PromptQuery]:
-    """Returns the requests about the prompts; none if the body does not want log-probabilities."""
-    if not body.scores_prompt:
-        return []
+    """Returns the requests about the prompts of a body that wants their log-probabilities."""
     num_top = max((body.logprobs or 0) if body.echo else 0, body.prompt_logprobs or 0)
     queries: list[PromptQuery] = []
     before = 0
