@@ -146,7 +146,6 @@ def test_the_deadline_ends_a_body_that_is_read_slowly(asynchronous):
     events = [EventInput(user_id="u" * 200, item_id="x" * 200)] * 20_000
 
     def serve(wire: socket.socket) -> None:
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         for _ in range(DRIPS):
             time.sleep(DRIP_S)
             wire.recv(1 << 14)
