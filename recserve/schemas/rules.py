@@ -144,6 +144,9 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
         components: Schemas by name; they are changed.
         min_temperature: Least temperature above 0.
     """
+    components["Filter"] = FILTER
+    fields = components["RecommendRequest"]["properties"]
+    fields["filter"] = {"anyOf": [FILTER_REF, NULL], "default": None}
     for name, patterns in RULES.items():
         components[name]["not"] = {"anyOf": list(patterns)}
     for (name, field), words in IN_WORDS.items():
@@ -181,6 +184,32 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
     _use_common_patterns(components)
 
 
+def _operands(*others: Schema) -> Schema:
+    """Returns the schema of the operands of a comparison: the field, then the others."""
+    size = 1 + len(others)
+    fields = [{"type": "string"}, *others]
+    return {"type": "array", "prefixItems": fields, "minItems": size, "maxItems": size}
+
+
+FILTER_REF: Schema = {"$ref": "#/components/schemas/Filter"}
+LITERAL: Schema = {"type": ["string", "number", "boolean", "null"]}
+PARTS: Schema = {"type": "array", "items": FILTER_REF, "minItems": 1}
+FILTER: Schema = {
+    "title": "Filter",
+    "description": "A condition on items: one operator. At most 8 levels and 64 conditions.",
+    "type": "object",
+    "properties": {
+        "and": PARTS,
+        "or": PARTS,
+        "not": FILTER_REF,
+        "eq": _operands(LITERAL),
+        "in": _operands({"type": "array", "items": LITERAL, "minItems": 1, "maxItems": 1000}),
+        "range": _operands(LITERAL, LITERAL),
+    },
+    "minProperties": 1,
+    "maxProperties": 1,
+    "additionalProperties": False,
+}
 TOKEN_ID = (
     "^(0|[1-9][0-9]{0,8}|1[0-9]{9}|20[0-9]{8}|21[0-3][0-9]{7}|214[0-6][0-9]{6}|2147[0-3][0-9]{5}"
     "|21474[0-7][0-9]{4}|214748[0-2][0-9]{3}|2147483[0-5][0-9]{2}|21474836[0-3][0-9]|214748364[0-8])$"

@@ -19,6 +19,7 @@ import torch
 from jsonschema import Draft202012Validator, FormatChecker
 
 from recserve.config import ServerConfig
+from recserve.features.catalog.filters import MAX_VALUES, FilterError, ItemFilters
 from recserve.schemas import admin, encoding, events, inference, items, scoring, text
 from recserve.schemas.numbers import exact_number
 from recserve.server.app import create_app
@@ -72,11 +73,31 @@ def check_embeddings(body: encoding.EmbeddingsRequest) -> None:
     _inputs(body.input)
 
 
+class AnyField:
+    """Names of fields that a catalogue has: all."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def check_filter(tree: Any) -> None:
+    filters = object.__new__(ItemFilters)
+    filters.fields = AnyField()
+    try:
+        filters.key(tree)
+    except FilterError as error:
+        if str(error).startswith("at most"):
+            raise OfServer from None
+        raise items.InvalidRequest("filter", str(error)) from None
+
+
 def check_item_request(body: items.RecommendRequest | items.RankRequest) -> None:
     """What the service checks before it needs a catalogue."""
     if body.user is None and body.history is None:
         raise items.MissingField("user", "is required without a history")
     if isinstance(body, items.RecommendRequest):
+        if body.filter is not None:
+            check_filter(body.filter)
         if body.beam_width is not None and body.beam_width < body.k:
             raise items.InvalidRequest("beam_width", "at least k")
         if body.exclude.seen_within_s is not None and not body.exclude.seen:
@@ -167,6 +188,23 @@ def test_what_the_schema_allows_is_not_refused(components, kind):
                 assert problems or message is None, f"allowed, and refused: {message}\n{one}"
                 assert not problems or message, f"taken, and not allowed: {problems[0]}\n{one}"
     assert allowed > DRAWS / 4
+
+
+def test_filters_are_described(components):
+    """The operators, their operands, and the number of values."""
+    rules, bodies = validator(components, items.RecommendRequest), Bodies(components, seed=1)
+    allowed = 0
+    for _ in range(300):
+        tree = bodies.body({"$ref": "/Filter"})
+        for one in (tree, bodies.spoil(tree)):
+            with contextlib.suppress(OfServer):
+                message = refusal(items.RecommendRequest, {"history": ["a"], "filter": one})
+                fits = rules.is_valid({"history": ["a"], "filter": one})
+                assert fits == (message is None), (message, one)
+                allowed += fits
+    assert allowed > 100
+    values = components["Filter"]["properties"]["in"]["prefixItems"][1]
+    assert values["maxItems"] == MAX_VALUES
 
 
 VALUES = (None, 0, 1, -1, 0.0, 1.0, 2, False, True, "", "none", "true", [], {}, ["text"])

@@ -29,6 +29,8 @@ class Bodies:
         if "enum" in schema:
             return self.draw.choice(schema["enum"])
         kind = schema.get("type")
+        if isinstance(kind, list):
+            kind = self.draw.choice(kind)
         if kind is None:
             return self.draw.choice(ANY)
         return getattr(self, f"_{kind}")(schema)
@@ -44,6 +46,9 @@ class Bodies:
         return copy
 
     def _object(self, schema: Schema) -> dict[str, Any]:
+        if schema.get("maxProperties") == 1:
+            name = self.draw.choice(list(schema["properties"]))
+            return {name: self.body(schema["properties"][name])}
         required = schema.get("required", ())
         share = self.draw.choice((0.1, 0.3))
         fields = {
