@@ -97,7 +97,10 @@ RULES: dict[str, Sequence[Schema]] = {
         both(has(top_logprobs=GIVEN), unless(has(logprobs=TRUE))),
     ),
     "ChatMessage": (
-        has(tool_calls={"type": "array", "minItems": 1}, role={"not": {"const": "assistant"}}),
+        has(
+            tool_calls={"type": "array", "items": {}, "minItems": 1},
+            role={"not": {"const": "assistant"}},
+        ),
         {"properties": {"content": NULL, "tool_calls": EMPTY}},
     ),
     "TokenizeRequest": (lacks("prompt", "messages"), has(prompt=GIVEN, messages=GIVEN)),
