@@ -1,7 +1,13 @@
 """HTTP client of a recserve server: one method per operation, with typed bodies and answers."""
 
-from recserve.client.asynchronous import AsyncClient
-from recserve.client.attempts import ApiError, ClientOptions, DeadlinePassed
-from recserve.client.synchronous import Client
+from recserve.client.attempts import AnswerTooLarge, ApiError, ClientOptions, DeadlinePassed
+from recserve.client.client import AsyncClient, Client
 
-__all__ = ["ApiError", "AsyncClient", "Client", "ClientOptions", "DeadlinePassed"]
+__all__ = [
+    "AnswerTooLarge",
+    "ApiError",
+    "AsyncClient",
+    "Client",
+    "ClientOptions",
+    "DeadlinePassed",
+]

@@ -1,25 +1,34 @@
-"""When a request is sent again: deadlines, waiting times, errors. No input or output here."""
+"""When a request is sent again, and what is read of its answer: no input or output here."""
 
 from __future__ import annotations
 
+import datetime
+import math
 import random
+import re
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from email.utils import parsedate_to_datetime
+from typing import Any, Generic, TypeVar
 
 import httpx
 import msgspec
 
-from recserve.client.operations import Operation
+from recserve.client.deadline import Deadline
+from recserve.client.operations import Request
 from recserve.schemas.items import ErrorDetail
 
+A = TypeVar("A")
 # The server refuses these before it begins a request, so any request may be sent again.
 NOT_BEGUN = ("queue_full", "not_ready", "too_many_connections")
 RETRIED = (429, 503)
 ADMIN = "/admin/"
-# The server ends a late request itself. The client waits this much longer for its error.
-GRACE_S = 1.0
+# The server ends a late request itself. It gets this much less time, so that its error arrives.
+RETURN_SHARE, RETURN_S = 0.1, 1.0
+MAX_DEADLINE_S = 999_999.0  # the header has at most nine digits of milliseconds
+INFLATED_AT_ONCE = 1 << 16
 
 
 class ApiError(RuntimeError):
@@ -37,7 +46,11 @@ class ApiError(RuntimeError):
 
 
 class DeadlinePassed(TimeoutError):
-    """The server did not answer within the deadline."""
+    """The server's answer was not complete within the deadline."""
+
+
+class AnswerTooLarge(RuntimeError):
+    """The answer, or one event of a stream, is longer than the client reads."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +61,11 @@ class ClientOptions:
         api_key: Key of the routes; None sends none.
         admin_key: Key of the routes below `/admin/`; None sends `api_key`.
         deadline_s: Time for an answer, with all attempts.
-        text_deadline_s: Time for a text, with all attempts.
+        text_deadline_s: The same for operations of the language model: texts, scores, embeddings.
         retries: Most further attempts after 429, 503 or a refused connection.
         max_wait_s: Longest wait between two attempts. A longer `Retry-After` ends the attempts.
         connections: Most open connections.
+        max_answer_bytes: Longest answer, decompressed. In a stream, it limits each event.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -61,74 +75,95 @@ class ClientOptions:
     retries: int = 3
     max_wait_s: float = 5.0
     connections: int = 100
+    max_answer_bytes: int = 128 << 20
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "text_deadline_s", "max_wait_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) <= MAX_DEADLINE_S:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; "
+                    f"expected above 0 and at most {MAX_DEADLINE_S:.0f}"
+                )
         if not 0 <= self.retries <= 100:
             raise ValueError(f"retries is {self.retries}; expected 0 to 100")
+        if self.max_answer_bytes < 1:
+            raise ValueError(f"max_answer_bytes is {self.max_answer_bytes}; expected 1 or more")
 
 
-class Attempts:
-    """The attempts at one operation, within one deadline."""
+class Attempts(Generic[A]):
+    """The attempts at one request, within one deadline."""
 
     def __init__(
-        self, operation: Operation[Any], options: ClientOptions, deadline_s: float | None
+        self, request: Request[A], options: ClientOptions, deadline_s: float | None
     ) -> None:
         """Starts the clock.
 
         Args:
-            operation: The request to send.
+            request: The request to send.
             options: Options of the client.
             deadline_s: Time for the answer; None means that of the options.
+
+        Raises:
+            ValueError: If the deadline is no number or longer than a header can say.
         """
-        texts = ("/completions", "/rerank", "/generative_scoring")
-        usual = options.text_deadline_s if operation.path.endswith(texts) else options.deadline_s
-        self._operation, self._options = operation, options
-        self._until_s = time.monotonic() + (usual if deadline_s is None else deadline_s)
+        if deadline_s is None:
+            text = request.operation.text
+            deadline_s = options.text_deadline_s if text else options.deadline_s
+        if not deadline_s <= MAX_DEADLINE_S:
+            raise ValueError(f"deadline_s is {deadline_s}; expected at most {MAX_DEADLINE_S:.0f}")
+        self._request, self._options = request, options
+        self._until_s = time.monotonic() + deadline_s
         self._failures = 0
 
-    def request(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Returns the arguments of httpx for the next attempt. Raises DeadlinePassed."""
-        operation, left_s = self._operation, self._left_s()
-        headers = {"X-Deadline-Ms": str(max(1, round(left_s * 1e3)))}
+        request, left_s = self._request, self.left_s()
+        told_s = left_s - min(left_s * RETURN_SHARE, RETURN_S)
+        headers = {
+            "X-Deadline-Ms": str(max(1, math.floor(told_s * 1e3))),
+            "Accept-Encoding": "gzip",
+        }
         key = self._options.api_key
-        if operation.path.startswith(ADMIN):
+        if request.path.startswith(ADMIN):
             key = self._options.admin_key or key
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        if operation.body is not None:
+        if request.content is not None:
             headers["Content-Type"] = "application/json"
         return {
-            "method": operation.method,
-            "url": operation.path,
+            "method": request.operation.method,
+            "url": request.path,
             "headers": headers,
-            "content": operation.content(),
-            "timeout": left_s + GRACE_S,
+            "content": request.content,
+            "timeout": Deadline(self._until_s),
         }
 
-    def refused(self, status: int, headers: Mapping[str, str], content: bytes) -> float:
+    def reader(self, response: httpx.Response) -> AnswerReader[A]:
+        """Returns what reads the answer of an attempt."""
+        return AnswerReader(self._request, response, self._options.max_answer_bytes)
+
+    def refused(self, response: httpx.Response, content: bytes | bytearray) -> float:
         """Returns the seconds until the next attempt after an error of the server.
 
         Raises:
             ApiError: If the request is not sent again.
         """
-        error = api_error(status, headers, content)
-        again = status in RETRIED and (self._operation.repeatable or error.error.code in NOT_BEGUN)
-        asked_s = _seconds(headers.get("retry-after"))
-        return self._wait_s(asked_s, error if again else None, error)
+        error = api_error(response.status_code, response.headers, content)
+        may_repeat = self._request.repeatable or error.error.code in NOT_BEGUN
+        again = error if response.status_code in RETRIED and may_repeat else None
+        return self._wait_s(wait_asked_s(response.headers.get("retry-after")), again, error)
 
     def unreachable(self, error: httpx.ConnectError) -> float:
         """Returns the seconds until the next attempt. Raises the error if there is none."""
         return self._wait_s(0.0, error, error)
 
     def late(self) -> DeadlinePassed:
-        """Returns the error of a request without an answer in time."""
-        operation = self._operation
-        return DeadlinePassed(f"{operation.method} {operation.path}: no answer in time")
+        """Returns the error of a request without a complete answer in time."""
+        operation = self._request.operation
+        return DeadlinePassed(f"{operation.method} {self._request.path}: no answer in time")
 
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
+        """Returns the time that is left. Raises DeadlinePassed if there is none."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise self.late()
@@ -145,41 +180,130 @@ class Attempts:
         return min(wait_s, self._options.max_wait_s)
 
 
+class AnswerReader(Generic[A]):
+    """Decodes an answer while its bytes arrive, and limits its size.
+
+    Attributes:
+        content: The decompressed bytes that have arrived; of a stream, the unfinished line.
+        whole: The answer of a transport without a network, which has been read; else None.
+    """
+
+    def __init__(self, request: Request[A], response: httpx.Response, max_bytes: int) -> None:
+        """Reads nothing yet.
+
+        Raises:
+            httpx.DecodingError: If the answer has an encoding that the client did not ask for.
+        """
+        encoding = response.headers.get("content-encoding", "").strip().lower()
+        self.whole = response.content if response.is_stream_consumed else None
+        self._request, self._max_bytes = request, max_bytes
+        self._success = response.is_success
+        self._inflater = None
+        if encoding not in ("", "identity") and self.whole is None:
+            if encoding not in ("gzip", "x-gzip", "deflate"):
+                raise httpx.DecodingError(
+                    f"{self._name}: Content-Encoding is {encoding[:64]!r}; "
+                    "expected gzip, deflate or none",
+                    request=response.request,
+                )
+            # 32 recognises the headers of gzip and zlib.
+            self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)
+        self.content = bytearray()
+
+    def add(self, part: bytes) -> Iterator[A]:
+        """Takes the next bytes. Yields the chunks of a stream that are complete.
+
+        Raises:
+            AnswerTooLarge: If the answer, or an event of a stream, exceeds the limit.
+            ApiError: If an event of a stream reports an error.
+        """
+        for piece in self._inflate(part):
+            self.content += piece
+            if self._request.operation.chunks and self._success and b"\n" in piece:
+                *lines, self.content = self.content.split(b"\n")
+                for line in lines:
+                    if (data := event_data(line)) is not None:
+                        self._limit(data)
+                        yield self._chunk(data)
+            self._limit(self.content)
+
+    def end(self) -> Iterator[A]:
+        """Yields the answer, unless it is a stream or an error."""
+        if self._success and not self._request.operation.chunks:
+            yield self._request.read(self.content)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._request.operation.method} {self._request.path}"
+
+    def _limit(self, content: bytearray) -> None:
+        if len(content) > self._max_bytes:
+            raise AnswerTooLarge(
+                f"{self._name}: the answer has more than {self._max_bytes} bytes "
+                "(ClientOptions.max_answer_bytes)"
+            )
+
+    def _inflate(self, part: bytes) -> Iterator[bytes]:
+        """Yields the decompressed bytes in pieces, so that a small part cannot fill the memory."""
+        if self._inflater is None:
+            yield part
+            return
+        piece = b""
+        while part or len(piece) == INFLATED_AT_ONCE:
+            try:
+                piece = self._inflater.decompress(part, INFLATED_AT_ONCE)
+            except zlib.error as error:
+                raise httpx.DecodingError(f"{self._name}: {error}") from None
+            if self._inflater.unused_data:
+                raise httpx.DecodingError(f"{self._name}: bytes after the compressed answer")
+            part = self._inflater.unconsumed_tail
+            yield piece
+
+    def _chunk(self, data: bytearray) -> A:
+        if data.startswith(b'{"error"'):
+            raise api_error(200, {}, data)
+        return self._request.read(data)
+
+
 class AnyError(msgspec.Struct):
     """The body of an error response; below `/v2` the error is a message alone."""
 
     error: ErrorDetail | str
 
 
-def api_error(status: int, headers: Mapping[str, str], content: bytes) -> ApiError:
+def api_error(status: int, headers: Mapping[str, str], content: bytes | bytearray) -> ApiError:
     """Returns the error of an answer; of a proxy's answer, its beginning as the message."""
     error: ErrorDetail | str
     try:
         error = msgspec.json.decode(content, type=AnyError).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         error = content[:200].decode(errors="replace") or "no body"
     if isinstance(error, str):
         error = ErrorDetail(message=error, type="unknown", param=None, code="unknown")
     return ApiError(status, error, headers.get("x-request-id"))
 
 
-def _seconds(retry_after: str | None) -> float:
-    """Returns the seconds of a Retry-After header; 0 without one or with a date."""
-    return float(retry_after) if retry_after is not None and retry_after.isdigit() else 0.0
+def wait_asked_s(retry_after: str | None) -> float:
+    """Returns the seconds of a Retry-After header, a number or a date; 0 if it is neither."""
+    if retry_after is None:
+        return 0.0
+    if re.fullmatch("[0-9]+", retry_after):
+        return float(retry_after)
+    try:
+        date = parsedate_to_datetime(retry_after)
+    except (ValueError, TypeError, OverflowError, IndexError):
+        return 0.0
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=datetime.UTC)
+    return max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())
 
 
-DATA, DONE = "data: ", "[DONE]"
+DATA, DONE = b"data:", b"[DONE]"
 
 
-def event_data(line: str) -> str | None:
+def event_data(line: bytearray) -> bytearray | None:
     """Returns the data of a line of an event stream; None for other lines and for the end."""
-    data = line[len(DATA) :] if line.startswith(DATA) else None
+    if not line.startswith(DATA):
+        return None
+    data = line[len(DATA) :].removeprefix(b" ").removesuffix(b"\r")
     return None if data == DONE else data
-
-
-def chunk(operation: Operation[Any], data: str) -> Any:
-    """Decodes an event of a stream. Raises ApiError if it reports an error."""
-    raw = data.encode()
-    if raw.startswith(b'{"error"'):
-        raise api_error(200, {}, raw)
-    return operation.read(raw)

@@ -1,14 +1,15 @@
-"""Figures of the engine that are read at scrape time, and the metrics of their health."""
+"""Figures of the engine that are read at scrape time: one table of their metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 BUILD_LABELS = ("version", "torch", "device", "isa")
+Samples = Iterable[tuple[Sequence[str], float]]
 
 
 class WatchedDrafts(Protocol):
@@ -55,80 +56,207 @@ class SlateLogCounts:
     bytes: int = 0
 
 
+def _number(value: float) -> Samples:
+    return [((), value)]
+
+
+def _by_label(value: Mapping[str, float]) -> Samples:
+    return (((label,), number) for label, number in value.items())
+
+
+def _build(value: Mapping[str, str]) -> Samples:
+    return [([value[label] for label in BUILD_LABELS], 1)] if value else ()
+
+
+def _by_depth(drafts: Mapping[str, WatchedDrafts]) -> Samples:
+    for drafter, one in drafts.items():
+        for depth, ratio in enumerate(one.acceptance, start=1):
+            yield (drafter, str(depth)), ratio
+
+
+def _by_drafter(read: Callable[[WatchedDrafts], float]) -> Callable[[Any], Samples]:
+    return lambda drafts: (((drafter,), float(read(one))) for drafter, one in drafts.items())
+
+
+def _of_log(read: Callable[[SlateLogCounts], Samples]) -> Callable[[Any], Samples]:
+    return lambda log: () if log is None else read(log)
+
+
 @dataclass(frozen=True)
-class Gauges:
-    """Engine figures that are read at scrape time.
+class Row:
+    """A metric in the table.
 
     Attributes:
-        queue_depth: Requests that wait for the engine.
+        name: Name of the metric. A counter's samples get the suffix `_total`.
+        text: Help text.
+        labels: Names of the labels.
+        samples: Returns label values and number of each sample of the figure.
+        counts: Whether it is a counter; else it is a gauge.
+    """
+
+    name: str
+    text: str
+    labels: Sequence[str] = ()
+    samples: Callable[[Any], Samples] = _number
+    counts: bool = False
+
+    def family(self, figure: Any) -> Metric:
+        """Returns the metric of a figure."""
+        kind = CounterMetricFamily if self.counts else GaugeMetricFamily
+        family = kind(self.name, self.text, labels=self.labels)
+        for labels, number in self.samples(figure):
+            family.add_metric(labels, number)
+        return family
+
+
+def _figure(*rows: Row, default: Any = 0) -> Any:
+    """Returns a field of Gauges with its metrics."""
+    return field(default=default, metadata={"rows": rows})
+
+
+def _figures(*rows: Row) -> Any:
+    """Returns a field of Gauges with a figure by label, and its metrics."""
+    return field(default_factory=dict, metadata={"rows": rows})
+
+
+def _gauge(name: str, text: str) -> Any:
+    return _figure(Row(name, text))
+
+
+def _gauges(name: str, text: str, label: str) -> Any:
+    return _figures(Row(name, text, (label,), _by_label))
+
+
+def _counters(name: str, text: str, label: str) -> Any:
+    return _figures(Row(name, text, (label,), _by_label, counts=True))
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """The table of the engine's metrics: each field is a figure, with its metrics.
+
+    A field has the name of the engine's statistic that it shows (`EngineStats`), which is all that
+    a new metric needs.
+
+    Attributes:
         illegal_items: Items from a model that do not exist or were excluded. Always 0.
         kv_pages: Pages of the KV pool, by state.
         prefix_tokens: Prefix tokens, by whether the prefix cache held them.
-        graph_steps: Text steps, by graph replay or by the reason why none was replayed.
-        graph_searches: Item searches, by graph replay or by the reason why none was replayed.
-        graph_seconds: Capture time of each CUDA graph, by bucket.
-        graph_bytes: Device memory of each CUDA graph, by bucket.
-        background: Precomputation requests that are waiting or running.
-        running: Requests that the engine runs.
         build: Labels of `recserve_build_info`; empty before the engine is loaded.
-        drafts: Acceptance of recent drafts, by drafter.
         slate_log: Figures of the slate log; None without one.
     """
 
-    queue_depth: int = 0
-    illegal_items: int = 0
-    kv_pages: Mapping[str, int] = field(default_factory=dict)
-    prefix_tokens: Mapping[str, int] = field(default_factory=dict)
-    graph_steps: Mapping[str, int] = field(default_factory=dict)
-    graph_searches: Mapping[str, int] = field(default_factory=dict)
-    graph_seconds: Mapping[str, float] = field(default_factory=dict)
-    graph_bytes: Mapping[str, int] = field(default_factory=dict)
-    background: int = 0
-    running: int = 0
-    build: Mapping[str, str] = field(default_factory=dict)
-    drafts: Mapping[str, WatchedDrafts] = field(default_factory=dict)
-    slate_log: SlateLogCounts | None = None
+    queue_depth: int = _gauge("recserve_queue_depth", "Requests waiting for the engine")
+    running: int = _gauge("recserve_requests_running", "Requests that the engine runs")
+    background: int = _gauge(
+        "recserve_background_depth", "Prefixes and drafts waiting to be precomputed"
+    )
+    kv_pages: Mapping[str, int] = _gauges("recserve_kv_pages", "Pages of the KV pool", "state")
+    prefix_tokens: Mapping[str, int] = _counters(
+        "recserve_prefix_cache_tokens",
+        "Prefix tokens by whether the prefix cache held them",
+        "result",
+    )
+    illegal_items: int = _figure(
+        Row(
+            "recserve_illegal_items",
+            "Items from a model that do not exist or were excluded; always 0",
+            counts=True,
+        )
+    )
+    graph_steps: Mapping[str, int] = _counters(
+        "recserve_graph_steps",
+        "Text steps replayed as a CUDA graph, or the reason why not",
+        "result",
+    )
+    graph_searches: Mapping[str, int] = _counters(
+        "recserve_graph_searches",
+        "Searches for items replayed as a CUDA graph, or the reason why not",
+        "result",
+    )
+    graph_seconds: Mapping[str, float] = _gauges(
+        "recserve_graph_record_seconds", "Seconds that capturing a CUDA graph took", "bucket"
+    )
+    graph_bytes: Mapping[str, int] = _gauges(
+        "recserve_graph_record_bytes", "Device memory of a captured CUDA graph, in bytes", "bucket"
+    )
+    build: Mapping[str, str] = _figures(
+        Row(
+            "recserve_build_info",
+            "Versions of the running program; always 1",
+            BUILD_LABELS,
+            _build,
+        )
+    )
+    drafts: Mapping[str, WatchedDrafts] = _figures(
+        Row(
+            "recserve_draft_acceptance_ratio",
+            "Share of recent drafted levels that is accepted if the level above is",
+            ("drafter", "depth"),
+            _by_depth,
+        ),
+        Row(
+            "recserve_draft_acceptance_recent",
+            "Mean gain of recent drafts: accepted tokens, or saved rounds of a slate",
+            ("drafter",),
+            _by_drafter(lambda drafts: drafts.recent),
+        ),
+        Row(
+            "recserve_draft_acceptance_expected",
+            "Gain that recent drafts are compared with",
+            ("drafter",),
+            _by_drafter(lambda drafts: drafts.expected),
+        ),
+        Row(
+            "recserve_draft_acceptance_alarm",
+            "1 while drafts are far below the expectation or do not pay",
+            ("drafter",),
+            _by_drafter(lambda drafts: drafts.alarm),
+        ),
+        Row(
+            "recserve_draft_acceptance_paused",
+            "1 while requests decode without drafts",
+            ("drafter",),
+            _by_drafter(lambda drafts: drafts.paused),
+        ),
+    )
+    slate_log: SlateLogCounts | None = _figure(
+        Row(
+            "recserve_slate_log_rows",
+            "Rows written to the slate log",
+            ("kind",),
+            _of_log(lambda log: _by_label(log.rows)),
+            counts=True,
+        ),
+        Row(
+            "recserve_slate_log_dropped",
+            "Records that the slate log lost",
+            ("reason",),
+            _of_log(lambda log: _by_label(log.dropped)),
+            counts=True,
+        ),
+        Row(
+            "recserve_slate_log_bytes",
+            "Size of the slate log",
+            samples=_of_log(lambda log: _number(log.bytes)),
+        ),
+        default=None,
+    )
 
+    @staticmethod
+    def of(stats: object, **derived: Any) -> Gauges:
+        """Returns the figures that an engine's statistics have under the same name.
 
-def health_families(gauges: Gauges) -> Iterator[Metric]:
-    """Yields the metrics of the build, of drafts and of the slate log."""
-    build = GaugeMetricFamily(
-        "recserve_build_info", "Versions of the running program; always 1", labels=BUILD_LABELS
-    )
-    if gauges.build:
-        build.add_metric([gauges.build[label] for label in BUILD_LABELS], 1)
-    yield build
-    levels = GaugeMetricFamily(
-        "recserve_draft_acceptance_ratio",
-        "Share of recent drafted levels that is accepted if the level above is",
-        labels=["drafter", "depth"],
-    )
-    for drafter, drafts in gauges.drafts.items():
-        for depth, ratio in enumerate(drafts.acceptance, start=1):
-            levels.add_metric([drafter, str(depth)], ratio)
-    yield levels
-    for name, text in (
-        ("recent", "Mean gain of recent drafts: accepted tokens, or saved rounds of a slate"),
-        ("expected", "Gain that recent drafts are compared with"),
-        ("alarm", "1 while drafts are far below the expectation or do not pay"),
-        ("paused", "1 while requests decode without drafts"),
-    ):
-        family = GaugeMetricFamily(f"recserve_draft_acceptance_{name}", text, labels=["drafter"])
-        for drafter, drafts in gauges.drafts.items():
-            family.add_metric([drafter], float(getattr(drafts, name)))
-        yield family
-    log = gauges.slate_log
-    rows = CounterMetricFamily(
-        "recserve_slate_log_rows", "Rows written to the slate log", labels=["kind"]
-    )
-    dropped = CounterMetricFamily(
-        "recserve_slate_log_dropped", "Records that the slate log lost", labels=["reason"]
-    )
-    size = GaugeMetricFamily("recserve_slate_log_bytes", "Size of the slate log")
-    if log is not None:
-        for kind, count in log.rows.items():
-            rows.add_metric([kind], count)
-        for reason, count in log.dropped.items():
-            dropped.add_metric([reason], count)
-        size.add_metric([], log.bytes)
-    yield from (rows, dropped, size)
+        Args:
+            stats: The engine's statistics.
+            derived: Figures that are computed from them, or come from elsewhere.
+        """
+        names = [one.name for one in fields(Gauges) if one.name not in derived]
+        same = {name: getattr(stats, name) for name in names if hasattr(stats, name)}
+        return Gauges(**same, **derived)
+
+    def families(self) -> Iterator[Metric]:
+        """Yields all metrics."""
+        for one in fields(self):
+            for row in one.metadata["rows"]:
+                yield row.family(getattr(self, one.name))

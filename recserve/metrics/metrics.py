@@ -7,11 +7,11 @@ from functools import partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
-from recserve.metrics.gauges import Gauges, health_families
+from recserve.metrics.gauges import Gauges
 from recserve.metrics.process import add_process_metrics
 from recserve.metrics.vllm import VllmCollector
 
@@ -50,65 +50,12 @@ class _EngineCollector(Collector):
         self.read = read
 
     def describe(self) -> Iterable[Metric]:
-        return self._families(Gauges())
+        return Gauges().families()
 
     def collect(self) -> Iterator[Metric]:
         gauges = self.read()
         if gauges is not None:
-            yield from self._families(gauges)
-
-    @staticmethod
-    def _families(gauges: Gauges) -> Iterator[Metric]:
-        depth = GaugeMetricFamily("recserve_queue_depth", "Requests waiting for the engine")
-        depth.add_metric([], gauges.queue_depth)
-        yield depth
-        running = GaugeMetricFamily("recserve_requests_running", "Requests that the engine runs")
-        running.add_metric([], gauges.running)
-        yield running
-        background = GaugeMetricFamily(
-            "recserve_background_depth", "Prefixes and drafts waiting to be precomputed"
-        )
-        background.add_metric([], gauges.background)
-        yield background
-        pages = GaugeMetricFamily("recserve_kv_pages", "Pages of the KV pool", labels=["state"])
-        for state, count in gauges.kv_pages.items():
-            pages.add_metric([state], count)
-        yield pages
-        tokens = CounterMetricFamily(
-            "recserve_prefix_cache_tokens",
-            "Prefix tokens by whether the prefix cache held them",
-            labels=["result"],
-        )
-        for result, count in gauges.prefix_tokens.items():
-            tokens.add_metric([result], count)
-        yield tokens
-        illegal = CounterMetricFamily(
-            "recserve_illegal_items",
-            "Items from a model that do not exist or were excluded; always 0",
-        )
-        illegal.add_metric([], gauges.illegal_items)
-        yield illegal
-        for name, text, counted in (
-            ("steps", "Text steps", gauges.graph_steps),
-            ("searches", "Searches for items", gauges.graph_searches),
-        ):
-            results = CounterMetricFamily(
-                f"recserve_graph_{name}",
-                f"{text} replayed as a CUDA graph, or the reason why not",
-                labels=["result"],
-            )
-            for result, count in counted.items():
-                results.add_metric([result], count)
-            yield results
-        for name, text, taken in (
-            ("seconds", "Seconds that capturing a CUDA graph took", gauges.graph_seconds),
-            ("bytes", "Device memory of a captured CUDA graph, in bytes", gauges.graph_bytes),
-        ):
-            record = GaugeMetricFamily(f"recserve_graph_record_{name}", text, labels=["bucket"])
-            for bucket, value in taken.items():
-                record.add_metric([bucket], value)
-            yield record
-        yield from health_families(gauges)
+            yield from gauges.families()
 
 
 class Metrics:

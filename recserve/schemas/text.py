@@ -42,18 +42,18 @@ WholeOrZero = Annotated[int, Meta(ge=0, le=2**31)]
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "not supported; request n texts and choose among them"),
     "suffix": (("",), "not supported; a completion only continues its prompt"),
-    "tools": (([],), "not supported; describe them in the messages"),
-    "tool_choice": (("none", "auto"), "not supported"),
-    "functions": (([],), "not supported; describe them in the messages"),
-    "function_call": (("none", "auto"), "not supported"),
+    "tools": (([], {}), "not supported; describe them in the messages"),
+    "tool_choice": (("none", "auto", ""), "not supported"),
+    "functions": (([], {}), "not supported; describe them in the messages"),
+    "function_call": (("none", "auto", ""), "not supported"),
     "response_format": (({"type": "text"},), "not supported; the output is free text"),
-    "modalities": ((["text"],), "not supported; the output is text only"),
+    "modalities": (([], ["text"]), "not supported; the output is text only"),
     "audio": ((), "not supported; the output is text only"),
     "web_search_options": ((), "not supported"),
     "prediction": ((), "not supported; the server drafts by itself, see speculation"),
     "store": ((False,), "not supported; the server does not store texts"),
-    "reasoning_effort": (("none",), "not supported; see chat_template_kwargs"),
-    "verbosity": (("medium",), "not supported"),
+    "reasoning_effort": (("none", ""), "not supported; see chat_template_kwargs"),
+    "verbosity": (("medium", ""), "not supported"),
     "skip_special_tokens": ((True,), "not supported; special tokens have no text"),
     "spaces_between_special_tokens": ((True, False), "not supported"),
     "include_stop_str_in_output": ((False,), "not supported; a stop string is never in the text"),
@@ -64,6 +64,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1,), "not supported"),
     "truncate_prompt_tokens": ((-1,), "not supported; shorten the prompt"),
 }
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two JSON values are equal. In JSON, 0 is not false, and 1 is not true."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 class SpeculationOptions(StrictStruct, frozen=True, kw_only=True):
@@ -155,9 +160,9 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
         """Raises InvalidRequest if a field of OpenAI's API is set that has no support here."""
         for name, (neutral, reason) in REFUSED.items():
             value = getattr(self, name, None)
-            if name == "best_of" and value == (self.n or 1):
-                continue
-            if value not in (None, [], {}, "") and value not in neutral:
+            if name == "best_of":
+                neutral = (self.n or 1,)
+            if value is not None and not any(_is_same(value, one) for one in neutral):
                 raise UnsupportedField(name, reason)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
@@ -185,6 +190,13 @@ class CompletionRequest(TextRequest, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
     best_of: Any = None
     suffix: Any = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest if a field is unsupported, or a stream has to score its prompt."""
+        super().check()
+        if self.stream and self.scores_prompt:
+            name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
+            raise InvalidRequest(name, "log-probabilities of a prompt are not streamed")
 
     @property
     def scores_prompt(self) -> bool:
@@ -223,6 +235,12 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
     verbosity: Any = None
     continue_final_message: Any = None
     add_generation_prompt: Any = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest if a field is unsupported, or lacks another one that it needs."""
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "needs logprobs: true")
 
 
 class PromptDetails(Struct, frozen=True):

@@ -21,8 +21,10 @@ from recserve.schemas import inference as i
 from recserve.schemas import items as m
 from recserve.schemas import scoring as s
 from recserve.schemas import text as t
+from recserve.schemas.rules import add_rules
 from recserve.server.errors import is_inference
 from recserve.server.openapi_errors import error_statuses
+from recserve.speculation.sampling_params import MIN_TEMPERATURE
 
 BODIES = {
     "recommend": m.RecommendRequest,
@@ -93,7 +95,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     by_kind = dict(zip(kinds, schemas, strict=True))
     _complete(components)
     said["components"] = {"schemas": components}
-    _explain(components)
+    add_rules(components, MIN_TEMPERATURE)
     for path, operations in said["paths"].items():
         for operation in operations.values():
             name = operation["operationId"]
@@ -155,43 +157,6 @@ def _complete(schema: Any) -> None:
         schema = list(schema.values())
     for inner in schema if isinstance(schema, list) else ():
         _complete(inner)
-
-
-def _only(value: Any) -> dict[str, Any]:
-    """Returns the schema of one value. Generators know no enumeration of several types."""
-    if value is None:
-        return {"type": "null"}
-    if isinstance(value, list):
-        size = len(value)
-        items = _only(value[0]) if value else {}
-        return {"type": "array", "items": items, "minItems": size, "maxItems": size}
-    if isinstance(value, dict):
-        fields = {name: _only(inner) for name, inner in value.items()}
-        return {
-            "type": "object",
-            "properties": fields,
-            "required": list(value),
-            "additionalProperties": False,
-        }
-    return {"const": value}
-
-
-def _explain(components: dict[str, Any]) -> None:
-    """Adds to the schemas of requests what the checks after decoding ask for."""
-    # User or history. From `anyOf`, generators make a union of two types without fields.
-    neither = [{"not": {"required": [name]}} for name in ("user", "history")]
-    for name in ("RecommendRequest", "RankRequest"):
-        components[name]["not"] = {"allOf": neither}
-    for name in ("CompletionRequest", "ChatRequest"):
-        for field, schema in components[name]["properties"].items():
-            if field in t.REFUSED:
-                neutral, reason = t.REFUSED[field]
-                values = [None, *neutral, *([] if [] in neutral else [[]]), {}]
-                schema.pop("anyOf", None)
-                schema |= {"description": f"{reason[:1].upper()}{reason[1:]}."}
-                schema |= {"anyOf": [_only(value) for value in values]}
-    for field in s.REFUSED:
-        components["RerankRequest"]["properties"][field] |= {"type": "null"}
 
 
 def _parameters(query: type[msgspec.Struct]) -> list[dict[str, Any]]:

@@ -511,17 +511,10 @@ def build_info(device: str) -> dict[str, str]:
 def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
     """Returns an engine's statistics as Prometheus metrics."""
     used = stats.pages_total - stats.pages_free - stats.pages_cached
-    return Gauges(
-        queue_depth=stats.queue_depth,
+    return Gauges.of(
+        stats,
         illegal_items=illegal_items,
         kv_pages={"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
         prefix_tokens={"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
-        graph_steps=stats.graph_steps,
-        graph_searches=stats.graph_searches,
-        graph_seconds=stats.graph_seconds,
-        graph_bytes=stats.graph_bytes,
-        background=stats.background,
-        running=stats.running,
-        drafts=stats.drafts,
         build=build_info(stats.device),
     )

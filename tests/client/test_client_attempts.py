@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from recserve.client import ApiError, AsyncClient, Client, ClientOptions, DeadlinePassed
-from recserve.client import synchronous as synchronous_module
 from recserve.schemas.admin import BundleLoadRequest
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.text import CompletionRequest
@@ -45,7 +44,7 @@ class Script:
 def waits(monkeypatch) -> list[float]:
     """The waits between attempts, which take no time."""
     waited: list[float] = []
-    monkeypatch.setattr(synchronous_module.time, "sleep", waited.append)
+    monkeypatch.setattr("time.sleep", waited.append)
     return waited
 
 

@@ -2,6 +2,8 @@
 
 import random
 import string
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +13,7 @@ from recserve.metrics import Gauges, Metrics
 from recserve.metrics.gauges import SlateLogCounts
 from recserve.speculation.completion import SpeculationCounts
 
+PAGES = Path(__file__).parent / "pages"
 GAUGES = Gauges(
     queue_depth=3,
     running=2,
@@ -20,6 +23,41 @@ GAUGES = Gauges(
     drafts={"ngram": DraftHealth((0.75, 0.5), 1.2, 1.4, True, False)},
     slate_log=SlateLogCounts({"slates": 4}, {"queue_full": 1}, 99),
 )
+
+
+# Every figure of the engine, and its page; with the names, labels and texts that dashboards read.
+FULL = Gauges(
+    queue_depth=3,
+    kv_pages={"free": 6, "cached": 2, "used": 2},
+    prefix_tokens={"hit": 30, "miss": 10},
+    graph_steps={"replayed": 7, "size": 1},
+    graph_searches={"replayed": 5},
+    graph_seconds={"4x2": 0.5},
+    graph_bytes={"4x2": 1024},
+    background=4,
+    running=2,
+    build={"version": "1", "torch": "2", "device": "cpu", "isa": "avx2"},
+    drafts={"ngram": DraftHealth((0.75, 0.5), 1.2, 1.4, True, False)},
+    slate_log=SlateLogCounts(
+        {"slates": 4, "outcomes": 2}, {"queue_full": 1, "write_failed": 0}, 99
+    ),
+)
+
+
+@pytest.mark.parametrize(("name", "gauges"), [("full", FULL), ("empty", Gauges())])
+def test_the_engines_page_stays_as_it_is(name, gauges):
+    page = Metrics((), (), lambda: gauges).page().decode()
+    start, end = page.index("# HELP recserve_queue_depth"), page.index("# HELP process_")
+    assert page[start:end] == (PAGES / f"engine_{name}.txt").read_text()
+
+
+def test_a_new_figure_needs_its_statistic_and_its_row_alone():
+    """Each statistic under the name of a field is shown; a field without one keeps its default."""
+    stats = SimpleNamespace(queue_depth=5, graph_steps={"drawn": 2}, unrecorded=["4x2"])
+    gauges = Gauges.of(stats, illegal_items=1)
+    assert gauges == Gauges(queue_depth=5, graph_steps={"drawn": 2}, illegal_items=1)
+    page = Metrics((), (), lambda: gauges).page().decode()
+    assert 'recserve_graph_steps_total{result="drawn"} 2.0' in page
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -121,7 +121,7 @@ def text_server(tmp_path_factory):
     engine.start()
     none, cpu = {"none": NoDrafter()}, torch.device("cpu")
     model = TextModel("toy", tokenizer, VOCABULARY, (), 700, 1, cpu, none)
-    with live(Service(engine, text=model)) as client:
+    with live(Service(engine, model.device, text=model)) as client:
         yield client
 
 

@@ -93,7 +93,7 @@ def test_a_drafter_and_a_rule_of_another_distribution_serve_the_same_text(instal
     tokenizer = TextTokenizer.open(byte_tokenizer(tmp_path))
     cpu = torch.device("cpu")
     model = TextModel("toy", tokenizer, VOCABULARY, (), 700, 1, cpu, drafters)
-    with live(Service(engine, text=model)) as client:
+    with live(Service(engine, model.device, text=model)) as client:
         answers = {}
         for drafter in ("none", "repeat", "repeat+suffix"):
             for verifier in ("sample", "careful"):

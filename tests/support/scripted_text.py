@@ -177,4 +177,4 @@ def scripted(folder: Path, script: Callable[[str, int], str], template: bool = T
         torch.device("cpu"),
         {"none": NoDrafter(), "ngram": NoDrafter(), "medusa": medusa},
     )
-    return Service(ScriptedEngine(script, tokenizer), text=model)
+    return Service(ScriptedEngine(script, tokenizer), model.device, text=model)

@@ -1,7 +1,6 @@
 """The other recserve server of an arm: sends requests to it and reads its answers.
 
-`recserve.client` does not fit here. It follows the environment's proxies, reads answers of any
-size, and its timeouts count for each read.
+`recserve.client` does not fit here. It follows the environment's proxies and sends requests again.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def server(request, network, tmp_path_factory):
     engine.start()
     none, cpu = {"none": NoDrafter()}, torch.device("cpu")
     model = TextModel("toy", tokenizer, VOCABULARY, (), POSITIONS, 1, cpu, none)
-    with live(Service(engine, text=model)) as running:
+    with live(Service(engine, model.device, text=model)) as running:
         running.tokenizer, running.templated = tokenizer, request.param == "template"
         yield running
 

@@ -226,7 +226,9 @@ def test_openapi_says_which_errors_each_route_has(client):
             assert {"500", "503"} <= codes.keys(), path
     assert "queue_full" in documented["recommend"]["429"]
     assert {"unknown_field", "missing_field", "out_of_range"} <= set(documented["chat"]["422"])
-    assert "401" not in documented["health"] and "429" not in documented["item"]
+    assert not {"401", "429"} & documented["health"].keys()
+    assert documented["item"]["429"] == documented["models"]["429"] == ["quota_exceeded"]
+    assert documented["item"]["404"] == ["unknown_item"]
     every = {code for codes in documented.values() for found in codes.values() for code in found}
     missing = {row.code for row in TABLE.values()} - every
     assert missing == {"client_gone"}  # nobody is there to read it
