@@ -34,13 +34,11 @@ def checked(body: T | Mapping[str, Any], kind: type[T]) -> T:
     given = msgspec.to_builtins(body, builtin_types=(Decimal,), enc_hook=_refused)
     if isinstance(given, dict):
         user = given.get("user")
-        if user is not None and not isinstance(user, dict):
+        if _is_id(user):
             given["user"] = {"id": user}
         candidates = given.get("candidates")
         if isinstance(candidates, list):
-            given["candidates"] = [
-                one if isinstance(one, dict) else {"item_id": one} for one in candidates
-            ]
+            given["candidates"] = [{"item_id": one} if _is_id(one) else one for one in candidates]
     return converted(given, kind)
 
 
@@ -54,6 +52,10 @@ def checked_id(param: str, value: AnyId) -> str:
     if text is None:
         raise InvalidRequest(param, f"expected string or integer, got {str(value)[:60]}")
     return text
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, AnyId) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:
