@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.paths import reference
 from tests.support.redis_server import start_redis
+from tests.support.shared_folders import check_shared_folders
 from tests.support.small_caches import shrink_default_caches
 
 # Triton decides when it is first imported, by whatever library, whether kernels are interpreted.
@@ -25,6 +26,13 @@ def force_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr("recserve.kernels.backend.FORCED", kernels)
 
     return force
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unchanged_shared_folders() -> Iterator[None]:
+    """Fails at the end where a test has changed a folder that all tests share."""
+    yield
+    check_shared_folders()
 
 
 @pytest.fixture(scope="session")
