@@ -1,5 +1,6 @@
 """Fixtures of every folder: forced kernels, the reference data, and a real redis-server."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 # Before a signature takes the default size of a cache.
 shrink_default_caches()
+
+
+def pytest_collection_finish() -> None:
+    """Keeps garbage collections from traversing modules and collected tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -84,7 +84,6 @@ def rate(policy: DraftPolicy, cost: Cost, counts: dict[str, int], depths: dict[s
             "free": Cost((1, 1024), (5.0, 5.0)),
         },
         ({"good": 1}, {"good": 1, "bad": 1}, {"good": 2, "bad": 1}, {"bad": 4, "good": 12}),
-        pairs=True,
     ),
 )
 def test_no_other_depths_are_better(counts, cost, draft_ms):

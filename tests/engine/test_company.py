@@ -17,7 +17,7 @@ from recserve.models.packing import PackedLinear, pack_weights, packable
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 ROWS = 300
 
 pytestmark = pytest.mark.skipif(

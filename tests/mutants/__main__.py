@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutants.draw import Mutant, draw, make_mutant
+from tests.mutants.fresh import judge
 from tests.mutants.page import Survivors, write_page
 from tests.mutants.trial import ROOT, Result, Scratch
 
@@ -182,6 +183,8 @@ def main() -> int:
     table = tomllib.loads((HERE / "promises.toml").read_text(encoding="utf-8"))
     given = options(table)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the tests too
+    if given.fresh is not None:
+        return judge(given, table["draw"]["operators"])
     promises = {name: Promise(name, **fields) for name, fields in table["promise"].items()}
     mutants = all_mutants(given, promises, table["draw"]["operators"])
     if given.list:
@@ -207,6 +210,9 @@ def options(table: Record) -> argparse.Namespace:
         "--count", type=int, default=table["draw"]["count"], help="drawn mutants of each promise"
     )
     parser.add_argument("--minutes", type=float, default=45.0, help="begin no mutant after these")
+    parser.add_argument(
+        "--fresh", type=int, metavar="SEED", help="judge the default tests by mutants of all rooms"
+    )
     parser.add_argument("--workers", type=int, default=2, help="mutants that are tried at once")
     parser.add_argument("--list", action="store_true", help="print the mutants, try none")
     parser.add_argument(

@@ -55,8 +55,12 @@ def items_server(tmp_path, **settings):
 
 @pytest.mark.parametrize(
     "name, tables",
-    [(None, 12), ("forgotten_product", 12), ("accepted_tails", 12)]
-    + [pytest.param("biased_rejection", LEAST_TABLES, marks=pytest.mark.slow)],
+    [
+        (None, 12),
+        ("forgotten_product", 12),
+        pytest.param("accepted_tails", 12, marks=pytest.mark.slow),
+        pytest.param("biased_rejection", LEAST_TABLES, marks=pytest.mark.slow),
+    ],
 )
 def test_r14(name, tables):
     """20,000 steps for each table. A sound rule would fail here with about one seed in 1000."""
@@ -71,7 +75,12 @@ def test_r14_finds_rules_that_are_told_another_draft():
 
 
 @pytest.mark.parametrize(
-    "name, path", [(None, ""), ("open_events", "/v1/events")] + [("open_items", "/v1/items")]
+    "name, path",
+    [
+        (None, ""),
+        ("open_events", "/v1/events"),
+        pytest.param("open_items", "/v1/items", marks=pytest.mark.slow),
+    ],
 )
 def test_r21(name, path, tmp_path):
     with broken(name), items_server(tmp_path, api_keys=(KEY,), admin_keys=(ADMIN_KEY,)) as client:
@@ -132,7 +141,11 @@ def test_r13_compares_slates_and_filters(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name, rule",
-    [(None, None), ("accepted_tails", "rejection"), ("forgotten_product", "block")],
+    [
+        (None, None),
+        ("accepted_tails", "rejection"),
+        pytest.param("forgotten_product", "block", marks=pytest.mark.slow),
+    ],
 )
 def test_r13_compares_texts_of_each_rule(name, rule, tmp_path):
     settings = TextSettings(tiny_llm(tmp_path / LLM_NAME), drafters=DRAFTERS)

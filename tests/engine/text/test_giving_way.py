@@ -17,7 +17,6 @@ from recserve.engine.text.sequence import TextSequence
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import covering
 from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import (
     MAKERS,
@@ -35,6 +34,13 @@ from tests.support.text_plain import TableDrafter, plain
 def slow_turns(monkeypatch):
     """Later groups of a body stay behind other bodies, however slowly the test runs."""
     monkeypatch.setattr(scheduler_module, "TURN_S", 1e6)
+
+
+# Drafters and parameters that run by default; the others are slow.
+SHOWN = {
+    "none": "warm", "ngram": "everything", "draft_model": "frequency", "eagle3": "everything",
+    "block": "warm", "mask_tokens": "everything",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +150,12 @@ def disturb(engine: Engine, name: str, parameters: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name,parameters", covering(("none", *MAKERS), ("warm", "everything", "frequency"))
+    "name,parameters",
+    [
+        pytest.param(name, own, marks=() if SHOWN.get(name) == own else pytest.mark.slow)
+        for name in ("none", *MAKERS)
+        for own in ("warm", "everything", "frequency")
+    ],
 )
 def test_texts_that_give_way_stay_the_same(name, parameters, model):
     """Texts of a body give way in their prompts and between tokens, again and again."""
