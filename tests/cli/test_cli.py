@@ -205,6 +205,7 @@ def test_verify_accepts_the_bundle_and_finds_a_changed_byte(bundle, tmp_path):
     assert "vectors.safetensors" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_batch_writes_the_answers_of_recommend(bundle, store, tmp_path):
     """Two users of the store, one with a history of its own, one nobody knows, one refused."""
     source = tmp_path / "users.parquet"

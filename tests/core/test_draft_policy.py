@@ -14,7 +14,7 @@ from recserve.engine.text.step_cost import SIZES, text_step_cost
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import covering
+from tests.support.grids import chosen, covering
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 
 # 20 ms to read the weights, which is all that up to 32 nodes cost; then 0.5 ms for each.
@@ -276,7 +276,7 @@ def test_the_cost_of_a_text_step_is_measured():
     assert cost.sizes == SIZES and all(ms > 0 for ms in cost.milliseconds)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("temperature", chosen((0.0, 1.3), "1.3"))
 def test_text_stays_the_same(temperature):
     """Mixed drafts in a mixed load whose depths change: the text of plain decoding."""
     model = drawn_model(1)

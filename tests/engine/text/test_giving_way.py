@@ -17,6 +17,7 @@ from recserve.engine.text.sequence import TextSequence
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.grids import chosen
 from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import (
     MAKERS,
@@ -96,7 +97,7 @@ def rows_of_steps(engine: Engine) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("steps", [1, 8, 45])
+@pytest.mark.parametrize("steps", chosen((1, 8, 45), "8"))
 def test_a_text_behind_a_large_body_starts_at_once(steps, model):
     """However far the body is: in its prompts, in its first texts, among its last ones."""
     engine = engine_for(model, pages=2000)
@@ -165,7 +166,7 @@ def test_texts_that_give_way_stay_the_same(name, parameters, model):
         assert_forgotten(drafter)
 
 
-@pytest.mark.parametrize("parameters", ["warm", "everything"])
+@pytest.mark.parametrize("parameters", chosen(("warm", "everything"), "everything"))
 def test_texts_that_give_way_stay_the_same_in_captured_steps(parameters, model):
     """They lose their row on the device, and get their token counts back."""
     counted = Counted()
