@@ -82,7 +82,7 @@ def test_a_device_lost_under_rankings(device):
 @pytest.mark.parametrize(
     "drafter, parameters",
     [
-        ("none", "everything"),
+        pytest.param("none", "everything", marks=pytest.mark.slow),
         pytest.param("ngram", "greedy", marks=pytest.mark.slow),
         ("medusa", "greedy"),
     ],

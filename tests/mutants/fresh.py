@@ -6,7 +6,7 @@ Mutants are drawn from all Python files of the package, with a seed that no prom
 copy of the code shows which default tests run each changed line. Those are run against the mutant,
 the quickest first, up to the first failure. The slow tests follow for those mutants only that
 survive, again on the lines that they run: a mutant that only they kill is a hole of `make test`.
-A place that no test runs is left out and counted.
+A place that no test runs is left out and counted. `--tests` takes a part of the tests, for a look.
 
 The results are lines of `build/fresh-mutants/results.jsonl`; the next run goes on from there.
 """
@@ -21,11 +21,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Queue
-from typing import Any
 
 from tests.mutants import marks
 from tests.mutants.draw import Mutant, draw
@@ -77,15 +76,16 @@ def judge(given: argparse.Namespace, operators: Sequence[str]) -> int:
     files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("recserve/**/*.py"))]
     drawn = draw(ROOT, "", files, given.count, given.fresh, operators)
     mutants = {n: one for n, one in enumerate(drawn) if one.place != "module"}
-    default = run_marked("default", "not slow", mutants, given.workers, ["tests"])
+    default = run_marked("default", "not slow", mutants, given.workers, given.tests)
     results = try_mutants(default, mutants, given.workers)
     left = {n: one for n, one in mutants.items() if results.get(n, ["survived"])[0] == "survived"}
-    slow = run_marked("slow", "slow", left, given.workers, slow_tests(left.values()))
+    chosen = given.tests if given.tests != ["tests"] else slow_tests(left.values())
+    slow = run_marked("slow", "slow", left, given.workers, chosen)
     late = try_mutants(slow, left, given.workers)
     return report(mutants, results, late)
 
 
-def slow_tests(mutants: Any) -> list[str]:
+def slow_tests(mutants: Iterable[Mutant]) -> list[str]:
     """Returns the folders of tests in which the rooms of mutants have theirs."""
     rooms = {one.file.split("/")[1] for one in mutants}
     folders = [f"tests/{room}" for room in sorted(rooms) if (ROOT / "tests" / room).is_dir()]

@@ -24,6 +24,7 @@ from recserve.models.packing import pack_weights
 from recserve.service import Service
 from recserve.service.text.loader import TextSettings, load_text
 from tests.support.broken_properties import MODULE, broken
+from tests.support.grids import chosen
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 from tests.support.tiny_llm import tiny_llm
@@ -98,7 +99,7 @@ R8_FIGURES = {
 }
 
 
-@pytest.mark.parametrize("name", R8_FIGURES)
+@pytest.mark.parametrize("name", chosen({str(n): n for n in R8_FIGURES}, "None", "lossy_store"))
 def test_r8_counts_lost_events_and_refused_batches(name, tmp_path):
     with broken(name), items_server(tmp_path) as client:
         writers = [BatchWriter(f"writer{n}", str(client.base_url)) for n in range(2)]
