@@ -1,5 +1,6 @@
 """Fixtures of every folder: forced kernels, the reference data, and a real redis-server."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support.paths import reference
 from tests.support.redis_server import start_redis
+from tests.support.shared_folders import check_shared_folders
 from tests.support.small_caches import shrink_default_caches
 
 # Triton decides when it is first imported, by whatever library, whether kernels are interpreted.
@@ -15,6 +17,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 # Before a signature takes the default size of a cache.
 shrink_default_caches()
+
+
+def pytest_collection_finish() -> None:
+    """Keeps garbage collections from traversing modules and collected tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -25,6 +33,13 @@ def force_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr("recserve.kernels.backend.FORCED", kernels)
 
     return force
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unchanged_shared_folders() -> Iterator[None]:
+    """Fails at the end where a test has changed a folder that all tests share."""
+    yield
+    check_shared_folders()
 
 
 @pytest.fixture(scope="session")

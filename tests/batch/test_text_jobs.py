@@ -155,6 +155,7 @@ def test_byte_order_marks_before_lines_change_nothing(service, tmp_path, ends):
         assert outputs(tmp_path / name) == outputs(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_workers_write_the_bytes_of_one_process(tmp_path):
     source = write_lines(
         tmp_path / "in.jsonl", [each for each in requests() if "chat" not in each["url"]]

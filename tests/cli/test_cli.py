@@ -205,6 +205,7 @@ def test_verify_accepts_the_bundle_and_finds_a_changed_byte(bundle, tmp_path):
     assert "vectors.safetensors" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_batch_writes_the_answers_of_recommend(bundle, store, tmp_path):
     """Two users of the store, one with a history of its own, one nobody knows, one refused."""
     source = tmp_path / "users.parquet"
@@ -240,8 +241,6 @@ def test_batch_writes_the_answers_of_recommend(bundle, store, tmp_path):
     again = ("batch", "--bundle", bundle, "--store", store, "--input", source, "--output", output)
     other = run(*again, "-k", 5, "--rows-per-part", 3)
     assert other.exit_code == 2 and "k was 6 and is 5" in other.stderr
-    done = run(*again, "-k", 6, "--rows-per-part", 3)
-    assert done.exit_code == 0 and "in 2 parts (2 by earlier runs)" in done.stdout
 
 
 @pytest.mark.slow

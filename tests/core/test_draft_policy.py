@@ -14,7 +14,7 @@ from recserve.engine.text.step_cost import SIZES, text_step_cost
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import covering
+from tests.support.grids import chosen, covering
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 
 # 20 ms to read the weights, which is all that up to 32 nodes cost; then 0.5 ms for each.
@@ -84,7 +84,6 @@ def rate(policy: DraftPolicy, cost: Cost, counts: dict[str, int], depths: dict[s
             "free": Cost((1, 1024), (5.0, 5.0)),
         },
         ({"good": 1}, {"good": 1, "bad": 1}, {"good": 2, "bad": 1}, {"bad": 4, "good": 12}),
-        pairs=True,
     ),
 )
 def test_no_other_depths_are_better(counts, cost, draft_ms):
@@ -277,7 +276,7 @@ def test_the_cost_of_a_text_step_is_measured():
     assert cost.sizes == SIZES and all(ms > 0 for ms in cost.milliseconds)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("temperature", chosen((0.0, 1.3), "1.3"))
 def test_text_stays_the_same(temperature):
     """Mixed drafts in a mixed load whose depths change: the text of plain decoding."""
     model = drawn_model(1)

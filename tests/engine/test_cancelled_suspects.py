@@ -5,14 +5,14 @@ import pytest
 from recserve.engine.runtime.runner import Runner
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
+from tests.support.grids import covering
 from tests.support.text_engines import assert_no_leak, engine_for, prompts
 from tests.support.text_plain import drawn_model
 
 TEXTS = 4
 
 
-@pytest.mark.parametrize("gone", range(TEXTS))
-@pytest.mark.parametrize("tried", range(TEXTS + 1))
+@pytest.mark.parametrize("tried,gone", covering(range(TEXTS + 1), range(TEXTS)))
 def test_the_others_go_on_together(monkeypatch, gone, tried):
     """The first step fails, `tried` of its texts are tried alone, and then one is cancelled."""
     params = SamplingParams(temperature=0.0, max_tokens=12)

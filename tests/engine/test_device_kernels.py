@@ -28,7 +28,7 @@ CASES = [
     ("beam", "filters", "codes", SEARCH),
     ("beam", "live", "items", SEARCH),
     pytest.param("speculative", "filters", "items", SEARCH, marks=pytest.mark.slow),
-    ("nezha", "plain", "items", SEARCH),
+    pytest.param("nezha", "plain", "items", SEARCH, marks=pytest.mark.slow),
     pytest.param("likelihood", "plain", "codes", FORWARD, marks=pytest.mark.slow),
 ]
 

@@ -26,7 +26,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support import device_worlds, invariant_texts, recorder, text_plain, triton_interpreter
 from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
 from tests.support.draft_heads import make_head
-from tests.support.grids import covering
+from tests.support.grids import chosen, covering
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 from tests.support.recorded_steps import SHAPES, Counted
@@ -103,8 +103,10 @@ def test_texts_are_those_of_plain_decoding(name, kind, model, expected):
     assert_no_leak(engine)
 
 
-@pytest.mark.parametrize("name", ["warm", "everything"])
-@pytest.mark.parametrize("record", [recorder.record, lambda step: step], ids=["replay", "anew"])
+@pytest.mark.parametrize(
+    "record,name",
+    covering({"replay": recorder.record, "anew": lambda step: step}, ("everything", "warm")),
+)
 def test_recorded_steps_write_the_same(name, record, model, expected):
     """Steps in fixed shapes over a pool whose unwritten slots hold large numbers."""
     requests, wanted, known = queries_of(expected, name, "table")
@@ -231,7 +233,7 @@ def rounding_worlds(monkeypatch, force_kernels):
     return triton_interpreter.interpret_pretended(monkeypatch)
 
 
-@pytest.mark.parametrize("work", ["beam", "rank", "text"])
+@pytest.mark.parametrize("work", chosen(("beam", "rank", "text"), "beam", "text"))
 def test_kernels_answer_as_a_cpu_does(work, rounding_worlds):
     """On a pretended CUDA device."""
 

@@ -21,7 +21,6 @@ from recserve.schemas.items import Candidate, RankRequest, RecommendRequest, Use
 from recserve.search.strategy import Heads
 from recserve.service import Service, ServiceOptions
 from tests.support.draft_heads import make_head
-from tests.support.grids import covering
 from tests.support.invariant_texts import SIZES, long_sums, packed, report, text_queries
 from tests.support.rankers import draw_rows, make_ranker, ranking_root
 from tests.support.recommenders import CATALOGUES, draw_root, make
@@ -53,7 +52,18 @@ def test_scores_of_texts_have_the_same_bits_in_one_step_and_in_many():
 
 
 @pytest.mark.parametrize(
-    "kernels,dtype", covering(("auto", "torch"), (torch.bfloat16, torch.float32))
+    "kernels,dtype",
+    [
+        ("torch", torch.float32),
+        *(
+            pytest.param(kernels, dtype, marks=pytest.mark.slow)
+            for kernels, dtype in (
+                ("auto", torch.bfloat16),
+                ("auto", torch.float32),
+                ("torch", torch.bfloat16),
+            )
+        ),
+    ],
 )
 def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_preempted(
     dtype, kernels, force_kernels
@@ -90,8 +100,15 @@ def same_slates(left, right) -> None:
         assert one.scores.tobytes() == other.scores.tobytes()
 
 
-@pytest.mark.parametrize("form,normalization", [("codes", "vocabulary"), ("items", "children")])
-@pytest.mark.parametrize("catalogue", ["ordinary", "deep"])
+@pytest.mark.parametrize(
+    "form,normalization,catalogue",
+    [
+        ("codes", "vocabulary", "ordinary"),
+        ("items", "children", "deep"),
+        pytest.param("codes", "vocabulary", "deep", marks=pytest.mark.slow),
+        pytest.param("items", "children", "ordinary", marks=pytest.mark.slow),
+    ],
+)
 def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
     catalogue, form, normalization
 ):

@@ -12,6 +12,7 @@ import pytest
 from recserve.core.errors import EngineStopped
 from recserve.engine.runtime.runner import DeviceLost
 from tests.support.device_worlds import ranking, recommending, text_engine, text_scores, texts
+from tests.support.grids import chosen
 from tests.support.pretend_cuda import PretendCuda
 
 POSITIONS = 4
@@ -64,7 +65,7 @@ def lose_everywhere(device, engine, requests):
     assert all(future.exception(0) is None for future in run(engine, requests))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", chosen(STRATEGIES, "speculative", "dense"))
 def test_a_device_lost_under_item_requests(device, strategy):
     world = recommending("cuda")
     requests = world.ask(strategy)
@@ -79,7 +80,12 @@ def test_a_device_lost_under_rankings(device):
 
 
 @pytest.mark.parametrize(
-    "drafter, parameters", [("none", "everything"), ("ngram", "greedy"), ("medusa", "greedy")]
+    "drafter, parameters",
+    [
+        pytest.param("none", "everything", marks=pytest.mark.slow),
+        pytest.param("ngram", "greedy", marks=pytest.mark.slow),
+        ("medusa", "greedy"),
+    ],
 )
 def test_a_device_lost_under_texts(device, drafter, parameters):
     engine = text_engine("cuda", [drafter] if drafter != "none" else [])

@@ -274,7 +274,13 @@ def plain_kernels(force_kernels):
 
 
 @pytest.mark.parametrize(
-    "asked_for, which", covering([*product(IN_TREES, (0, 1)), *product(AT_ONCE, (0,))], (0, 1))
+    "asked_for, which",
+    [
+        pytest.param(*one.values, marks=[*one.marks, *[pytest.mark.slow] * (number % 2)], id=one.id)
+        for number, one in enumerate(
+            covering([*product(IN_TREES, (0, 1)), *product(AT_ONCE, (0,))], (0, 1))
+        )
+    ],
 )
 def test_on_a_device_the_answer_tells(asked_for, which, plain_kernels, monkeypatch):
     strategy, forward = asked_for

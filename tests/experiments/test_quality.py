@@ -58,7 +58,10 @@ def test_shares_at_zero_still_have_an_interval():
 def test_equal_slates_pass_once_there_are_enough_of_them():
     assert guard_overlap([1.0] * 10, 0.05).outcome == "unclear"
     assert guard_overlap([1.0] * 200, 0.05).outcome == "pass"
-    assert guard_overlap([0.5, 0.6, 0.4] * 50, 0.05).outcome == "fail"
+    other = guard_overlap([0.5, 0.6, 0.4] * 50, 0.05)
+    assert other.outcome == "fail"
+    assert other.change.estimate == pytest.approx(-0.5)
+    assert other.change.low < other.change.estimate < other.change.high
     assert type(guard_overlap([1.0] * 10, 0.05).change.low) is float
 
 

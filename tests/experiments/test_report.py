@@ -32,6 +32,7 @@ from recserve.experiments.report.measurements import summarise
 from recserve.experiments.report.page import ms, page
 from recserve.experiments.statistics.criteria import Criteria
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
+from tests.support.grids import covering
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=y>'
 VOID = {"meta", "path", "line", "circle", "rect", "polygon", "polyline", "br", "link"}
@@ -101,8 +102,7 @@ def read(document):
     return html, reader
 
 
-@pytest.mark.parametrize("mode", ["blocks", "paired", "split"])
-@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("mode,text", covering(("blocks", "paired", "split"), (False, True)))
 def test_the_page_is_whole_and_holds_no_foreign_markup(mode, text):
     html, reader = read(made_document(mode, text=text, effect=0.2))
     assert not {"script", "img", "link", "iframe", "a"} & set(reader.tags)

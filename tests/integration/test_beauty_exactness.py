@@ -114,6 +114,7 @@ def asked(request, tmp_path_factory):
     ), requests
 
 
+@pytest.mark.slow
 def test_users_get_the_slates_of_beam(asked):
     engine, requests = asked
     for width in (10, 50, 200):

@@ -15,6 +15,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.grids import chosen
 from tests.support.recommenders import draw_root, make
 from tests.support.text_engines import MAKERS, assert_forgotten
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model
@@ -65,7 +66,7 @@ def assert_fits(request, answer, wanted) -> None:
         assert len(answer.tokens) == len(wanted.tokens)
 
 
-@pytest.mark.parametrize("load_aware", [False, True], ids=["always", "load-aware"])
+@pytest.mark.parametrize("load_aware", chosen({"always": False, "load-aware": True}, "always"))
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_mixed_requests(count, load_aware):
     random = np.random.default_rng(7)

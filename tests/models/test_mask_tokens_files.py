@@ -1,5 +1,6 @@
 """Mask tokens' files: PEFT's layout, written here tensor by tensor; wrong files are refused."""
 
+import copy
 import json
 
 import pytest
@@ -120,6 +121,12 @@ def test_every_tensor_lies_in_its_place(slope, scale, tmp_path, target):
     for name in head.keys() - {"mask_embeddings"}:
         assert torch.equal(network.state_dict()[name], head[name]), name
     assert_updates(network, adapter, scale)
+
+
+def test_the_network_has_the_targets_type(tmp_path, target):
+    folder = written(tmp_path, *parts())
+    network = load_mask_tokens(folder, copy.deepcopy(target).to(torch.bfloat16))
+    assert {weight.dtype for weight in network.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

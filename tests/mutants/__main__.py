@@ -7,6 +7,14 @@ hand, `survivors.toml` the reasons why a mutant may survive. Each result is a li
 `results.jsonl`; the next run leaves out what is known for the same files. `docs/results/mutants.md`
 is written from these lines. The exit status is 1 if a mutant is untried or survives without a
 reason, or if less than 95 % were killed.
+
+With `--fresh SEED` the default tests are judged instead, by mutants of all rooms: see fresh.py.
+
+- A mutant is one changed place: places are drawn first, then one change of each. Their order
+  follows the seed and their lines, so most mutants of a seed stay when a file moves or changes.
+- It is killed if a test fails, or if the tests take three times as long as without it and at least
+  20 s. Tests that a signal ends run once more.
+- No mutant is drawn where a change breaks no promise; `draw.excluded_spans` lists these places.
 """
 
 from __future__ import annotations
@@ -30,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutants.draw import Mutant, draw, make_mutant
+from tests.mutants.fresh import judge
 from tests.mutants.page import Survivors, write_page
 from tests.mutants.trial import ROOT, Result, Scratch
 
@@ -182,6 +191,8 @@ def main() -> int:
     table = tomllib.loads((HERE / "promises.toml").read_text(encoding="utf-8"))
     given = options(table)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the tests too
+    if given.fresh is not None:
+        return judge(given, table["draw"]["operators"])
     promises = {name: Promise(name, **fields) for name, fields in table["promise"].items()}
     mutants = all_mutants(given, promises, table["draw"]["operators"])
     if given.list:
@@ -207,6 +218,10 @@ def options(table: Record) -> argparse.Namespace:
         "--count", type=int, default=table["draw"]["count"], help="drawn mutants of each promise"
     )
     parser.add_argument("--minutes", type=float, default=45.0, help="begin no mutant after these")
+    parser.add_argument(
+        "--fresh", type=int, metavar="SEED", help="judge the default tests by mutants of all rooms"
+    )
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="tests to judge by --fresh")
     parser.add_argument("--workers", type=int, default=2, help="mutants that are tried at once")
     parser.add_argument("--list", action="store_true", help="print the mutants, try none")
     parser.add_argument(

@@ -36,6 +36,7 @@ class Mutant:
         promise: Name of the promise that the change breaks.
         name: Name of a mutant made by hand; empty for a drawn one.
         file: Path of the file in the repository.
+        line: First changed line, from 1.
         place: Function or class of the change.
         old: The changed lines before.
         new: The changed lines after.
@@ -45,6 +46,7 @@ class Mutant:
     promise: str
     name: str
     file: str
+    line: int
     place: str
     old: str
     new: str
@@ -114,8 +116,9 @@ def make_mutant(promise: str, name: str, file: str, before: str, after: str) -> 
     first, last = changed[0], changed[-1]
     old = " ".join(line.strip() for line in lines[0][first[1] : last[2]])
     new = " ".join(line.strip() for line in lines[1][first[3] : last[4]])
-    place = _place(before, first[1] + 1) if file.endswith(".py") else f"line {first[1] + 1}"
-    return Mutant(promise, name, file, place, old, new, after)
+    line = first[1] + 1
+    place = _place(before, line) if file.endswith(".py") else f"line {line}"
+    return Mutant(promise, name, file, line, place, old, new, after)
 
 
 def _places(

@@ -76,6 +76,9 @@ class Scratch:
             if source.is_symlink() or source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
+        data = folder.parent / "shared"  # tests find the reference data beside the repository
+        if (ROOT.parent / "shared").is_dir() and not data.exists():
+            data.symlink_to(ROOT.parent / "shared")
         self.load(compiled=False)
 
     def load(self, compiled: bool) -> None:
@@ -89,12 +92,18 @@ class Scratch:
         """
         command = [sys.executable, "-c", LOAD, *(["compiled"] if compiled else [])]
         done = subprocess.run(
-            command, cwd=self.folder, env=self._environment(), capture_output=True, text=True
+            command, cwd=self.folder, env=self.environment(), capture_output=True, text=True
         )
         if done.returncode:
             raise RuntimeError(f"{self.folder} cannot be used: {done.stderr[-2000:]}")
 
-    def run(self, tests: Sequence[str], limit_s: float, write_bytecode: bool = False) -> Result:
+    def run(
+        self,
+        tests: Sequence[str],
+        limit_s: float,
+        write_bytecode: bool = False,
+        marker: str = "not slow",
+    ) -> Result:
         """Runs tests up to the first failure. Tests that a signal ends are run once more.
 
         Args:
@@ -102,19 +111,20 @@ class Scratch:
             limit_s: Time after which the tests count as failed.
             write_bytecode: Whether to keep compiled Python files. Not while a file is changed,
                 because Python compares only the second and the size of a change.
+            marker: What pytest selects by.
         """
-        environment = self._environment({} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"})
-        result = self._run_once(tests, limit_s, environment)
+        environment = self.environment({} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"})
+        result = self._run_once(tests, limit_s, environment, marker)
         if result.outcome == "signal":
             print(f"{self.folder.name}: {result.output[-500:]}\nended by a signal, once more")
-            result = self._run_once(tests, limit_s, environment)
+            result = self._run_once(tests, limit_s, environment, marker)
         return replace(result, outcome="killed") if result.outcome == "signal" else result
 
     def _run_once(
-        self, tests: Sequence[str], limit_s: float, environment: dict[str, str]
+        self, tests: Sequence[str], limit_s: float, environment: dict[str, str], marker: str
     ) -> Result:
-        options = "-x -q -m 'not slow' -p no:cacheprovider --hypothesis-seed=0 --tb=line"
-        command = [sys.executable, "-m", "pytest", *shlex.split(options), *tests]
+        options = "-x -q -p no:cacheprovider --hypothesis-seed=0 --tb=line"
+        command = [sys.executable, "-m", "pytest", *shlex.split(options), "-m", marker, *tests]
         began_s = time.monotonic()
         # A file, because a server that outlives the tests would hold a pipe open.
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
@@ -142,7 +152,9 @@ class Scratch:
         seconds = round(time.monotonic() - began_s, 1)
         return Result(outcome, failed[1] if failed else "", seconds, cpu_s, output[-3000:])
 
-    def try_mutant(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> Result:
+    def try_mutant(
+        self, mutant: Mutant, tests: Sequence[str], limit_s: float, marker: str = "not slow"
+    ) -> Result:
         """Runs tests against a mutant, and restores the file."""
         path = self.folder / mutant.file
         before = path.read_bytes()
@@ -152,7 +164,7 @@ class Scratch:
             path.write_text(mutant.text, encoding="utf-8")
             if path.suffix != ".py":
                 self.load(compiled=True)  # the compiler's time is not the tests'
-            return self.run(tests, limit_s)
+            return self.run(tests, limit_s, marker=marker)
         finally:
             path.write_bytes(before)
 
@@ -162,7 +174,8 @@ class Scratch:
         if self._process is not None:
             _kill(self._process)
 
-    def _environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
+    def environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
+        """Returns the variables of a process that uses the copy."""
         return {
             **os.environ,
             "PYTHONPATH": str(self.folder),

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from unittest import mock
 import pyarrow.parquet as pq
 
 from recserve.cli import main
+from recserve.kernels import backend
 from recserve.service.slate_log.reader import shown_items
 from tests.recorded.cases import ANSWERS
 from tests.recorded.compare import differences, stable
@@ -62,17 +62,6 @@ TEXTS_JOB = BatchJob(
 )
 
 
-def run_command(folder: Path, *arguments: str) -> str:
-    """Runs a command of recserve in a folder and returns what it prints."""
-    command = [sys.executable, "-m", "recserve", *arguments]
-    # A job continues with the kernels that it began with only; without a compiler C is left out.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RECSERVE_KERNELS": "c"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
-    return done.stdout
-
-
 def run_job(job: BatchJob, files: Path, folder: Path) -> Path:
     """Copies what a job reads to a folder, runs it there, and returns its output folder."""
     copy_files(files, folder)
@@ -80,7 +69,10 @@ def run_job(job: BatchJob, files: Path, folder: Path) -> Path:
     if (folder / "batch" / job.output).is_dir():
         shutil.copytree(folder / "batch" / job.output, output)
     more = ("--output", "output", "--device", "cpu", "--progress", "json")
-    run_command(folder, "batch", *job.arguments, *more)
+    # A job continues with the kernels that it began with only; without a compiler C is left out.
+    workers = mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "RECSERVE_KERNELS": "c"})
+    with contextlib.chdir(folder), workers, mock.patch.object(backend, "FORCED", "c"):
+        printed("batch", *job.arguments, *more)
     return output
 
 

@@ -131,7 +131,7 @@ sys.exit(serve(config))
     ("way", "sent"),
     [
         ("compute", signal.SIGTERM),
-        ("wait", signal.SIGINT),
+        pytest.param("wait", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("process", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
@@ -340,11 +340,14 @@ def test_metrics_have_their_names_and_labels_from_closed_sets(tmp_path):
     assert 'route="/v1/rank",strategy="ranker"' in text
 
 
-def test_the_collector_keeps_its_hands_off_what_lives_as_long_as_the_process(tmp_path):
+def test_the_collector_keeps_its_hands_off_what_lives_as_long_as_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.support.live_server.COLLECTOR", gc)
+    gc.unfreeze()
     service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu")
     with live(service):
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # as tests/conftest.py does
 
 
 def test_settings_reach_the_server(tmp_path):

@@ -153,6 +153,7 @@ def test_a_server_sends_its_spans_to_a_receiver(tmp_path):
     assert own["POST /v1/recommend"].parent_span_id.hex() == PARENT[36:52]
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_while_traces_are_off():
     code = (
         "import sys; from recserve.server.app import create_app; from recserve.config import *; "

@@ -440,7 +440,7 @@ def test_a_full_disk_refuses_the_change_and_keeps_what_was_answered(tmp_path):
 
 
 def test_every_answer_is_of_the_version_it_names(tmp_path):
-    """Reads go on during 200 changes: each is exactly what its version holds, with its scores."""
+    """Reads go on during 100 changes: each is exactly what its version holds, with its scores."""
     holds: dict[str, set[str]] = {}
     with opened(tmp_path) as service:
         ids = base_of(service).items.ids
@@ -464,7 +464,7 @@ def test_every_answer_is_of_the_version_it_names(tmp_path):
         with ThreadPoolExecutor(2) as pool:
             readers = [pool.submit(read, seed) for seed in range(2)]
             draw = np.random.default_rng(9)
-            for change in range(200):
+            for change in range(100):
                 kind = int(draw.integers(3))
                 if kind == 0:
                     victim = sorted(visible)[int(draw.integers(len(visible)))]

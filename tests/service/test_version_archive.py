@@ -51,7 +51,7 @@ def there(kept, count):
     return found
 
 
-@pytest.mark.parametrize("every_s", chosen((0.1, 7.0, 61.0, 3600.0), "0.1", "61.0"))
+@pytest.mark.parametrize("every_s", chosen((0.1, 7.0, 61.0, 3600.0), "7.0"))
 def test_dense_near_now_and_sparse_further_back(every_s):
     count = 3000
     kept, bases = filled(count, every_s)

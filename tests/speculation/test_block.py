@@ -319,7 +319,7 @@ def test_a_chain_is_the_published_walk(variant, model):
     [
         ("dflash2", SPREAD),
         ("dflash", ("greedy", "everything")),
-        ("dspark-rnn", ("hot", "everything")),
+        pytest.param("dspark-rnn", ("hot", "everything"), marks=pytest.mark.slow),
     ],
 )
 @torch.inference_mode()

@@ -9,6 +9,7 @@ from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.grids import covering
 from tests.support.specformer_drafter import specformer
 from tests.support.text_engines import (
     among_others,
@@ -143,8 +144,9 @@ def test_auxiliary_nodes_are_never_shared():
     assert len(whole) == 8 and int((whole.kinds == AUXILIARY).sum()) == 4
 
 
-@pytest.mark.parametrize("make", [eagle, specformer], ids=["eagle", "specformer"])
-@pytest.mark.parametrize("pages", [300, 14])
+@pytest.mark.parametrize(
+    "pages,make", covering((300, 14), {"eagle": eagle, "specformer": specformer})
+)
 def test_a_source_that_reads_the_target_s_states(make, pages):
     """Joined with a lookup drafter it proposes what it proposes alone, from pages of its own."""
     model = shared_model()

@@ -27,6 +27,7 @@ from tests.support.eagle_transcription import (
     rms,
     target_states,
 )
+from tests.support.grids import chosen, covering
 from tests.support.mtp_drafter import SIZES, mtp, peagle
 from tests.support.published_mtp import LAYOUTS, Published, write_folder
 from tests.support.text_engines import (
@@ -180,7 +181,7 @@ def several_class(modules: list[Published], start: int = 0):
     return PlainModules
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
 @torch.inference_mode()
 def test_level_k_reads_module_k_mod_n(count, model, tmp_path):
     """Drafts are deeper than the number of modules. Cached prompts give the same texts."""
@@ -286,8 +287,7 @@ def test_parallel_drafts_equal_the_transcription(model):
     assert_as_transcribed(notes, drafter, model, least=20, plain=PlainPeagle)
 
 
-@pytest.mark.parametrize("kind", ["eagle-3", "p-eagle"])
-@pytest.mark.parametrize("window", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize("kind,window", covering(("eagle-3", "p-eagle"), (1, 3, 7, 2, 12)))
 @torch.inference_mode()
 def test_windows_equal_the_masks_of_speculators(kind, window, model):
     """Texts longer than the window, in layers with and without one."""
@@ -350,8 +350,11 @@ def test_a_parallel_draft_takes_one_forward(model):
 
 @pytest.mark.parametrize(
     "make",
-    [mtp, partial(mtp, qwen=True), peagle],
-    ids=["deepseek", "qwen3-next", "p-eagle"],
+    chosen(
+        {"deepseek": mtp, "qwen3-next": partial(mtp, qwen=True), "p-eagle": peagle},
+        "deepseek",
+        "p-eagle",
+    ),
 )
 @torch.inference_mode()
 def test_texts_are_the_plain_ones(make, model):

@@ -20,6 +20,7 @@ from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.drafters.rank_tree import rank_tree
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.eagle_transcription import paths_of, rms, rotate, target_states
+from tests.support.grids import chosen
 from tests.support.specformer_drafter import specformer
 from tests.support.text_engines import (
     SPREAD,
@@ -266,7 +267,7 @@ def test_a_network_for_another_hidden_size_is_refused(model):
         type(drafter)(drafter.network, other)
 
 
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("name", chosen(SPREAD, "top-k", "everything"))
 @torch.inference_mode()
 def test_texts_are_the_plain_texts(name):
     """Eight texts with different parameters; with few pages; again, from cached prefixes."""

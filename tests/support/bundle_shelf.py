@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import shutil
-import tempfile
 from pathlib import Path
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
+from tests.support.shared_folders import shared_folder
 from tests.support.tiny_bundle import NUM_ITEMS, NUM_USERS, built, with_models
 
 # Items that the catalogue of `other` does not have.
 DROPPED = [f"item{number:06d}" for number in (3, 5)]
 
 
-@functools.cache
-def _originals() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="recserve-shelf-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+def _make(folder: Path) -> None:
     files = write_synthetic(folder / ".data", SyntheticOptions(NUM_ITEMS, NUM_USERS, 12, seed=3))
     built(files, folder / "one")
     shutil.copytree(folder / "one", folder / "two")
     built(_without(files, folder / ".fewer"), folder / "other", seed=1)
     for number, name in enumerate(("one", "two", "other")):
         with_models(folder / name, seed=5 + number)
-    return folder
 
 
 def _without(files: SyntheticFiles, folder: Path) -> SyntheticFiles:
@@ -49,5 +43,5 @@ def shelf(folder: Path) -> Path:
     from the same events without two items.
     """
     target = folder / "bundles"
-    shutil.copytree(_originals(), target, ignore=shutil.ignore_patterns(".*"))
+    shutil.copytree(shared_folder("shelf", _make), target, ignore=shutil.ignore_patterns(".*"))
     return target

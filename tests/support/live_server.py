@@ -22,11 +22,12 @@ from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.service import Service
 from recserve.service.errors import UnknownModel
 
-# A full garbage collection at the start takes long in a process with thousands of tests.
+# A full garbage collection takes long in a process with thousands of tests: none at the start, and
+# what tests/conftest.py froze stays frozen.
 COLLECTOR = SimpleNamespace(
     collect=lambda: 0,
-    freeze=gc.freeze,
-    unfreeze=gc.unfreeze,
+    freeze=lambda: None,
+    unfreeze=lambda: None,
     enable=gc.enable,
     disable=gc.disable,
 )

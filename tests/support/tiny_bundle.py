@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -20,6 +17,7 @@ from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead, save_self
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, save_recommender
 from recserve.training.ranker.ranker import RankerRecipe, make_ranker
+from tests.support.shared_folders import shared_folder
 
 NUM_ITEMS, NUM_USERS = 500, 40
 
@@ -27,21 +25,22 @@ NUM_ITEMS, NUM_USERS = 500, 40
 def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> Path:
     """Writes a bundle of 500 items and 40 users under `folder` and returns its path.
 
-    It is a copy of one that this process has built, which the test may change.
+    It is a copy of the one that all tests share, which the test may change.
     """
     shutil.copytree(_original(ranker, recommender), folder, dirs_exist_ok=True)
     return folder / "bundle"
 
 
-@functools.cache
 def _original(ranker: bool, recommender: bool) -> Path:
     """Returns a folder with a bundle and its data, which must not be changed."""
-    folder = Path(tempfile.mkdtemp(prefix="recserve-test-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    files = write_synthetic(folder / "data", SyntheticOptions(NUM_ITEMS, NUM_USERS, 12, seed=3))
-    built(files, folder / "bundle")
-    with_models(folder / "bundle", ranker, recommender)
-    return folder
+
+    def make(folder: Path) -> None:
+        files = write_synthetic(folder / "data", SyntheticOptions(NUM_ITEMS, NUM_USERS, 12, seed=3))
+        built(files, folder / "bundle")
+        with_models(folder / "bundle", ranker, recommender)
+
+    parts = ["ranker"] * ranker + ["recommender"] * recommender
+    return shared_folder("-".join(["bundle", *parts]), make)
 
 
 def built(files: SyntheticFiles, out: Path, seed: int = 0) -> None:
@@ -107,5 +106,5 @@ def with_models(
 
 
 def shared_bundle() -> Path:
-    """Returns one bundle with both models for all tests of this process; it must not be changed."""
+    """Returns one bundle with both models for all tests; it must not be changed."""
     return _original(ranker=True, recommender=True) / "bundle"

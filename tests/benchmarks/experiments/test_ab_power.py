@@ -21,6 +21,7 @@ def test_a_replay_finds_a_large_effect(mode):
     assert ab_power.replay(trace, mode, 3000, 0.3, 1)["p"]["p50"] < 0.01
 
 
+@pytest.mark.slow
 def test_it_runs_from_end_to_end(monkeypatch, tmp_path, capsys):
     report = tmp_path / "power.json"
     arguments = ["--replays", "20", "--power-replays", "0", "--shots", "600", "--workers", "1"]

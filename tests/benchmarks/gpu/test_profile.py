@@ -1,9 +1,12 @@
 """The profile of the goal shape, tiny and on a CPU: every question has its rows."""
 
+import pytest
+
 from benchmarks.gpu.profile import profile_rows
 from benchmarks.support.timing import Deadline
 
 
+@pytest.mark.slow
 def test_every_question_is_answered():
     rows = list(profile_rows("cpu", True, Deadline()))
     assert all(row.get("ok", True) for row in rows), rows

@@ -120,6 +120,7 @@ def test_an_outage_takes_its_share_until_the_successors_serve():
     assert [fleet.serving(t) for t in (99, 100, 159, 160)] == [8, 6, 6, 8]
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     path = tmp_path / "day.json"
     how = ["--rate", "3000", "--users", "500000", "--hours", "2", "--cached-users", "4000"]

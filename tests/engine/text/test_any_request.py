@@ -24,7 +24,7 @@ MORE_MAKERS = {
     ),
 }
 EVERY_MAKER = MAKERS | MORE_MAKERS
-SOME = ("suffix", "draft_model", "eagle", "mask_tokens", "model_and_ngram", "all_chosen")
+SOME = ("eagle", "model_and_ngram")
 
 
 def drawn_request(random, drafter: str, rule: str):

@@ -12,7 +12,6 @@ from tests.support.device_worlds import (
     text_scores,
     texts,
 )
-from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
 
 DRAFTERS = (
@@ -40,15 +39,15 @@ def both(names, requests, pages=200):
 
 # Greedy texts upload least, so the other drafters draw.
 SHOWN = {
-    "none": ("greedy", "everything"), "ngram": ("truncated",), "medusa": ("greedy", "hot"),
-    "lookahead": ("everything",), "merged": ("truncated",),
+    "none": ("everything",), "ngram": ("truncated",), "medusa": ("greedy",), "eagle3": ("hot",),
+    "lookahead": ("everything",), "draft_model": ("hot",),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "drafter,parameters",
     [
-        pytest.param(name, own, marks=() if own in SHOWN.get(name, ("hot",)) else pytest.mark.slow)
+        pytest.param(name, own, marks=() if own in SHOWN.get(name, ()) else pytest.mark.slow)
         for name in DRAFTERS
         for own in TEXT_PARAMETERS
     ],
@@ -61,9 +60,19 @@ def test_texts_are_the_cpu_s(drafter, parameters):
 @pytest.mark.parametrize(
     "drafter,rule",
     [
-        *covering(("draft_model", "ngram"), ("rejection", "block", "typical")),
+        ("draft_model", "rejection"),
+        ("ngram", "block"),
         ("specinfer", "multi_step"),
-        pytest.param("specinfer", "typical", marks=pytest.mark.slow),
+        *(
+            pytest.param(drafter, rule, marks=pytest.mark.slow)
+            for drafter, rule in (
+                ("draft_model", "block"),
+                ("draft_model", "typical"),
+                ("ngram", "rejection"),
+                ("ngram", "typical"),
+                ("specinfer", "typical"),
+            )
+        ),
     ],
 )
 def test_rules_decide_as_on_the_cpu(drafter, rule):

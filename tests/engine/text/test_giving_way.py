@@ -17,7 +17,7 @@ from recserve.engine.text.sequence import TextSequence
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import covering
+from tests.support.grids import chosen
 from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import (
     MAKERS,
@@ -35,6 +35,13 @@ from tests.support.text_plain import TableDrafter, plain
 def slow_turns(monkeypatch):
     """Later groups of a body stay behind other bodies, however slowly the test runs."""
     monkeypatch.setattr(scheduler_module, "TURN_S", 1e6)
+
+
+# Drafters and parameters that run by default; the others are slow.
+SHOWN = {
+    "none": "warm", "ngram": "everything", "draft_model": "frequency", "eagle3": "everything",
+    "block": "warm", "mask_tokens": "everything",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ def rows_of_steps(engine: Engine) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("steps", [1, 8, 45])
+@pytest.mark.parametrize("steps", chosen((1, 8, 45), "8"))
 def test_a_text_behind_a_large_body_starts_at_once(steps, model):
     """However far the body is: in its prompts, in its first texts, among its last ones."""
     engine = engine_for(model, pages=2000)
@@ -144,7 +151,12 @@ def disturb(engine: Engine, name: str, parameters: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name,parameters", covering(("none", *MAKERS), ("warm", "everything", "frequency"))
+    "name,parameters",
+    [
+        pytest.param(name, own, marks=() if SHOWN.get(name) == own else pytest.mark.slow)
+        for name in ("none", *MAKERS)
+        for own in ("warm", "everything", "frequency")
+    ],
 )
 def test_texts_that_give_way_stay_the_same(name, parameters, model):
     """Texts of a body give way in their prompts and between tokens, again and again."""
@@ -154,7 +166,7 @@ def test_texts_that_give_way_stay_the_same(name, parameters, model):
         assert_forgotten(drafter)
 
 
-@pytest.mark.parametrize("parameters", ["warm", "everything"])
+@pytest.mark.parametrize("parameters", chosen(("warm", "everything"), "everything"))
 def test_texts_that_give_way_stay_the_same_in_captured_steps(parameters, model):
     """They lose their row on the device, and get their token counts back."""
     counted = Counted()

@@ -73,7 +73,9 @@ def model():
     return drawn_model(1)
 
 
-@pytest.fixture(scope="module", params=[{}, {"head_vocab": 20, "shared": True}], ids=["", "few"])
+@pytest.fixture(
+    scope="module", params=chosen({"": {}, "few": {"head_vocab": 20, "shared": True}}, "few")
+)
 def engines(request, model):
     """One that launches its heads, one that replays them, each with its drafter and its counts."""
     launching, recorded = Watched(model, **request.param), Watched(model, **request.param)

@@ -11,7 +11,7 @@ from recserve.features.catalog.item_records import SEGMENT, ItemRecord, RecordLo
 from recserve.features.tables.items import ItemTable
 
 SCHEMA = pa.schema([("price", pa.float64())])
-NUM_FILTERS, NUM_VALUES = 200, 500
+NUM_FILTERS, NUM_VALUES = 100, 500
 
 
 def long_filter(number):

@@ -75,6 +75,17 @@ def test_a_change_is_on_the_disk_before_it_is_acknowledged(path, disk, tmp_path)
         assert left == [entry(n) for n in range(1, number + 1)]
 
 
+def test_a_restart_counts_bytes_and_items(path, disk):
+    journal = ItemJournal(path)
+    journal.append(JournalEntry(1, hidden=("a", "b")))
+    journal.append(entry(2))
+    counts = journal.num_changes, journal.length
+    assert counts == (3, path.stat().st_size)
+    again = ItemJournal(path)
+    again.read()
+    assert (again.num_changes, again.length) == counts
+
+
 def test_a_change_after_a_restart_is_on_the_disk_too(path, disk, tmp_path):
     for number in (1, 2):
         journal = ItemJournal(path)

@@ -13,6 +13,7 @@ from recserve.kernels.native import native
 from recserve.kernels.tree import chain, root_branch
 from recserve.kernels.tree_batch import TreeBatch
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, draw_tree, placed
+from tests.support.grids import covering
 
 F32 = torch.float32
 
@@ -100,8 +101,13 @@ def test_many_nodes_of_one_tree(nodes):
     same(batch, query, keys, values, SOFTMAX)
 
 
-@pytest.mark.parametrize("part", [None, slice(500, 756)], ids=["all-new", "a-part-of-it"])
-@pytest.mark.parametrize("activation", [SOFTMAX, Activation(normalizer=37.0)], ids=["soft", "silu"])
+@pytest.mark.parametrize(
+    "part,activation",
+    covering(
+        {"all-new": None, "a-part-of-it": slice(500, 756)},
+        {"soft": SOFTMAX, "silu": Activation(normalizer=37.0)},
+    ),
+)
 def test_isolated_branches_have_no_mask_over_the_whole_tree(activation, part):
     """300 branches of up to 20 nodes below one root, one of them longer than a block."""
     g = torch.Generator().manual_seed(0)

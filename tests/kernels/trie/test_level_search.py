@@ -146,8 +146,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(triton_topk, "PARTS", 2)
 
 
-@pytest.mark.parametrize("blocks", ["one", "many"])
-@pytest.mark.parametrize("codes,form", covering(CATALOGUES, FORMS))
+@pytest.mark.parametrize("blocks,codes,form", covering(("many", "one"), CATALOGUES, FORMS))
 def test_triton_matches_torch(codes, form, blocks, monkeypatch):
     from recserve.kernels.trie import triton_topk
     from tests.support import triton_interpreter  # noqa: F401
@@ -169,9 +168,9 @@ def test_triton_matches_torch(codes, form, blocks, monkeypatch):
         assert torch.equal(got.parents, expected.parents)
 
 
-@pytest.mark.parametrize("blocks", ["one", "many"])
 @pytest.mark.parametrize(
-    "name,form", covering(("one-item", "all-share-a-prefix", "deep", "drawn"), FORMS)
+    "blocks,name,form",
+    covering(("one", "many"), ("one-item", "all-share-a-prefix", "deep", "drawn"), FORMS),
 )
 def test_triton_matches_torch_with_insertions(name, form, blocks, monkeypatch):
     """Later ids below every level, as they come and in a place with room to spare; and none."""

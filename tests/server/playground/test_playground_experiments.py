@@ -12,6 +12,8 @@ from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
+pytestmark = pytest.mark.slow  # a browser walks through the page
+
 ADMIN = "an-admin-key-of-24-chars"
 BEARER = {"Authorization": f"Bearer {ADMIN}"}
 SCORERS = [{"name": "ranker"}, {"name": "likelihood", "fields": {"scorer": "likelihood"}}]

@@ -12,6 +12,8 @@ from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
+pytestmark = pytest.mark.slow  # a browser walks through the page
+
 TABS = {
     "recommend": "document.querySelectorAll('ol.slate li').length === 10",
     "rank": "document.querySelectorAll('#rank-results tbody tr').length === 20",

@@ -6,6 +6,8 @@ from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.scripted_text import scripted
 
+pytestmark = pytest.mark.slow  # a browser walks through the page
+
 STORY = ' in a <b> land — é <img src=x onerror="window.broken=1"> they lived on.'
 DONE = (
     "!document.getElementById('text-go').disabled && document.querySelector('#text-facts .badge')"

@@ -150,6 +150,7 @@ PAGE = """<!doctype html><form method=post enctype=text/plain action="{target}/v
 <input name='{{"prompt":"x","max_tokens":1,"user":"' value='"}}'></form>"""
 
 
+@pytest.mark.slow
 def test_a_browser_keeps_its_key_from_other_pages(toy, tmp_path):
     """Chromium remembers the key after a login. The playground works, a form elsewhere does not."""
 

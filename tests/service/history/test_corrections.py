@@ -10,6 +10,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.service import Service, ServiceOptions
 from tests.support.background_work import settled
+from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -103,7 +104,7 @@ CASES = list(cases(list(map(str, range(60)))))
 
 @pytest.mark.parametrize(
     "name, invariant",
-    [*((name, True) for name in CASES), ("replace", False), ("late", False), ("several", False)],
+    covering(CASES, (True, False)),
 )
 def test_answers_are_those_of_a_history_that_was_always_so(opened, ids, name, invariant):
     sent, expected = cases(ids)[name]

@@ -45,6 +45,7 @@ from recserve.service.replacement import open_successor
 from recserve.service.slate_log.reader import read_log, shown_items
 from recserve.training.ranker.ranking_batch import pack
 from recserve.training.ranker.ranking_quality import attend_within
+from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.partial_stores import PartialStore
 from tests.support.tiny_bundle import built, shared_bundle
@@ -272,8 +273,9 @@ def test_every_door_passes_names_on_unchanged(tmp_path):
         assert wrong.rejected[0].reason.startswith(f"type is {configured[0]!r}; expected one of ")
 
 
-@pytest.mark.parametrize("new_first", [True, False], ids=["new first", "old first"])
-@pytest.mark.parametrize("kind", ["lmdb", "redis"])
+@pytest.mark.parametrize(
+    "new_first,kind", covering({"new first": True, "old first": False}, ("lmdb", "redis"))
+)
 def test_two_servers_with_different_bundles_share_a_store(tmp_path, request, kind, new_first):
     """LMDB opens once per process, so there the servers take turns; over Redis both are up."""
     url = f"lmdb:{tmp_path}/store"

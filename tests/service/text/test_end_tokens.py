@@ -11,6 +11,7 @@ from recserve.schemas.text import CompletionRequest, SpeculationOptions
 from recserve.service import Service
 from recserve.service.text.loader import TextSettings, load_text
 from recserve.tokenizer.token_bytes import UnsupportedTokenizer
+from tests.support.grids import covering
 from tests.support.scripted_text import BEGIN, END
 from tests.support.tiny_llm import tiny_llm
 
@@ -65,8 +66,7 @@ def test_all_files_name_end_tokens(folder, seed):
     assert text.network.config.eos_tokens == text.model.end_tokens  # what drafters see
 
 
-@pytest.mark.parametrize("file", [*NUMBER_FILES, *WORD_FILES])
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("file,drafter", covering([*NUMBER_FILES, *WORD_FILES], ("none", "ngram")))
 def test_a_text_ends_at_the_token_of_each_file(folder, file, drafter):
     with Service.of_text(loaded(folder)) as service:
         body = CompletionRequest(prompt="so on", max_tokens=60, temperature=1, seed=1)

@@ -1,0 +1,201 @@
+"""Judges what `make test` leaves out, by mutants of all rooms that nobody has chosen it by.
+
+    make mutants MUTANTS_ARGS="--fresh 2611 --count 200"
+
+Mutants are drawn from all Python files of the package, with a seed that no promise uses. A marked
+copy of the code shows which default tests run each changed line. Those are run against the mutant,
+the quickest first, up to the first failure. The slow tests follow for those mutants only that
+survive, again on the lines that they run: a mutant that only they kill is a hole of `make test`.
+A place that no test runs is left out and counted. `--tests` takes a part of the tests, for a look.
+
+The results are lines of `build/fresh-mutants/results.jsonl`; the next run goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Queue
+
+from tests.mutants import marks
+from tests.mutants.draw import Mutant, draw
+from tests.mutants.trial import ROOT, Scratch
+
+WORK = ROOT / "build" / "fresh-mutants"
+MOST_S = 150.0  # of the tests of one mutant; the quickest come first
+LIMIT_S = 60.0  # beside three times the duration of the tests
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests that ran in the marked copy.
+
+    Attributes:
+        name: `default` or `slow`.
+        marker: What pytest selects by.
+        seconds: Duration of each test that passed.
+        ran: The tests that ran each mutant's line.
+    """
+
+    name: str
+    marker: str
+    seconds: Mapping[str, float]
+    ran: Mapping[int, set[str]]
+
+    def choose(self, number: int) -> list[str]:
+        """Returns the tests to run: one of each function first, and the quickest first.
+
+        What is run by a fixture or by another process counts for all tests of the file.
+        """
+        noted = self.ran.get(number, set())
+        files = tuple(name for name in noted if name.endswith("::"))
+        own = [t for t in self.seconds if t in noted or (files and t.startswith(files))]
+        own.sort(key=lambda test: self.seconds[test])
+        first = {test.partition("[")[0]: test for test in reversed(own)}
+        chosen, total_s = [], 0.0
+        for test in sorted(own, key=lambda t: first[t.partition("[")[0]] != t):
+            total_s += self.seconds[test]
+            if chosen and total_s > MOST_S:
+                break
+            chosen.append(test)
+        return chosen
+
+
+def judge(given: argparse.Namespace, operators: Sequence[str]) -> int:
+    """Tries fresh mutants and prints two numbers. Returns the exit status."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("recserve/**/*.py"))]
+    drawn = draw(ROOT, "", files, given.count, given.fresh, operators)
+    mutants = {n: one for n, one in enumerate(drawn) if one.place != "module"}
+    default = run_marked("default", "not slow", mutants, given.workers, given.tests)
+    results = try_mutants(default, mutants, given.workers)
+    left = {n: one for n, one in mutants.items() if results.get(n, ["survived"])[0] == "survived"}
+    chosen = given.tests if given.tests != ["tests"] else slow_tests(left.values())
+    slow = run_marked("slow", "slow", left, given.workers, chosen)
+    late = try_mutants(slow, left, given.workers)
+    return report(mutants, results, late)
+
+
+def slow_tests(mutants: Iterable[Mutant]) -> list[str]:
+    """Returns the folders of tests in which the rooms of mutants have theirs."""
+    rooms = {one.file.split("/")[1] for one in mutants}
+    folders = [f"tests/{room}" for room in sorted(rooms) if (ROOT / "tests" / room).is_dir()]
+    return [*folders, "tests/integration"]
+
+
+def run_marked(
+    name: str, marker: str, mutants: Mapping[int, Mutant], workers: int, tests: Sequence[str]
+) -> Suite:
+    """Runs tests in a copy of the code that notes who runs the lines of mutants."""
+    key = hashlib.sha256("".join(f"{n} {m.text}" for n, m in mutants.items()).encode()).hexdigest()
+    folder = WORK / f"{name}-{key[:12]}"
+    notes, times = folder / "notes", folder / "seconds.txt"
+    if not times.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch = Scratch(folder / "copy", WORK / "cache")
+        places = {n: (one.file, one.line) for n, one in mutants.items()}
+        marks.add_marks(scratch.folder, notes, places)
+        options = ["-q", "-n", str(workers), "--dist", "worksteal", "-m", marker]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            "-p",
+            "tests.mutants.durations",
+            *tests,
+        ]
+        seconds = folder / "seconds.part"
+        environment = scratch.environment({"MARKS_SECONDS": str(seconds)})
+        subprocess.run(command, cwd=scratch.folder, env=environment, check=False)
+        seconds.rename(times)
+        shutil.rmtree(scratch.folder)
+    seconds_of = dict(line.rsplit("\t", 1) for line in times.read_text().splitlines())
+    return Suite(
+        name, marker, {test: float(s) for test, s in seconds_of.items()}, marks.read_marks(notes)
+    )
+
+
+def try_mutants(
+    suite: Suite, mutants: Mapping[int, Mutant], workers: int
+) -> dict[int, tuple[str, str]]:
+    """Returns the outcome of each mutant whose line the suite runs, and the test that failed."""
+    path = WORK / f"{suite.name}.jsonl"
+    known = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        record = json.loads(line)
+        known[record["id"]] = record["outcome"], record["test"]
+    chosen = {n: suite.choose(n) for n in mutants}
+    ids = {n: _id(mutants[n], tests) for n, tests in chosen.items()}
+    scratches: Queue[Scratch] = Queue()
+
+    def run(number: int) -> None:
+        mutant, tests = mutants[number], chosen[number]
+        scratch = scratches.get()
+        try:
+            began_s = time.monotonic()
+            limit_s = LIMIT_S + 3 * sum(suite.seconds[test] for test in tests)
+            result = scratch.try_mutant(mutant, tests, limit_s, suite.marker)
+        finally:
+            scratches.put(scratch)
+        known[ids[number]] = result.outcome, result.test
+        record = {
+            "id": ids[number], "number": number, "file": mutant.file, "line": mutant.line,
+            "place": mutant.place, "old": mutant.old, "new": mutant.new,
+            "outcome": result.outcome, "test": result.test, "num_tests": len(tests),
+            "seconds": round(time.monotonic() - began_s, 1),
+        }  # fmt: skip
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        print(
+            f"{suite.name} {result.outcome:8} {mutant.file}:{mutant.line} {mutant.new}", flush=True
+        )
+
+    missing = [n for n, tests in chosen.items() if tests and ids[n] not in known]
+    if missing:
+        for number in range(workers):
+            folder = WORK / f"copy-{number}"
+            shutil.rmtree(folder, ignore_errors=True)
+            scratches.put(Scratch(folder, WORK / "cache"))
+        with ThreadPoolExecutor(workers) as threads:
+            list(threads.map(run, missing))
+    return {n: known[ids[n]] for n, tests in chosen.items() if tests}
+
+
+def report(
+    mutants: Mapping[int, Mutant],
+    results: Mapping[int, tuple[str, str]],
+    late: Mapping[int, tuple[str, str]],
+) -> int:
+    """Prints the two numbers and what survived. Returns the exit status."""
+    killed = {n for n, (outcome, _) in results.items() if outcome != "survived"}
+    only_slow = {n for n, (outcome, _) in late.items() if outcome != "survived"}
+    run = set(results) | set(late)
+    share = len(killed) / max(1, len(killed) + len(only_slow))
+    for n in sorted(run - killed):
+        one = mutants[n]
+        end = f"killed by {late[n][1]} only" if n in only_slow else "survived"
+        print(f"{end}: {one.file}:{one.line} {one.place}: {one.old}  ->  {one.new}")
+    rooms = Counter(mutants[n].file.split("/")[1] for n in run)
+    print(", ".join(f"{room} {count}" for room, count in sorted(rooms.items())))
+    print(
+        f"{len(mutants)} mutants, {len(mutants) - len(run)} on lines that no test runs. "
+        f"`make test` kills {len(killed)} of {len(run)}, the slow tests {len(only_slow)} more: "
+        f"{share:.1%} of what all kill."
+    )
+    return 0 if share >= 0.95 else 1
+
+
+def _id(mutant: Mutant, tests: Sequence[str]) -> str:
+    files = sorted({test.partition("::")[0] for test in tests})
+    content = b"".join((ROOT / file).read_bytes() for file in files)
+    return hashlib.sha256(f"{mutant.file}\n{mutant.text}".encode() + content).hexdigest()[:16]
