@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from jsonschema import Draft202012Validator
+
 Json = Any
 STRINGS = ("", "x", "é", "\u202e", "\x00", "a/b", "..", "%00", "item000003", "😀" * 70)
 NUMBERS = (0, -1, 1, 2**31, -(2**63), 2**63, 2**64, 0.5, -0.0, 1e308, 5.0)
 ODD: tuple[Json, ...] = (None, True, [], {}, [[]], {"a": {}}, *STRINGS, *NUMBERS)
 RAW = (b"", b"{", b"[]", b"null", b'"', b"\xff\xfe", b"{}{}", b'{"k": NaN}', b"[" * 20_000)
+MATCHING = ("a-1", "7", "2026-01-01T00:00:00Z")  # strings that patterns ask for
+MAX_DRAWS = 1000  # of a value that matches no forbidden pattern
 MOST = 4  # items of a drawn array or object
 
 
@@ -91,24 +95,33 @@ class RequestSource:
                 content = self.draw.choice((*RAW, json.dumps(self._odd()).encode()))
         return DrawnRequest(operation, path, content, valid)
 
+    def _validator(self, schema: Json) -> Draft202012Validator:
+        return Draft202012Validator({**schema, "components": self.document["components"]})
+
     def value(self, schema: Json, depth: int = 0) -> Json:
         """Returns a value that follows a schema."""
         draw = self.draw
         if "$ref" in schema:
             named = schema["$ref"].rpartition("/")[2]
             return self.value(self.document["components"]["schemas"][named], depth + 1)
-        if "not" in schema and "properties" in schema:  # one of several fields is required
+        if "not" in schema:  # patterns that a value must not match
             rest = {name: one for name, one in schema.items() if name != "not"}
-            choice = draw.choice(schema["not"]["allOf"])["not"]
-            needed = [*schema.get("required", ()), *choice["required"]]
-            return self._object({**rest, "required": needed}, depth)
+            forbidden = self._validator(schema["not"])
+            for _ in range(MAX_DRAWS):
+                found = self.value(rest, depth)
+                if not forbidden.is_valid(found):
+                    return found
+            raise ValueError(f"no value in {MAX_DRAWS} draws is outside of {schema['not']}")
         if "anyOf" in schema:
             simple = [one for one in schema["anyOf"] if one.get("type") == "null"]
             choices = simple if depth > 6 and simple else schema["anyOf"]
             return self.value(draw.choice(choices), depth)
         if "const" in schema or "enum" in schema:
             return draw.choice(schema.get("enum") or [schema["const"]])
-        match schema.get("type"):
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            kind = draw.choice(kind)
+        match kind:
             case "object":
                 return self._object(schema, depth)
             case "array":
@@ -126,7 +139,8 @@ class RequestSource:
                 return draw.choice((low, draw.randint(low, most)))
             case "number":
                 low = schema.get("minimum", schema.get("exclusiveMinimum", 0))
-                return low + draw.random() * (min(schema.get("maximum", 5), low + 5) - low) + 1e-6
+                most = min(schema.get("maximum", low + 5), low + 5)
+                return low + draw.random() * (most - low) + 1e-6
             case "boolean":
                 return draw.random() < 0.5
             case "null":
@@ -135,7 +149,12 @@ class RequestSource:
 
     def _object(self, schema: Json, depth: int) -> Json:
         found = {}
-        for name, inner in schema.get("properties", {}).items():
+        fields = schema.get("properties", {})
+        if schema.get("maxProperties") == 1:  # one of the fields; deep down one without fields
+            flat = [name for name, inner in fields.items() if "$ref" not in json.dumps(inner)]
+            name = self.draw.choice(flat if depth > 6 and flat else list(fields))
+            return {name: self.value(fields[name], depth + 1)}
+        for name, inner in fields.items():
             if name in schema.get("required", ()) or self.draw.random() < 0.4 / (1 + depth):
                 found[name] = self.value(inner, depth + 1)
         more = schema.get("additionalProperties")
@@ -147,7 +166,7 @@ class RequestSource:
     def _string(self, schema: Json) -> str:
         low, most = schema.get("minLength", 0), min(schema.get("maxLength", 80), 80)
         if "pattern" in schema:
-            return "a-1"
+            return next(one for one in MATCHING if re.search(schema["pattern"], one))
         text = self._text()[:most]
         return text + "x" * (low - len(text))
 

@@ -390,6 +390,18 @@ class Operations:
     def model_metadata(self, name: str, deadline_s: float | None = None) -> i.ModelMetadata:
         """Returns inputs and outputs of `recommend` or `rank`."""
 
+    @operation("GET /v2/models/{name}/config")
+    def model_config(self, name: str, deadline_s: float | None = None) -> i.ModelConfig:
+        """Returns the configuration of a model in Triton's form."""
+
+    @operation("GET /v2/models/{name}/stats")
+    def model_statistics(self, name: str, deadline_s: float | None = None) -> i.Statistics:
+        """Returns what the server has answered with a model since it started."""
+
+    @operation("GET /v2/models/stats")
+    def all_statistics(self, deadline_s: float | None = None) -> i.Statistics:
+        """Returns what the server has answered since it started, of all models."""
+
     @operation("GET /v2/models/{name}/ready")
     def model_ready(self, name: str, deadline_s: float | None = None) -> i.ModelReady:
         """Returns whether a model takes requests. Raises ApiError if not."""

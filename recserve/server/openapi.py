@@ -6,12 +6,14 @@ Routes decode raw bodies themselves for speed, so the framework does not know th
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from recserve.bounds import END_S, FIRST_S, UNITS_PER_S
 from recserve.schemas import admin as a
 from recserve.schemas import browse as b
 from recserve.schemas import encoding as c
@@ -73,6 +75,9 @@ ANSWERS = {
     "server_metadata": i.ServerMetadata,
     "model_metadata": i.ModelMetadata,
     "model_ready": i.ModelReady,
+    "model_config": i.ModelConfig,
+    "model_statistics": i.Statistics,
+    "all_statistics": i.Statistics,
     "infer": i.InferResponse,
     "load_bundle": a.BundleStatus,
     "rollback_bundle": a.BundleStatus,
@@ -138,6 +143,24 @@ def _event(chunk: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _time_number() -> dict[str, Any]:
+    """Returns the schema of a number in the place of a time: the ranges of all units."""
+    units = list(UNITS_PER_S.values())
+    gaps = [
+        {"minimum": END_S * unit, "exclusiveMaximum": FIRST_S * larger}
+        for unit, larger in pairwise(units)
+    ]
+    return {
+        "type": "number",
+        "minimum": FIRST_S * units[0],
+        "exclusiveMaximum": END_S * units[-1],
+        "not": {"anyOf": gaps},
+    }
+
+
+TIME_NUMBER = _time_number()
+
+
 def _complete(schema: Any) -> None:
     """Writes schemas as generators of clients expect them; the meaning stays.
 
@@ -149,7 +172,8 @@ def _complete(schema: Any) -> None:
         if m.OR_TYPE in schema:
             text = dict(schema)
             schema.clear()
-            schema["anyOf"] = [text, {"type": text.pop(m.OR_TYPE)}]
+            kind = text.pop(m.OR_TYPE)
+            schema["anyOf"] = [text, TIME_NUMBER if kind == m.TIME else {"type": kind}]
         if schema.get("items") is False and "maxItems" in schema:
             del schema["items"]
         if schema.get("type") == "array" and "prefixItems" not in schema:

@@ -27,6 +27,8 @@ OF_OPERATION: dict[str, tuple[str, ...]] = {
     "model": ("unknown_model",),
     "model_metadata": ("unknown_model",),
     "model_ready": ("unknown_model",),
+    "model_config": ("unknown_model",),
+    "model_statistics": ("unknown_model",),
     "users": ("listing_unsupported",),
     "load_bundle": ("unknown_bundle", "bundle_conflict"),
     "rollback_bundle": ("bundle_conflict",),

@@ -165,20 +165,21 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         return write_response(answer, body.parameters, wanted)
 
     add_get(app, "/v2", server_metadata, "server_metadata")
-    add_get(app, "/v2/models/stats", all_statistics)
+    add_get(app, "/v2/models/stats", all_statistics, "all_statistics")
     model = "/v2/models/{name}"
     add_get(app, model, model_metadata, "model_metadata")
     add_get(app, f"{model}/ready", model_ready, "model_ready")
     app.add_api_route(f"{model}/infer", infer, methods=["POST"], operation_id="infer")
+    # Extensions of Triton, which its client asks for by name.
+    add_get(app, f"{model}/config", model_config, "model_config")
+    add_get(app, f"{model}/stats", model_statistics, "model_statistics")
     # The same routes with a version, which must be the one that is served.
     model += "/versions/{version}"
     add_get(app, model, model_metadata)
     add_get(app, f"{model}/ready", model_ready)
     app.add_api_route(f"{model}/infer", infer, methods=["POST"], include_in_schema=False)
-    # Extensions of Triton, which its client asks for by name.
-    for path in ("/v2/models/{name}", model):
-        add_get(app, f"{path}/config", model_config)
-        add_get(app, f"{path}/stats", model_statistics)
+    add_get(app, f"{model}/config", model_config)
+    add_get(app, f"{model}/stats", model_statistics)
 
 
 # Version of the models, and the outputs.

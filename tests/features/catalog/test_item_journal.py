@@ -77,7 +77,7 @@ def test_a_change_is_on_the_disk_before_it_is_acknowledged(path, disk, tmp_path)
 
 def test_a_restart_counts_bytes_and_items(path, disk):
     journal = ItemJournal(path)
-    journal.append(JournalEntry(1, hidden=("a", "b")))
+    journal.append(ChangeSet(1, hidden=("a", "b")))
     journal.append(entry(2))
     counts = journal.num_changes, journal.length
     assert counts == (3, path.stat().st_size)
