@@ -68,6 +68,8 @@ ARGUMENTS = {
     "model": ("recommender",),
     "model_metadata": ("recommend",),
     "model_ready": ("rank",),
+    "model_config": ("rank",),
+    "model_statistics": ("rank",),
     "infer": ("recommend", inference.InferRequest(inputs=[TENSOR])),
     "stop_experiment": ("a/b",),
     "start_experiment": ("width",),
