@@ -413,7 +413,10 @@ class Service:
         """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""
         scorers = () if self._ranker is None else self._ranker.scorers
         listed = []
-        for name, fields in model_fields(self._networks, self.engine.strategies).items():
+        facts = {}
+        if self._bundle is not None:
+            facts = model_fields(self._networks, self.engine.strategies)
+        for name, fields in facts.items():
             scorer = SCORER_OF[name]
             own = {"scorer": scorer} if scorer in scorers else {}
             said = {**self.versions(), **fields, **own}
