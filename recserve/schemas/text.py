@@ -72,7 +72,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 class SpeculationOptions(StrictStruct, frozen=True, kw_only=True):
-    """Drafting options. They change the speed only, unless the verifier is `typical`.
+    """Drafting options. With the verifiers `sample` and `greedy` they change the speed only.
 
     Attributes:
         drafter: Name of a drafter of the server; None means the server's default.

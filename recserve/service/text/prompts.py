@@ -80,9 +80,6 @@ def plan_completion(body: CompletionRequest, model: TextModel) -> TextPlan:
     model.check_name(body.model)
     body.check()
     prompts = _completion_prompts(body, model)
-    if body.stream and body.scores_prompt:
-        name = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
-        raise InvalidRequest(name, "log-probabilities of a prompt are not streamed")
     most: list[int | None] = [body.most_tokens] * len(prompts)
     if body.most_tokens is None:
         rooms = [model.context - len(prompt.tokens) for prompt in prompts]
@@ -101,8 +98,6 @@ def plan_chat(body: ChatRequest, model: TextModel) -> TextPlan:
     """
     model.check_name(body.model)
     body.check()
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs", "needs logprobs: true")
     text = chat_text(body.messages, body.chat_template_kwargs, model)
     prompts = [_prompt(text, False, model)]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
