@@ -93,8 +93,8 @@ class HangingStore(PartialStore):
 
 def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
     store = HangingStore()
-    owned = service.histories.store
-    service.histories.store = GuardedStore(store)
+    histories = service.histories
+    owned, histories.store = histories.store, GuardedStore(store)
     with live(service) as client, ThreadPoolExecutor(40) as pool:
         item = client.get("/playground/samples").json()["items"][0]
         stuck = [
@@ -114,5 +114,5 @@ def test_requests_with_a_history_do_not_wait_for_a_store_that_hangs(service):
         store.go_on.set()
         answers = [future.result() for future in stuck]
         assert {a.json()["degraded"][0] for a in answers} == {"history_unavailable"}
-        assert service.histories.store.calls.is_open
-    service.histories.store = owned
+        assert histories.store.calls.is_open
+        histories.store = owned
