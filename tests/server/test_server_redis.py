@@ -9,7 +9,7 @@ from tests.support.tiny_bundle import shared_bundle
 def test_redis_comes_and_goes(tmp_path):
     redis, port = start_redis(tmp_path)
     service = Service.open(shared_bundle(), f"redis://127.0.0.1:{port}/0", "cpu")
-    assert service.store_blocks
+    assert service.histories.store.blocks
     samples = service.samples(2, 5)
     user, item = samples["users"][0], samples["items"][0]
     body = {"user": {"id": user}, "k": 5, "exclude": {"seen": False}}
