@@ -34,11 +34,13 @@ def checked(body: T | Mapping[str, Any], kind: type[T]) -> T:
     given = msgspec.to_builtins(body, builtin_types=(Decimal,), enc_hook=_refused)
     if isinstance(given, dict):
         user = given.get("user")
-        if _is_id(user):
+        if isinstance(user, AnyId):
             given["user"] = {"id": user}
         candidates = given.get("candidates")
         if isinstance(candidates, list):
-            given["candidates"] = [{"item_id": one} if _is_id(one) else one for one in candidates]
+            given["candidates"] = [
+                {"item_id": one} if isinstance(one, AnyId) else one for one in candidates
+            ]
     return converted(given, kind)
 
 
@@ -52,10 +54,6 @@ def checked_id(param: str, value: AnyId) -> str:
     if text is None:
         raise InvalidRequest(param, f"expected string or integer, got {str(value)[:60]}")
     return text
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, AnyId) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:
