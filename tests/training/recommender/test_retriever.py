@@ -191,7 +191,7 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
     body = RecommendRequest(history=Bundle.open(bundle.root).catalog().items.ids[:5], k=10)
     with Service.open(bundle.root, store, "cpu") as service:
         assert service.engine.strategies == ("beam",)
-        before, version = service.recommend(body), service.model_version
+        before, version = service.recommend(body), service.versions()["model_version"]
     recipe = RetrieverRecipe(
         drawn=128,
         in_batch=128,
@@ -219,7 +219,7 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
         after = service.recommend(body)
         assert [i.item_id for i in after.items] == [i.item_id for i in before.items]
         assert [i.score for i in after.items] == [i.score for i in before.items]
-        assert service.model_version != version
+        assert service.versions()["model_version"] != version
         shares = {}
         for mix in ({"repin": 2.0}, {"click": 1.0}, {"repin": 3.0, "click": 3.0}):
             histories = [[ids[n], ids[300 + n], ids[20 + n // 2]] for n in range(0, 40, 2)]
