@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder with a bundle, a folder of bundles and a file of users."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RECSERVE_KERNELS", "torch")
-    (tmp_path / "shop.bundle").symlink_to(shared_bundle())
+    shutil.copytree(shared_bundle(), tmp_path / "shop.bundle")
     pq.write_table(pa.table({"user_id": USERS}), tmp_path / "users.parquet")
     return tmp_path
 
