@@ -18,6 +18,7 @@ from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.arms.paired import paired
 from recserve.server.arms.shadow_copies import with_shadow
 from recserve.server.transport.trace import trace_of
+from recserve.service import Service
 from recserve.service.pending import Pending
 
 
@@ -25,6 +26,7 @@ async def answer_items(
     app_state: AppState,
     request: Request,
     use: ItemUse[B, A],
+    service: Service,
     begin: Callable[[B, str, float], Pending[A]],
     body: B,
 ) -> A:
@@ -34,7 +36,8 @@ async def answer_items(
         app_state: State of the application.
         request: The HTTP request.
         use: The route.
-        begin: Starts the request on this service.
+        service: The service that answers, also if it is replaced meanwhile.
+        begin: Starts the request on it.
         body: The decoded body.
 
     Raises:
@@ -42,8 +45,7 @@ async def answer_items(
     """
     trace = trace_of(request.scope)
     deadline_s = app_state.deadline_s(request, body.timeout_ms)
-    signer = app_state.service.signer
-    item_request = ItemRequest(app_state, request, use, begin, body, deadline_s, signer)
+    item_request = ItemRequest(app_state, request, use, service, begin, body, deadline_s)
     user = None if body.user is None else body.user.id
     draw = None
     if ARM_HEADER not in request.headers:
@@ -63,7 +65,7 @@ async def answer_items(
         answer = await _of_control(item_request, draw.experiment)
         assert draw.arm is not None
         record_refusal(draw.experiment, draw.arm, error)
-    token = signer.labelled(answer.attribution_token, label.name, label.arm or "")
+    token = service.signer.labelled(answer.attribution_token, label.name, label.arm or "")
     labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
     return trace_answer(trace, labelled)
 

@@ -20,7 +20,7 @@ from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.errors import row_of
 from recserve.server.threads import is_large
 from recserve.server.transport.trace import trace_of
-from recserve.service.attribution import Signer
+from recserve.service import Service
 from recserve.service.pending import Pending
 
 
@@ -36,19 +36,19 @@ class ItemRequest(Generic[B, A]):
         app_state: State of the application.
         request: The HTTP request.
         use: The route.
-        begin: Starts the request on the plain service.
+        service: The service that answers.
+        begin: Starts the request on it.
         body: The decoded body, without the fields of an arm.
         deadline_s: time.monotonic() value of the deadline.
-        signer: Signs attribution tokens.
     """
 
     app_state: AppState
     request: Request
     use: ItemUse[B, A]
+    service: Service
     begin: Callable[[B, str, float], Pending[A]]
     body: B
     deadline_s: float
-    signer: Signer
 
     async def begin_on(self, arm: ServingArm | None, deadline_s: float) -> Pending[A]:
         """Starts the request on an arm; None is the plain service. Raises what it refuses with."""
@@ -79,7 +79,7 @@ class ItemRequest(Generic[B, A]):
             (answer,) = results
             user = None if body.user is None else body.user.id
             versions = answer.model_version, answer.catalog_version
-            token = self.signer.token(request_id, user, *versions)
+            token = self.service.signer.token(request_id, user, *versions)
             return msgspec.structs.replace(answer, attribution_token=token)
 
         return Pending((future,), finish)

@@ -48,6 +48,8 @@ async def _copy(item_request: ItemRequest[B, A], experiment: Experiment, given: 
     began_s = time.monotonic()
     deadline_s = began_s + item_request.app_state.default_timeout_ms / 1e3
     try:
+        if item_request.app_state.service is not item_request.service:
+            return  # a replaced service keeps nothing of users in its caches
         work = await item_request.begin_on(arm, deadline_s)
         await asyncio.gather(*map(asyncio.wrap_future, work.futures))
         answer = work.wait()

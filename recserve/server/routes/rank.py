@@ -26,8 +26,10 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def rank(request: Request) -> Response:
         """Return the given candidates, best first."""
         body = await app_state.body(request, BODY)
-        begin = app_state.service.ranker.begin
-        return json_response(await answer_items(app_state, request, RANK, begin, body))
+        service = app_state.service
+        begin = service.ranker.begin
+        answer = await answer_items(app_state, request, RANK, service, begin, body)
+        return json_response(answer)
 
     @app.post("/v1/rank:batch", operation_id="rank_batch")
     async def rank_batch(request: Request) -> Response:

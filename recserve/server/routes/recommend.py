@@ -26,7 +26,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         # Read before the answer: the server may be draining when the answer is there.
         service = app_state.service
         begin, signer = service.recommender.begin, service.signer
-        answer = await answer_items(app_state, request, RECOMMEND, begin, body)
+        answer = await answer_items(app_state, request, RECOMMEND, service, begin, body)
         app_state.metrics.rounds.observe(answer.rounds)
         app_state.log_slate(body, answer, signer)
         return json_response(answer)

@@ -1,9 +1,12 @@
 """The modes paired, shadow and interleaved of a live server, with and without faults."""
 
+import asyncio
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
+from recserve.server.arms.shadow_copies import _copy
 from recserve.service import Service
 from recserve.service.recommend import RecommendService
 from tests.support.live_server import live
@@ -172,3 +175,11 @@ def test_interleaved_slates_name_the_team_of_each_item(tmp_path, monkeypatch):
         with failing(monkeypatch, "nezha"):
             answer = ask(client, client.users[0])
             assert "team" not in answer["items"][0] and answer["strategy"] == "beam"
+
+
+def test_a_shadow_copy_does_not_run_on_a_replaced_service():
+    """The caches of a replaced service are empty, and stay so."""
+    item_request = SimpleNamespace(
+        app_state=SimpleNamespace(service="new", default_timeout_ms=100), service="old"
+    )
+    asyncio.run(_copy(item_request, SimpleNamespace(arms=[None, None]), []))
