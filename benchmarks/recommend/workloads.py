@@ -86,7 +86,7 @@ class Subject:
 
         `strategy` is a strategy of the engine, or `auto`, for which the service's rule chooses.
         """
-        name = self.chooser.choose(width, None).strategy if strategy == AUTO else strategy
+        name = self.chooser.choose(width, None)[0] if strategy == AUTO else strategy
         slates: list[Any] = self.engine.run_many(
             [
                 SlateQuery(
