@@ -46,10 +46,10 @@ def run(code, *arguments):
 def test_a_serving_install_serves_and_runs_its_commands(tmp_path):
     """Also where a change to the catalogue has text to encode."""
     folder = tiny_bundle(tmp_path)
-    bundle = ["--bundle", str(shared_bundle())]
+    bundle, store = ["--bundle", str(shared_bundle())], ["--store", f"lmdb:{tmp_path}/store"]
     commands = [
-        ["recommend", "--history", "item000001", *bundle],
-        ["rank", "--item", "item000007", "--history", "item000001", *bundle],
+        ["recommend", "--history", "item000001", *bundle, *store],
+        ["rank", "--item", "item000007", "--history", "item000001", *bundle, *store],
         ["bundle", "verify", bundle[1]],
     ]
     done = run(SERVING + COMMANDS, folder, json.dumps(commands))
