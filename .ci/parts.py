@@ -75,7 +75,9 @@ def named(tree: ast.AST) -> Iterator[str]:
 def reads(path: str) -> frozenset[str]:
     """Returns the files that a file needs: modules by name, and data beside a module."""
     folder = path.rpartition("/")[0]
-    found = {f for f in tracked() if f.rpartition("/")[0] == folder and not f.endswith(".py")}
+    found: set[str] = set()
+    if folder:  # pages at the top of the repository are read by the rooms of OF_EVERYTHING
+        found = {f for f in tracked() if f.rpartition("/")[0] == folder and not f.endswith(".py")}
     if path.endswith(".py"):
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         found.update(filter(None, map(file_of, named(tree))))
