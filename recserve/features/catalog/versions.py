@@ -140,6 +140,11 @@ class CatalogVersion:
         """Names of the columns that `fields` returns."""
         return (*TEXT_FIELDS, *self.log.schema.names)
 
+    def field_schema(self, names: Sequence[str]) -> pa.Schema:
+        """Returns the Arrow types of some of `field_names`."""
+        texts = {"title": pa.string(), "categories": pa.list_(pa.string())}
+        return pa.schema([(n, texts.get(n) or self.log.schema.field(n).type) for n in names])
+
     def fields(self, rows: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
         """Returns columns of n items by name, None where an item has no value.
 
