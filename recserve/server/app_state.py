@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.metrics import Metrics
+from recserve.schemas.browse import LISTS, split_texts
 from recserve.schemas.items import (
     MAX_TIMEOUT_MS,
     InvalidRequest,
@@ -403,8 +404,9 @@ def query_of(request: Request, kind: type[T]) -> T:
     given: dict[str, Any] = {}
     for name, value in request.query_params.multi_items():
         if name in given:
-            raise InvalidRequest(name[:64], "expected one value, got several")
-        given[name] = value
+            one = "one value with commas between its parts" if name in LISTS else "one value"
+            raise InvalidRequest(name[:64], f"expected {one}, got several")
+        given[name] = split_texts(value) if name in LISTS else value
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
