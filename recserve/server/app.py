@@ -19,7 +19,6 @@ from recserve.metrics import Metrics
 from recserve.search.strategy import strategy_classes
 from recserve.server import playground
 from recserve.server.app_state import AppState, answer_items
-from recserve.server.bundle_swaps import BundleSwaps
 from recserve.server.errors import REASONS
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
@@ -60,24 +59,23 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config: Settings of the server.
         service: An open service to use; None opens the one that `config` names.
     """
-    loader = ServiceLoader(config)
     arms = None
     if config.experiments:
         from recserve.server.experiments import Arms, ExperimentCollector
 
         arms = Arms(config.experiments)
 
-    def check(opened: Service) -> None:
-        if arms is not None:
-            arms.check(opened)
-
-    def opened() -> Service:
-        found = loader.first() if service is None else service
-        check(found)
-        return found
-
-    lifecycle = Lifecycle(opened)
     telemetry = Telemetry.open(config)
+    # All registered names, so that dashboards have the same series for every bundle.
+    strategies = (*strategy_classes(), POPULAR, *SCORERS)
+    metrics = Metrics(
+        strategies,
+        REASONS,
+        lambda: telemetry.add_slate_log(lifecycle.gauges()),
+        vllm_model(config),
+    )
+    loader = ServiceLoader(config, service)
+    lifecycle = Lifecycle(loader, metrics.bundle_swaps, None if arms is None else arms.check)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -97,10 +95,6 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    # All registered names, so that dashboards have the same series for every bundle.
-    strategies = (*strategy_classes(), POPULAR)
-    gauges = telemetry.gauges(lifecycle.gauges)
-    metrics = Metrics((*strategies, *SCORERS), REASONS, gauges, vllm_model(config))
     app_state = AppState(
         lifecycle,
         metrics,
@@ -122,17 +116,9 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         metrics.arms = arms.experiments.labels
         metrics.registry.register(ExperimentCollector(arms.experiments))
     item_routes = (recommend, rank, inference, events, items, experiment_routes)
-    for routes in (*item_routes, models, completions, text_scores, encoding, health, playground):
+    text_routes = (models, completions, text_scores, encoding)
+    for routes in (*item_routes, *text_routes, health, playground, bundle_admin):
         routes.add_routes(app, app_state)
-    swaps = BundleSwaps(
-        lifecycle,
-        loader,
-        config.bundle,
-        config.bundles_dir,
-        metrics.bundle_swaps,
-        check,
-    )
-    bundle_admin.add_routes(app, app_state, swaps)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = AccessKeys(
         api=tuple(key.get_secret_value() for key in config.api_keys),
@@ -150,7 +136,6 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle
-    app.state.swaps = swaps
     app.state.metrics = metrics
     return app
 
