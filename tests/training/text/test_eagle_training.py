@@ -58,7 +58,11 @@ def eagle_drafter(network, model) -> EagleDrafter:
 
 @pytest.mark.parametrize(
     "kind,words",
-    [("eagle", None), ("eagle3", 30), pytest.param("eagle3", None, marks=pytest.mark.slow)],
+    [
+        pytest.param("eagle", None, marks=pytest.mark.slow),
+        ("eagle3", 30),
+        pytest.param("eagle3", None, marks=pytest.mark.slow),
+    ],
 )
 def test_training_makes_drafts_longer(kind, words, model, text, trained):
     own = recipe(kind, words)
