@@ -150,7 +150,7 @@ def test_requests_during_swaps_get_one_bundles_answer_and_no_error(server, bundl
             count = len(seen)
             old_engines.append(weakref.ref(server.app.state.lifecycle.service.engine))
             loaded(server, name)
-            while len(seen) < count + 40 and not wrong:
+            while len(seen) < count + 16 and not wrong:
                 time.sleep(0.01)
     finally:
         stop.set()
@@ -252,25 +252,7 @@ def test_a_damaged_bundle_is_refused_and_the_old_one_answers(server, bundles):
     assert 'recserve_bundle_swaps_total{result="refused"} 2.0' in server.get("/metrics").text
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [
-        ("nothing", 404),
-        ("..", 422),
-        ("../bundles/two", 422),
-        ("one/recommender", 422),
-        ("/etc", 422),
-        ("", 422),
-        (".items", 422),
-        ("outside", 404),
-        ("deep", 404),
-        ("circle", 404),
-        ("into-circle", 404),
-        ("circular-manifest", 404),
-        ("long-link", 404),
-    ],
-)
-def test_only_bundles_of_the_folder_can_be_named(server, bundles, name, code):
+def test_only_bundles_of_the_folder_can_be_named(server, bundles):
     outside = bundles.parent / "elsewhere"
     (bundles / "two").rename(outside)
     (bundles / "outside").symlink_to(outside)
@@ -280,8 +262,19 @@ def test_only_bundles_of_the_folder_can_be_named(server, bundles, name, code):
     (bundles / "circular-manifest").mkdir()
     (bundles / "circular-manifest" / "manifest.json").symlink_to("manifest.json")
     (bundles / "long-link").symlink_to("x" * 300)
-    answer = begin(server, name)
-    assert answer.status_code == code, answer.text
+    refused = ("..", "../bundles/two", "one/recommender", "/etc", "", ".items")
+    unknown = (
+        "nothing",
+        "outside",
+        "deep",
+        "circle",
+        "into-circle",
+        "circular-manifest",
+        "long-link",
+    )
+    for name in (*refused, *unknown):
+        answer = begin(server, name)
+        assert answer.status_code == (422 if name in refused else 404), (name, answer.text)
     assert str(bundles.parent) not in answer.text
     assert status(server)["state"] == "ready"
 
