@@ -16,6 +16,7 @@ Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 MEAN_METHOD = "Wilson score interval over users, with the variance of the metric"
 DIFFERENCE_METHOD = "Bonett-Price interval of the mean difference per user"
 COVERAGE_METHOD = "normal interval with the jackknife variance over users"
+COUNT_METHOD = "normal interval of the mean"
 QUANTILE_METHOD = "order statistics of the timed requests"
 
 Range = tuple[float, float]
@@ -83,6 +84,18 @@ def coverage(slates: ArrayLike, num_items: int) -> tuple[float, Range]:
     half = Z * float(np.sqrt(variance))
     low, high = max(0.0, covered - half), min(float(num_items), covered + half)
     return covered / num_items, (low / num_items, high / num_items)
+
+
+def count_interval(values: ArrayLike) -> Range:
+    """Returns the normal interval of the mean of one count per user, which has no upper bound.
+
+    Args:
+        values: [n] values, n at least 1.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    deviation = float(values.std(ddof=1)) if values.size > 1 else 0.0
+    half = Z * deviation / np.sqrt(values.size)
+    return float(values.mean() - half), float(values.mean() + half)
 
 
 def quantile_interval(values: ArrayLike, share: float) -> Range:

@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from recserve.training.evaluation.intervals import (
+    count_interval,
     coverage,
     difference_interval,
     mean_interval,
@@ -62,6 +63,13 @@ def test_equal_models_do_not_differ_for_sure() -> None:
     low, high = difference_interval(np.zeros(100))
     assert -0.05 < low < 0 < high < 0.05
     assert difference_interval(np.ones(1))[1] <= 1
+
+
+def test_counts_have_the_normal_interval() -> None:
+    values = np.random.default_rng(4).poisson(3, 400)
+    expected = stats.norm.interval(0.95, values.mean(), stats.sem(values))
+    assert count_interval(values) == pytest.approx(expected)
+    assert count_interval([2]) == (2, 2)
 
 
 def test_coverage_is_counted_and_covered() -> None:
