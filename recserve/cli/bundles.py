@@ -113,6 +113,9 @@ def evaluate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the metrics to this file.")
     ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="With --card: write the card to this file too.")
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="PNG: the card, or with --strategy all quality over time."),
@@ -128,9 +131,11 @@ def evaluate(
         raise typer.BadParameter(f"{flag} needs one strategy; --strategy all compares several")
     if plot is not None and not (card or strategy == "all"):
         raise typer.BadParameter("--plot has no effect without --card or --strategy all")
+    if markdown is not None and not card:
+        raise typer.BadParameter("--markdown has no effect without --card")
     if max_minutes is not None and not time_split:
         raise typer.BadParameter("--max-minutes has no effect without --time-split")
-    for path in (json_file, plot):
+    for path in (json_file, markdown, plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
     from recserve.bundle.bundle import Bundle
@@ -172,6 +177,8 @@ def evaluate(
             if plot is not None:
                 made.save_plot(plot)
             text, figures = made.to_markdown(), made.to_dict()
+            if markdown is not None:
+                markdown.write_text(text + "\n", encoding="utf-8")
         else:
             found: Evaluation | BaselineComparison = (
                 compare_with_baselines(opened, options)

@@ -1,6 +1,6 @@
 """The audit card of a bundle: the model beside baselines, by kind of user and of item.
 
-recserve evaluate --bundle B --card [--time-split] [--json F.json] [--plot F.png] > card.md
+recserve evaluate --bundle B --card [--time-split] [--json F] [--markdown F] [--plot F]
 """
 
 from __future__ import annotations
