@@ -210,14 +210,42 @@ def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
 
 
 def calibrate(
-    path: Annotated[Path, typer.Argument(metavar="BUNDLE")], device: DeviceFlag = "auto"
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE")],
+    auto_for: Annotated[
+        Literal["quality", "latency"] | None,
+        typer.Option(
+            "--auto-for",
+            help="Choose strategy and dense weight of `auto` by validation, for this goal.",
+        ),
+    ] = None,
+    users: Annotated[
+        int | None, typer.Option(min=1, help="With --auto-for: most validation users; 2,000.")
+    ] = None,
+    device: DeviceFlag = "auto",
 ) -> None:
-    """Measure the benefit of the draft head again; training does this automatically."""
+    """Measure the benefit of the draft head again, or choose what `auto` serves.
+
+    Training measures the draft head automatically.
+    """
+    if users is not None and auto_for is None:
+        raise typer.BadParameter("--users has no effect without --auto-for")
     from recserve.bundle.bundle import Bundle
+    from recserve.training.auto_choice import USERS, choose_auto
     from recserve.training.item_drafters.calibration import recalibrate
     from recserve.training.options import TrainOptions
 
-    found = recalibrate(Bundle.open(path), TrainOptions(device=device).torch_device())
+    opened, place = Bundle.open(path), TrainOptions(device=device).torch_device()
+    if auto_for is not None:
+        for column, choice in choose_auto(opened, auto_for, place, users or USERS).items():
+            best, chosen = choice.candidates[0], choice.chosen
+            typer.echo(
+                f"auto, seen items {column}: {chosen.strategy}, dense weight "
+                f"{chosen.dense_weight:g}: NDCG@10 {chosen.ndcg} on {choice.users} validation "
+                f"users, {chosen.ms.value:.1f} ms; best: {best.strategy}, {best.dense_weight:g}, "
+                f"{best.ndcg.value:.4f}, {best.ms.value:.1f} ms"
+            )
+        return
+    found = recalibrate(opened, place)
     for (width, k), plans in found.plans.items():
         for plan in plans:
             typer.echo(

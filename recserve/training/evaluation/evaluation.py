@@ -22,6 +22,7 @@ from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.events import EventLog
 from recserve.models.sasrec import SasRec, load_sasrec
 from recserve.search.strategy import strategy_classes
+from recserve.service.auto_strategy import AutoSetting, read_auto
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics, user_metrics
 from recserve.training.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
 from recserve.training.evaluation.cases import Cases, leave_one_out_cases
@@ -150,7 +151,8 @@ class EvaluationOptions:
         split: `valid` holds out the last event but one of each user, `test` the last.
         strategy: A strategy of the engine, or one of these:
 
-            - `auto`: beam search, or `exhaustive` for a model that is not autoregressive.
+            - `auto`: what `recserve bundle calibrate --auto-for` chose; without it beam search, or
+              `exhaustive` for a model that is not autoregressive.
             - `exhaustive`: `rpg` on all items.
             - `dense_head`: the recommender's dense head alone.
             - `sasrec`: the SASRec baseline.
@@ -273,6 +275,9 @@ def evaluate_recommender(
     answers = BundleSlates.open(bundle, options.device)
     if strategy == "auto":
         strategy = "beam" if answers.autoregressive else EXHAUSTIVE
+        chosen = auto_of_bundle(bundle, answers) if options.dense_weight is None else {}
+        if chosen:
+            return _evaluate_auto(chosen, answers, data, options, began)
     if strategy == "dense_head":
         model, codes = answers.slates.model, answers.slates.codes
 
@@ -282,9 +287,39 @@ def evaluate_recommender(
         weight = answers.options(strategy, width, True, options.dense_weight).dense_weight
 
         def slates(which: Ints, filtered: bool) -> Ints:
-            chosen = answers.options(strategy, width, filtered, options.dense_weight)
-            return answers.slates(cases, which, most, chosen)
+            way = answers.options(strategy, width, filtered, options.dense_weight)
+            return answers.slates(cases, which, most, way)
 
+    return _evaluate("recommender", strategy, weight, slates, data, options, began)
+
+
+def auto_of_bundle(bundle: Bundle, answers: BundleSlates) -> dict[str, AutoSetting]:
+    """Returns what a server with this bundle serves for `auto`; empty if nothing was chosen."""
+    there = answers.slates.engine.strategies
+    found = read_auto(bundle.manifest.recommender)
+    return found if all(each.strategy in there for each in found.values()) else {}
+
+
+def _evaluate_auto(
+    chosen: Mapping[str, AutoSetting],
+    answers: BundleSlates,
+    data: EvaluationData,
+    options: EvaluationOptions,
+    began: float,
+) -> Evaluation:
+    """Evaluates what validation chose for `auto`, for each column its own."""
+
+    def slates(which: Ints, filtered: bool) -> Ints:
+        setting = chosen["filtered" if filtered else "kept"]
+        way = answers.options(setting.strategy, options.width, filtered, setting.dense_weight)
+        return answers.slates(data.cases, which, max(options.k), way)
+
+    names = [
+        f"{column}: {setting.strategy}, dense weight {setting.dense_weight:g}"
+        for column, setting in chosen.items()
+    ]
+    weight = chosen["filtered"].dense_weight
+    strategy = f"auto ({'; '.join(names)})"
     return _evaluate("recommender", strategy, weight, slates, data, options, began)
 
 

@@ -227,7 +227,7 @@ def compare_strategies(
         options = answers.options(name, width, True)
         slates = _slates(answers, cases, max(k), options, name)
         reference = reference or slates
-        cold, warm = _times(answers, timed, max(k), options)
+        cold, warm = measure_times(answers, timed, max(k), options)
         illegal = illegal_shares(cases, rows_of(slates, max(k)), answers.slates.trie.num_items)
         run = StrategyRun(strategy=name, slates=slates, illegal=illegal, cold_ms=cold, warm_ms=warm)
         found.append(_figures(run, reference, cases, k))
@@ -248,7 +248,7 @@ def _slates(
     return [slate for slate in slates if slate is not None]
 
 
-def _times(
+def measure_times(
     answers: BundleSlates, cases: Cases, k: int, options: SlateOptions
 ) -> tuple[list[float], list[float]]:
     """Returns the milliseconds of each case alone: with a cold prefix, then with it cached."""
