@@ -60,8 +60,8 @@ def read_auto(recommender: Mapping[str, Any]) -> dict[str, AutoSetting]:
         )
     found: dict[str, AutoSetting] = {}
     for column, values in settings.items():
-        strategy = values.get("strategy") if isinstance(values, dict) else None
-        weight = values.get("dense_weight") if isinstance(values, dict) else None
+        given = values if isinstance(values, dict) else {}
+        strategy, weight = given.get("strategy"), given.get("dense_weight", -1)
         number = type(weight) in (int, float) and 0 <= weight <= MAX_WEIGHT
         if not isinstance(strategy, str) or not number:
             raise BundleError(

@@ -194,8 +194,8 @@ class RecommendService:
             if body.outcome is not None and self.outcomes:
                 return _outcome_strategy(), False
             # `beam` stands for the exact strategy, which may draft.
-            name = None if chosen is None or chosen.strategy == BEAM else chosen.strategy
-            return self.chooser.choose(width, deadline_s, name)
+            other = chosen.strategy if chosen and chosen.strategy != BEAM else None
+            return self.chooser.choose(width, deadline_s, other)
         if name not in there:
             listed = ", ".join((AUTO, *there))
             raise InvalidRequest("strategy", f"expected one of {listed}, got {body.strategy!r}")
