@@ -135,7 +135,8 @@ class RecommendService:
         watch = Stopwatch()
         snapshot = self._catalog.current  # one version from start to end
         plan = self._plan(body, deadline_s)
-        check_fields(body.fields, snapshot.items)
+        if body.fields:
+            check_fields(body.fields, snapshot.items)
         allowed, hints = _read_filter(snapshot, body)
         history = self._histories.read(body.user, body.history, snapshot)
         builder = SlateBuilder(body, snapshot, history, plan, allowed, hints)
