@@ -1,4 +1,18 @@
-"""Assembles the ASGI application: gate, routes and service."""
+"""Assembles the ASGI application: middleware, routes and service.
+
+The way of a request, from the first byte on:
+
+1. `run` listens with uvicorn. `transport/listener` closes the port without losing a client.
+2. `transport/connection` is the HTTP protocol: it feeds the parser, refuses what breaks a limit and
+   writes responses. `connection_limits` names the limits, `header_count` counts headers,
+   `request_timer` limits the time of each part, `pace` spreads a burst over turns of the event
+   loop, `flow_control` pauses reading and ends clients that do not read.
+3. `request_middleware` finds the row of the table (`routing`), makes the context (`context`),
+   admits the client (`access`, `transport/quotas`, `transport/site_check`), turns errors into
+   responses (`errors`) and records the end (`trace`, `telemetry/`).
+4. FastAPI calls the route (`routing.OperationRoute`): it decodes the body and calls the handler in
+   `routes/`, which asks the service and waits (`RequestContext.wait`) for its answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +33,8 @@ from recserve.experiments.serving.registry import Experiments
 from recserve.experiments.serving.settings import parse_experiments
 from recserve.metrics import Metrics
 from recserve.search.strategy import strategy_classes
-from recserve.server import playground
+from recserve.server import playground, routes
+from recserve.server.access import Access, AccessKeys
 from recserve.server.app_state import AppState
 from recserve.server.arms.arm_server import RemoteArm
 from recserve.server.arms.check import check_arms
@@ -29,23 +44,9 @@ from recserve.server.errors import REASONS
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
 from recserve.server.openapi import describe
-from recserve.server.routes import (
-    bundle_admin,
-    completions,
-    encoding,
-    events,
-    health,
-    inference,
-    items,
-    models,
-    rank,
-    recommend,
-    text_scores,
-)
-from recserve.server.routes import experiments as experiment_routes
-from recserve.server.routes.paths import allowed_methods
+from recserve.server.request_middleware import RequestMiddleware
+from recserve.server.routing import make_routes
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
-from recserve.server.transport.gate import AccessKeys, Gate
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
@@ -53,6 +54,7 @@ from recserve.service.recommend import POPULAR
 from recserve.service.service import SCORERS
 
 log = logging.getLogger(__name__)
+HANDLERS = (routes, playground)  # these register the handlers of all operations
 
 
 def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
@@ -91,6 +93,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app = FastAPI(
         title="recserve",
         version=installed("recserve"),
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
@@ -100,20 +103,6 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     strategies = (*strategy_classes(), POPULAR)
     gauges = telemetry.gauges(lifecycle.gauges)
     metrics = Metrics((*strategies, *SCORERS), REASONS, gauges, vllm_model(config))
-    app_state = AppState(
-        lifecycle,
-        metrics,
-        config.max_body_bytes,
-        config.default_timeout_ms,
-        config.text_timeout_ms,
-        telemetry.slate_log,
-        experiments,
-        arm_servers=arm_servers,
-        stall_timeout_s=config.stall_timeout_s,
-    )
-    item_routes = (recommend, rank, inference, events, items, experiment_routes)
-    for routes in (*item_routes, models, completions, text_scores, encoding, health, playground):
-        routes.add_routes(app, app_state)
     swaps = BundleSwaps(
         lifecycle,
         loader,
@@ -122,7 +111,20 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         metrics.bundle_swaps,
         lambda opened: check_arms(opened, experiments),
     )
-    bundle_admin.add_routes(app, app_state, swaps)
+    app_state = AppState(
+        lifecycle,
+        metrics,
+        swaps,
+        config.max_body_bytes,
+        config.default_timeout_ms,
+        config.text_timeout_ms,
+        telemetry.slate_log,
+        experiments,
+        arm_servers=arm_servers,
+        stall_timeout_s=config.stall_timeout_s,
+    )
+    table = make_routes()
+    app.router.routes.extend(table)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     metrics.arms = experiments.labels
     metrics.registry.register(ExperimentCollector(experiments))
@@ -131,15 +133,15 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         admin=tuple(key.get_secret_value() for key in config.admin_keys),
         quotas=None if config.key_quota is None else Quotas(config.key_quota),
     )
+    sites = OriginCheck(config.host, config.allowed_hosts, not (keys.api or config.insecure))
     app.add_middleware(
-        Gate,
-        lifecycle=lifecycle,
-        metrics=metrics,
-        keys=keys,
+        RequestMiddleware,
+        state=app_state,
+        routes=table,
+        access=Access(keys, sites),
         recorders=telemetry.recorders,
-        sites=OriginCheck(config.host, config.allowed_hosts, not (keys.api or config.insecure)),
     )
-    app.add_exception_handler(HTTPException, _to_gate)
+    app.add_exception_handler(HTTPException, _to_middleware)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle
     app.state.swaps = swaps
@@ -147,9 +149,6 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     return app
 
 
-async def _to_gate(request: Request, error: Exception) -> Response:
-    """Passes the framework's own errors to the gate; a 405 lists all methods of the path."""
-    if isinstance(error, HTTPException) and error.status_code == 405:
-        allow = allowed_methods(request.app.routes, request.scope)
-        raise HTTPException(405, headers={"Allow": allow}) from None
+async def _to_middleware(_: Request, error: Exception) -> Response:
+    """Passes the framework's own errors to the middleware."""
     raise error

@@ -20,8 +20,6 @@ A = TypeVar("A")
 LARGE_BATCH = 8
 LARGE_IDS = 512
 LARGE_K = 256
-# Models in whose queues a request waits. A ranking needs one of them.
-RECOMMEND_MODELS, RANK_MODELS, TEXT_MODELS = ("recommender",), ("ranker", "recommender"), ("text",)
 
 
 class Threads:

@@ -10,7 +10,6 @@ import msgspec
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.team_draft import team_draft
 from recserve.schemas.items import RecommendResponse
-from recserve.server.app_state import gather
 from recserve.server.arms.item_request import (
     ArmNotApplicable,
     ItemRequest,
@@ -20,7 +19,6 @@ from recserve.server.arms.item_request import (
     record_refusal,
 )
 from recserve.server.arms.item_use import A, B
-from recserve.server.transport.trace import trace_of
 from recserve.service.pending import Pending, failed
 
 
@@ -51,7 +49,7 @@ async def interleaved(item_request: ItemRequest[B, A], experiment: Experiment) -
         for future in work.futures:
             future.add_done_callback(note)
         works.append(work)
-    found = await gather(item_request.request, works, item_request.deadline_s)
+    found = await item_request.context.gather(works, item_request.deadline_s)
     for arm, outcome in zip(experiment.arms, found, strict=True):
         if isinstance(outcome, Exception):
             record_error(experiment, arm, outcome)
@@ -67,7 +65,7 @@ async def interleaved(item_request: ItemRequest[B, A], experiment: Experiment) -
         record_refusal(experiment, experiment.arms[1], second)
         return first
     experiment.compare(item_request.use.item_ids(first), item_request.use.item_ids(second))
-    request_id = trace_of(item_request.request.scope).request_id
+    request_id = item_request.context.trace.request_id
     slates = cast(RecommendResponse, first), cast(RecommendResponse, second)
     return cast(A, _merged(slates, experiment, request_id))
 

@@ -5,53 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-from starlette.requests import Request
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.registry import Draw
-from recserve.server.app_state import AppState, trace_answer
 from recserve.server.arms.arm_server import ARM_HEADER, ArmServerError
 from recserve.server.arms.interleaved import interleaved
 from recserve.server.arms.item_request import ArmNotApplicable, ItemRequest, record_refusal
 from recserve.server.arms.item_use import A, B, ItemUse
 from recserve.server.arms.paired import paired
 from recserve.server.arms.shadow_copies import with_shadow
-from recserve.server.transport.trace import trace_of
-from recserve.service import Service
+from recserve.server.context import RequestContext
 from recserve.service.pending import Pending
 
 
 async def answer_items(
-    app_state: AppState,
-    request: Request,
+    context: RequestContext,
     use: ItemUse[B, A],
-    service: Service,
     begin: Callable[[B, str, float], Pending[A]],
     body: B,
 ) -> A:
     """Returns the answer of a request.
 
     Args:
-        app_state: State of the application.
-        request: The HTTP request.
+        context: The request.
         use: The route.
-        service: The service that answers, also if it is replaced meanwhile.
-        begin: Starts the request on it.
+        begin: Starts the request on the service.
         body: The decoded body.
 
     Raises:
         Exception: What the request fails with; row_of maps it to an HTTP error.
     """
-    trace = trace_of(request.scope)
-    deadline_s = app_state.deadline_s(request, body.timeout_ms)
-    item_request = ItemRequest(app_state, request, use, service, begin, body, deadline_s)
+    trace = context.trace
+    deadline_s = context.deadline_s(body.timeout_ms)
+    item_request = ItemRequest(context, use, begin, body, deadline_s)
     user = None if body.user is None else body.user.id
     draw = None
-    if ARM_HEADER not in request.headers:
-        draw = app_state.experiments.draw(use.name, user, trace.request_id, body)
+    if ARM_HEADER not in context.request.headers:
+        draw = context.state.experiments.draw(use.name, user, trace.request_id, body)
     if draw is None:
-        return trace_answer(trace, await item_request.answer(None))
+        return context.record(await item_request.answer(None))
     label = trace.experiment = draw.label
     try:
         answer = await _drawn(item_request, draw)
@@ -65,9 +58,9 @@ async def answer_items(
         answer = await _of_control(item_request, draw.experiment)
         assert draw.arm is not None
         record_refusal(draw.experiment, draw.arm, error)
-    token = service.signer.labelled(answer.attribution_token, label.name, label.arm or "")
+    token = context.service.signer.labelled(answer.attribution_token, label.name, label.arm or "")
     labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
-    return trace_answer(trace, labelled)
+    return context.record(labelled)
 
 
 async def _drawn(item_request: ItemRequest[B, A], draw: Draw) -> A:

@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from typing import Generic
 
 import msgspec
-from starlette.requests import Request
 
 from recserve.experiments.serving.arm_tally import ArmResult
 from recserve.experiments.serving.experiment import Experiment, ServingArm
 from recserve.schemas.items import InvalidRequest
-from recserve.server.app_state import AppState, gather
 from recserve.server.arms.arm_server import ArmRefusal, RemoteArm
 from recserve.server.arms.item_use import A, B, ItemUse
+from recserve.server.context import RequestContext
 from recserve.server.errors import row_of
 from recserve.server.threads import is_large
-from recserve.server.transport.trace import trace_of
-from recserve.service import Service
 from recserve.service.pending import Pending
 
 
@@ -33,19 +30,15 @@ class ItemRequest(Generic[B, A]):
     """A request on its way through the arms.
 
     Attributes:
-        app_state: State of the application.
-        request: The HTTP request.
+        context: The HTTP request.
         use: The route.
-        service: The service that answers.
-        begin: Starts the request on it.
+        begin: Starts the request on the service.
         body: The decoded body, without the fields of an arm.
         deadline_s: time.monotonic() value of the deadline.
     """
 
-    app_state: AppState
-    request: Request
+    context: RequestContext
     use: ItemUse[B, A]
-    service: Service
     begin: Callable[[B, str, float], Pending[A]]
     body: B
     deadline_s: float
@@ -53,10 +46,10 @@ class ItemRequest(Generic[B, A]):
     async def begin_on(self, arm: ServingArm | None, deadline_s: float) -> Pending[A]:
         """Starts the request on an arm; None is the plain service. Raises what it refuses with."""
         body = self.body if arm is None else arm.fields.applied(self.body)
-        server = None if arm is None else self.app_state.arm_servers.get(arm.label)
+        server = None if arm is None else self.context.state.arm_servers.get(arm.label)
         if server is not None:
             return self._forwarded(server, body, deadline_s)
-        return await self.app_state.begin(self.begin, self.request, body, deadline_s)
+        return await self.context.begin(self.begin, body, deadline_s)
 
     def arm_deadline_s(self, arm: ServingArm) -> float:
         """Returns the deadline of an arm. Another server gets half of the time that is left."""
@@ -67,7 +60,7 @@ class ItemRequest(Generic[B, A]):
 
     def _forwarded(self, server: RemoteArm, body: B, deadline_s: float) -> Pending[A]:
         """Starts the request on another server. Its answer gets a token of this server."""
-        request_id = trace_of(self.request.scope).request_id
+        request_id = self.context.trace.request_id
         sent = msgspec.structs.replace(body, request_id=request_id)
         # A future of this kind cancels the task with it, as the engine's futures do.
         future = asyncio.run_coroutine_threadsafe(
@@ -79,7 +72,7 @@ class ItemRequest(Generic[B, A]):
             (answer,) = results
             user = None if body.user is None else body.user.id
             versions = answer.model_version, answer.catalog_version
-            token = self.service.signer.token(request_id, user, *versions)
+            token = self.context.service.signer.token(request_id, user, *versions)
             return msgspec.structs.replace(answer, attribution_token=token)
 
         return Pending((future,), finish)
@@ -91,8 +84,8 @@ class ItemRequest(Generic[B, A]):
         # The connection to another server has a timer of its own, which says what was late.
         remote = arm is not None and arm.remote
         until_s = self.deadline_s if remote else deadline_s
-        pool = self.app_state.threads.items if is_large(self.body) else None
-        (outcome,) = await gather(self.request, [work], until_s, pool)
+        pool = self.context.state.threads.items if is_large(self.body) else None
+        (outcome,) = await self.context.gather([work], until_s, pool)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

@@ -15,7 +15,6 @@ from recserve.server.arms.item_request import (
 )
 from recserve.server.arms.item_use import A, B
 from recserve.server.errors import ClientGone
-from recserve.server.transport.trace import trace_of
 
 
 async def paired(item_request: ItemRequest[B, A], experiment: Experiment) -> A:
@@ -31,7 +30,7 @@ async def paired(item_request: ItemRequest[B, A], experiment: Experiment) -> A:
     Raises:
         Exception: What the control fails with.
     """
-    trace = trace_of(item_request.request.scope)
+    trace = item_request.context.trace
     began_s, end_s = time.monotonic(), item_request.deadline_s
     half_s = began_s + (end_s - began_s) / 2
     if experiment.coin(trace.request_id).random() < 0.5:

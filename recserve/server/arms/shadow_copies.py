@@ -30,8 +30,8 @@ async def with_shadow(item_request: ItemRequest[B, A], experiment: Experiment) -
         Exception: What the control fails with.
     """
     answer = await item_request.recorded(experiment, experiment.control)
-    copies = item_request.app_state.copies
-    waiting = item_request.app_state.service.engine.stats().queue_depth
+    copies = item_request.context.state.copies
+    waiting = item_request.context.service.engine.stats().queue_depth
     if waiting or len(copies) >= MAX_COPIES:
         experiment.drop()
         return answer
@@ -46,9 +46,9 @@ async def _copy(item_request: ItemRequest[B, A], experiment: Experiment, given: 
     """Runs the treatment and compares its items with the given ones. It never raises an error."""
     arm = experiment.arms[1]
     began_s = time.monotonic()
-    deadline_s = began_s + item_request.app_state.default_timeout_ms / 1e3
+    deadline_s = began_s + item_request.context.state.default_timeout_ms / 1e3
     try:
-        if item_request.app_state.service is not item_request.service:
+        if item_request.context.state.lifecycle.service is not item_request.context.service:
             return  # a replaced service keeps nothing of users in its caches
         work = await item_request.begin_on(arm, deadline_s)
         await asyncio.gather(*map(asyncio.wrap_future, work.futures))

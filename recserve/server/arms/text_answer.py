@@ -13,9 +13,9 @@ from recserve.experiments.serving.arm_tally import ArmResult
 from recserve.experiments.serving.registry import Draw
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.text import TextRequest
-from recserve.server.app_state import AppState
 from recserve.server.arms.item_request import counts_as_failure, is_misfit
-from recserve.server.transport.trace import Trace
+from recserve.server.context import RequestContext
+from recserve.server.trace import Trace
 
 T = TypeVar("T", bound=TextRequest)
 
@@ -37,9 +37,10 @@ class TextArm(Generic[T]):
     began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, app_state: AppState, trace: Trace, body: T) -> TextArm[T]:
+    def of(cls, context: RequestContext, body: T) -> TextArm[T]:
         """Draws the arm of a request by its field `user`."""
-        draw = app_state.experiments.draw("text", body.user, trace.request_id, body)
+        trace = context.trace
+        draw = context.state.experiments.draw("text", body.user, trace.request_id, body)
         if draw is None:
             return cls(None, body)
         trace.experiment = draw.label

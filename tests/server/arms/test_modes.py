@@ -179,7 +179,6 @@ def test_interleaved_slates_name_the_team_of_each_item(tmp_path, monkeypatch):
 
 def test_a_shadow_copy_does_not_run_on_a_replaced_service():
     """The caches of a replaced service are empty, and stay so."""
-    item_request = SimpleNamespace(
-        app_state=SimpleNamespace(service="new", default_timeout_ms=100), service="old"
-    )
+    state = SimpleNamespace(lifecycle=SimpleNamespace(service="new"), default_timeout_ms=100)
+    item_request = SimpleNamespace(context=SimpleNamespace(state=state, service="old"))
     asyncio.run(_copy(item_request, SimpleNamespace(arms=[None, None]), []))
