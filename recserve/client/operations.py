@@ -14,6 +14,7 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from recserve.schemas.api import Api, AsyncApi, Operation, SyncApi
+from recserve.schemas.browse import LISTS, join_texts
 from recserve.schemas.numbers import ENCODER, exact_number
 from recserve.schemas.shorthand import checked_id
 from recserve.schemas.text import ChatChunk, ChatRequest, CompletionRequest, CompletionResponse
@@ -84,6 +85,8 @@ def _query_string(query: msgspec.Struct) -> str:
     default = type(query)()
     fields = msgspec.to_builtins(query)
     changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
+    for name in LISTS & changed.keys():
+        changed[name] = join_texts([checked_id(name, text) for text in changed[name]])
     return f"?{urlencode(changed)}" if changed else ""
 
 

@@ -304,7 +304,7 @@ class Api:
 
     @operation("GET /v1/items")
     def items(self, query: b.ItemsQuery, deadline_s: float | None = None) -> b.ItemPage:
-        """Returns a page of the catalogue, most popular first; `query`, `limit` and `after`."""
+        """Returns a page of the catalogue, most popular items first, or the items of `ids`."""
 
     @operation("PUT /v1/items", errors=("items_read_only",), per_process=True)
     def put_items(self, body: m.ItemsRequest, deadline_s: float | None = None) -> m.ItemsResponse:

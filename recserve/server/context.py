@@ -1,42 +1,129 @@
-"""One HTTP request on its way through the server: what it asks for, its service, its waits."""
+"""The state of an application, and each request on its way through it.
+
+A handler gets a `RequestContext`: what the request asks for, the service that answers it, and the
+waits for the engine, for stores and for the end of the connection.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette._utils import get_route_path
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope
 
 from recserve.core.errors import DeadlineExceeded
+from recserve.metrics import Metrics
 from recserve.schemas.api import Models, Operation, is_admin
-from recserve.schemas.items import MAX_TIMEOUT_MS, InvalidRequest
-from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
+from recserve.schemas.browse import LISTS, split_texts
+from recserve.schemas.items import (
+    MAX_TIMEOUT_MS,
+    InvalidRequest,
+    RankRequest,
+    RankResponse,
+    RecommendRequest,
+    RecommendResponse,
+)
+from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS, TextRequest
 from recserve.schemas.validation import validation_error
-from recserve.server.app_state import AppState
 from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
-from recserve.server.threads import checked_first, is_large, on_thread, reads_store
+from recserve.server.inference_counts import InferenceCounts
+from recserve.server.lifecycle import Lifecycle
+from recserve.server.threads import Threads, checked_first, is_large, on_thread, reads_store
 from recserve.server.trace import Trace, upload_of
 from recserve.service import Service
+from recserve.service.attribution import Signer
 from recserve.service.pending import Pending
+from recserve.service.slate_log.slate_log import SlateLog
+from recserve.service.text.pending_texts import PendingTexts
+from recserve.service.text.stream import Listener
+
+if TYPE_CHECKING:
+    from recserve.experiments.serving.registry import Experiments
 
 T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")
+Asked = TypeVar("Asked", bound=RecommendRequest | RankRequest)
+Answered = TypeVar("Answered", bound=RecommendResponse | RankResponse)
+Text = TypeVar("Text", bound=TextRequest)
+BeginTexts = Callable[[Text, str, float, Listener], PendingTexts]
 SCOPE_KEY = "recserve.context"
 DEADLINE_HEADER = "x-deadline-ms"
 # The engine itself ends late requests. A route waits this much longer for the engine's error.
 GRACE_S = 0.05
 GONE = "the client closed the connection"
+
+
+class AnswerItems(Protocol):
+    """The plain `answer_items`, or that of a server with experiments."""
+
+    async def __call__(
+        self,
+        context: RequestContext,
+        begin: Callable[[Asked, str, float], Pending[Answered]],
+        body: Asked,
+    ) -> Answered:
+        """Returns the answer of a recommend or rank request."""
+
+
+class WriteTexts(Protocol):
+    """The plain `write_texts`, or that of a server with experiments."""
+
+    async def __call__(
+        self, context: RequestContext, begin: BeginTexts[Text], body: Text
+    ) -> Response:
+        """Returns the response of a text request."""
+
+
+@dataclass(frozen=True)
+class AppState:
+    """State that all requests of an application share.
+
+    Attributes:
+        lifecycle: Holds the service.
+        metrics: Counters and histograms of the application.
+        answer_items: Answers recommend and rank requests.
+        write_texts: Answers text requests.
+        max_body_bytes: Upper bound on the size of a request body.
+        default_timeout_ms: Timeout of an item request that does not set one.
+        text_timeout_ms: Timeout of a text request that does not set one.
+        slate_log: Log of slates and outcomes; None without one.
+        experiments: Experiments of the server; None without any.
+        stall_timeout_s: Time after which a step of the engine counts as hanging.
+        threads: Threads for work that must not hold the event loop.
+        inferences: Answers of the Open Inference Protocol, by model and version.
+    """
+
+    lifecycle: Lifecycle
+    metrics: Metrics
+    answer_items: AnswerItems
+    write_texts: WriteTexts
+    max_body_bytes: int
+    default_timeout_ms: int
+    text_timeout_ms: int
+    slate_log: SlateLog | None = None
+    experiments: Experiments | None = None
+    stall_timeout_s: float = 30.0
+    threads: Threads = field(default_factory=Threads)
+    inferences: dict[tuple[str, str], InferenceCounts] = field(default_factory=dict)
+
+    def log_slate(self, body: RecommendRequest, answer: RecommendResponse, signer: Signer) -> None:
+        """Logs a slate that is about to be returned, if slates are logged."""
+        if self.slate_log is not None:
+            user = None if body.user is None else body.user.id
+            self.slate_log.slate(user, answer, signer)
 
 
 class RequestContext:
@@ -82,7 +169,7 @@ class RequestContext:
         self.upload = upload_of(scope)
         self.trace = Trace()
         self.trace.began_s = self.upload.arrived_s or self.trace.began_s
-        self._gone: asyncio.Task[None] | None = None
+        self._watched: asyncio.Task[None] | None = None
 
     @cached_property
     def service(self) -> Service:
@@ -117,8 +204,8 @@ class RequestContext:
 
     def close(self) -> None:
         """Ends the watch over the connection."""
-        if self._gone is not None:
-            self._gone.cancel()
+        if self._watched is not None:
+            self._watched.cancel()
 
     async def body(self, decoder: msgspec.json.Decoder[T]) -> T:
         """Reads and decodes the body.
@@ -170,8 +257,9 @@ class RequestContext:
         given: dict[str, Any] = {}
         for name, value in self.request.query_params.multi_items():
             if name in given:
-                raise InvalidRequest(name[:64], "expected one value, got several")
-            given[name] = value
+                one = "one value with commas between its parts" if name in LISTS else "one value"
+                raise InvalidRequest(name[:64], f"expected {one}, got several")
+            given[name] = split_texts(value) if name in LISTS else value
         try:
             return msgspec.convert(given, kind, strict=False)
         except msgspec.ValidationError as error:
@@ -253,9 +341,29 @@ class RequestContext:
             what: What is not ready then, for the message.
             end: Called with ClientGone or DeadlineExceeded, on the event loop.
         """
-        if self._gone is None:
-            self._gone = asyncio.ensure_future(self._disconnect())
         return Watch(self._gone, deadline_s, what, end)
+
+    async def while_connected(self, work: Coroutine[Any, Any, A]) -> A:
+        """Returns the result of a coroutine; cancels it if the client leaves.
+
+        Raises:
+            ClientGone: If the client closes the connection.
+        """
+        task, gone = asyncio.create_task(work), self._gone
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone(GONE)
+            return task.result()
+        finally:
+            task.cancel()
+
+    @property
+    def _gone(self) -> asyncio.Task[None]:
+        """The one task that waits for the end of the connection, for all waits of the request."""
+        if self._watched is None:
+            self._watched = asyncio.create_task(self._disconnect())
+        return self._watched
 
     async def _disconnect(self) -> None:
         """Waits until the client closes the connection."""
@@ -338,6 +446,23 @@ class RequestContext:
 
         return answers() if pool is None else await on_thread(pool, answers)
 
+    async def answer(
+        self, function: Callable[[B, str, float], Pending[A]], body: B, deadline_s: float
+    ) -> A:
+        """Prepares a request, waits for it and returns the answer. Arguments are those of `begin`.
+
+        Raises:
+            ClientGone: If the client closes the connection.
+            DeadlineExceeded: If the deadline passes.
+            Exception: What the request fails with.
+        """
+        work = await self.begin(function, body, deadline_s)
+        pool = self.state.threads.items if is_large(body) else None
+        (outcome,) = await self.gather([work], deadline_s, pool)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
     def record(self, answer: A | Exception) -> A:
         """Records an answer in the trace and returns it; raises it if it is an error."""
         if isinstance(answer, Exception):
@@ -378,6 +503,25 @@ class Watch:
         """Stops waiting; `end` is not called any more."""
         self._timer.cancel()
         self._task.remove_done_callback(self._disconnected)
+
+
+async def answer_items(
+    context: RequestContext,
+    begin: Callable[[Asked, str, float], Pending[Answered]],
+    body: Asked,
+) -> Answered:
+    """Returns the answer of a recommend or rank request.
+
+    Args:
+        context: The request.
+        begin: Starts the request on the service.
+        body: The decoded body.
+
+    Raises:
+        Exception: What the request fails with; row_of maps it to an HTTP error.
+    """
+    deadline_s = context.deadline_s(body.timeout_ms)
+    return context.record(await context.answer(begin, body, deadline_s))
 
 
 def context_of(scope: Scope) -> RequestContext:

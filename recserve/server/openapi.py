@@ -17,6 +17,7 @@ from recserve.bounds import END_S, FIRST_S, UNITS_PER_S
 from recserve.schemas import inference as i
 from recserve.schemas import items as m
 from recserve.schemas.api import OPERATIONS, Operation
+from recserve.schemas.browse import LISTS
 from recserve.schemas.rules import add_rules
 from recserve.server.errors import INTERNAL, ROUTING, TABLE, Row, is_inference
 from recserve.speculation.sampling_params import MIN_TEMPERATURE
@@ -183,8 +184,10 @@ def _parameters(query: type[msgspec.Struct]) -> list[dict[str, Any]]:
     """Returns the query parameters of a route, one for each field."""
     (_,), components = msgspec.json.schema_components([query])
     schema = components[query.__name__]
+    _complete(schema)
     required = schema.get("required", ())
     return [
         {"name": name, "in": "query", "required": name in required, "schema": own}
+        | ({"style": "form", "explode": False} if name in LISTS else {})
         for name, own in schema["properties"].items()
     ]

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recserve.server.access import Access
-from recserve.server.app_state import AppState
-from recserve.server.context import SCOPE_KEY, RequestContext
+from recserve.server.context import SCOPE_KEY, AppState, RequestContext
 from recserve.server.errors import ClientGone, error_response, row_of
 from recserve.server.routing import Routes
 from recserve.server.trace import HEADER, Recorder

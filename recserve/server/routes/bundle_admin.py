@@ -13,16 +13,16 @@ from recserve.server.routing import handles
 @handles(Api.load_bundle)
 async def load_bundle(context: RequestContext, body: BundleLoadRequest) -> BundleStatus:
     """Starts a load on a thread of its own."""
-    return await asyncio.to_thread(context.state.swaps.load, body.path, body.force)
+    return await asyncio.to_thread(context.state.lifecycle.load, body.path, body.force)
 
 
 @handles(Api.rollback_bundle)
 async def rollback_bundle(context: RequestContext) -> BundleStatus:
     """Starts the way back on a thread of its own."""
-    return await asyncio.to_thread(context.state.swaps.rollback)
+    return await asyncio.to_thread(context.state.lifecycle.rollback)
 
 
 @handles(Api.bundle_status)
 async def bundle_status(context: RequestContext) -> BundleStatus:
     """Answers with the bundles and the latest load."""
-    return context.state.swaps.status()
+    return context.state.lifecycle.status()

@@ -7,39 +7,51 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from msgspec import UNSET
 from starlette.responses import Response
 
 from recserve.schemas.api import Api
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
-from recserve.server.arms.text_answer import TextArm
-from recserve.server.context import RequestContext
+from recserve.server.context import BeginTexts, RequestContext
 from recserve.server.event_stream import EventStream, PieceQueue
 from recserve.server.piece_clock import StreamLatency
 from recserve.server.routing import handles, json_response
-from recserve.service.text.pending_texts import PendingTexts
-from recserve.service.text.stream import Listener, Piece
+from recserve.service.text.stream import Piece
 
 B = TypeVar("B", bound=TextRequest)
-Begin = Callable[[B, str, float, Listener], PendingTexts]
 
 
 @handles(Api.complete)
 async def complete(context: RequestContext, body: CompletionRequest) -> Response:
     """Answers with continuations, whole or as a stream."""
-    return await _answer(context, body, context.service.text.begin_completion)
+    return await context.state.write_texts(context, context.service.text.begin_completion, body)
 
 
 @handles(Api.chat)
 async def chat(context: RequestContext, body: ChatRequest) -> Response:
     """Answers with the assistant's next turn, whole or as a stream."""
-    return await _answer(context, body, context.service.text.begin_chat)
+    return await context.state.write_texts(context, context.service.text.begin_chat, body)
 
 
-async def _answer(context: RequestContext, body: B, begin: Begin[B]) -> Response:
+async def write_texts(
+    context: RequestContext,
+    begin: BeginTexts[B],
+    body: B,
+    on_end: Callable[[BaseException | None, int], None] = lambda error, num_tokens: None,
+) -> Response:
+    """Returns the texts of a request, or the stream of their pieces.
+
+    Args:
+        context: The request.
+        begin: Starts the texts on the service.
+        body: The decoded body.
+        on_end: Called once, with the error that ended the texts or None, and the number of tokens.
+
+    Raises:
+        Exception: What the request fails with before its response starts.
+    """
     deadline_s = context.deadline_s(body.timeout_ms)
     metrics, trace, pieces = context.state.metrics, context.trace, PieceQueue()
-    arm = TextArm.of(context, body)
-
     clock = StreamLatency(metrics, trace.began_s)
 
     def listen(piece: Piece) -> None:
@@ -47,22 +59,15 @@ async def _answer(context: RequestContext, body: B, begin: Begin[B]) -> Response
         if body.stream:
             pieces.put(piece)
 
-    async def prepared(body: B) -> PendingTexts:
-        call = partial(begin, body, trace.request_id, deadline_s, listen)
-        return await context.begin_text(call, deadline_s)
-
     try:
-        work = await prepared(arm.body)
+        call = partial(begin, body, trace.request_id, deadline_s, listen)
+        work = await context.begin_text(call, deadline_s)
     except Exception as error:
-        plain = arm.without_misfit(error, trace, body)
-        if plain is None:
-            arm.record_failure(error)
-            raise
-        arm = plain
-        work = await prepared(arm.body)
-    work.experiment = arm.label
+        on_end(error, 0)
+        raise
+    work.experiment = UNSET if trace.experiment is None else trace.experiment
 
-    def count() -> None:
+    def end(error: BaseException | None) -> None:
         usage = work.usage()
         metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
         metrics.count_drafts(work.plan.speculation.drafter, work.drafted())
@@ -72,13 +77,7 @@ async def _answer(context: RequestContext, body: B, begin: Begin[B]) -> Response
         seconds = time.monotonic() - trace.began_s
         metrics.texts_ended(reasons, seconds, timing_ms.queue / 1e3)
         clock.close()
-
-    def end(error: BaseException | None) -> None:
-        count()
-        if error is None:
-            arm.record_answer(work.usage().completion_tokens)
-        else:
-            arm.record_failure(error)
+        on_end(error, usage.completion_tokens)
 
     if body.stream:
         return await EventStream(context, work, pieces, deadline_s, end).begin()

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from recserve.schemas.api import Api
-from recserve.schemas.experiments import ExperimentsResponse, ExperimentStatus
+from recserve.schemas.experiments import (
+    ExperimentsResponse,
+    ExperimentStatus,
+    UnknownExperiment,
+)
 from recserve.server.context import RequestContext
 from recserve.server.routing import handles
+
+if TYPE_CHECKING:
+    from recserve.experiments.serving.experiment import Experiment
 
 
 @handles(Api.experiments)
 def experiments(context: RequestContext) -> ExperimentsResponse:
     """Answers with all experiments. Its first call imports scipy, so it runs on a thread."""
-    return context.state.experiments.described()
+    found = context.state.experiments
+    return ExperimentsResponse(experiments=[]) if found is None else found.described()
 
 
 @handles(Api.stop_experiment)
 async def stop_experiment(context: RequestContext, name: str) -> ExperimentStatus:
     """Stops an experiment."""
-    experiment = context.state.experiments.find(name)
+    experiment = _find(context, name)
     experiment.stop()
     return experiment.described()
 
@@ -25,6 +35,14 @@ async def stop_experiment(context: RequestContext, name: str) -> ExperimentStatu
 @handles(Api.start_experiment)
 async def start_experiment(context: RequestContext, name: str) -> ExperimentStatus:
     """Starts an experiment again."""
-    experiment = context.state.experiments.find(name)
+    experiment = _find(context, name)
     experiment.start()
     return experiment.described()
+
+
+def _find(context: RequestContext, name: str) -> Experiment:
+    """Returns an experiment by name. Raises UnknownExperiment."""
+    found = context.state.experiments
+    if found is None:
+        raise UnknownExperiment(f"experiments of this server: none; got {name[:80]!r}")
+    return found.find(name)

@@ -147,7 +147,7 @@ async def _slates(context: RequestContext, body: InferRequest) -> Answered:
     works = await context.begin(begin, requests, deadline_s)
     found = await context.gather(works, deadline_s)
     answers = [context.record(outcome) for outcome in found]
-    return answers[0].model_version, slate_tensors(answers)
+    return answers[0].model_version, slate_tensors(requests, answers)
 
 
 async def _rankings(context: RequestContext, body: InferRequest) -> Answered:

@@ -12,8 +12,6 @@ from recserve.schemas.items import (
     RankRequest,
     RankResponse,
 )
-from recserve.server.arms.item_answer import answer_items
-from recserve.server.arms.item_use import RANK
 from recserve.server.context import RequestContext
 from recserve.server.errors import error_answer
 from recserve.server.routing import handles, json_response
@@ -23,7 +21,7 @@ from recserve.server.threads import is_large, on_thread
 @handles(Api.rank)
 async def rank(context: RequestContext, body: RankRequest) -> RankResponse:
     """Answers with a ranking."""
-    return await answer_items(context, RANK, context.service.ranker.begin, body)
+    return await context.state.answer_items(context, context.service.ranker.begin, body)
 
 
 @handles(Api.rank_batch)

@@ -7,8 +7,6 @@ import msgspec
 from recserve.schemas.api import Api
 from recserve.schemas.items import RecommendRequest, RecommendResponse
 from recserve.schemas.numbers import exact_number
-from recserve.server.arms.item_answer import answer_items
-from recserve.server.arms.item_use import RECOMMEND
 from recserve.server.context import RequestContext
 from recserve.server.routing import handles, json_body
 
@@ -19,7 +17,7 @@ BODY = msgspec.json.Decoder(RecommendRequest, float_hook=exact_number)
 async def recommend(context: RequestContext, body: RecommendRequest) -> RecommendResponse:
     """Answers with a slate, and logs it."""
     service = context.service
-    answer = await answer_items(context, RECOMMEND, service.recommender.begin, body)
+    answer = await context.state.answer_items(context, service.recommender.begin, body)
     context.state.metrics.rounds.observe(answer.rounds)
     context.state.log_slate(body, answer, service.signer)
     return answer
