@@ -30,7 +30,7 @@ from recserve.schemas.items import (
     UnsupportedField,
 )
 from recserve.server.body_decoder import MalformedBody
-from recserve.server.transport.trace import Trace
+from recserve.server.trace import Trace
 from recserve.service.errors import (
     ContextExceeded,
     ServiceClosed,

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ConfigError
@@ -46,16 +45,9 @@ from recserve.schemas.items import (
     RecommendResponse,
 )
 from recserve.schemas.text import CompletionRequest, TextRequest
-from recserve.server.app_state import (
-    AppState,
-    BeginTexts,
-    answer_items,
-    disconnected,
-    trace_answer,
-)
+from recserve.server.context import BeginTexts, RequestContext, answer_items
 from recserve.server.errors import ClientGone, row_of
 from recserve.server.routes.completions import write_texts
-from recserve.server.transport.trace import trace_of
 from recserve.service import Service
 from recserve.service.errors import UnknownModel
 from recserve.service.pending import Pending
@@ -67,7 +59,6 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=RecommendRequest | RankRequest)
 A = TypeVar("A", bound=RecommendResponse | RankResponse)
 T = TypeVar("T", bound=TextRequest)
-R = TypeVar("R")
 MAX_COPIES = 8  # of mode `shadow` at the same time
 
 
@@ -126,9 +117,7 @@ class Arms:
 
     async def answer_items(
         self,
-        app_state: AppState,
-        request: Request,
-        service: Service,
+        context: RequestContext,
         begin: Callable[[B, str, float], Pending[A]],
         body: B,
     ) -> A:
@@ -137,16 +126,16 @@ class Arms:
         Raises:
             Exception: What the request fails with; row_of maps it to an HTTP error.
         """
-        trace = trace_of(request.scope)
+        trace = context.trace
         user = None if body.user is None else body.user.id
         use: Use = "recommend" if isinstance(body, RecommendRequest) else "rank"
         draw = None
-        if ARM_HEADER not in request.headers:
+        if ARM_HEADER not in context.request.headers:
             draw = self.experiments.draw(use, user, trace.request_id, body)
         if draw is None:
-            return await answer_items(app_state, request, service, begin, body)
-        deadline_s = app_state.deadline_s(request, body.timeout_ms)
-        drawn = _ItemRequest(self, app_state, request, service, begin, body, deadline_s)
+            return await answer_items(context, begin, body)
+        deadline_s = context.deadline_s(body.timeout_ms)
+        drawn = _ItemRequest(self, context, begin, body, deadline_s)
         label = trace.experiment = draw.label
         try:
             answer = await drawn.answer(draw)
@@ -160,23 +149,22 @@ class Arms:
             answer = await drawn.ask_control(draw.experiment)
             assert draw.arm is not None
             _record_refusal(draw.experiment, draw.arm, error)
-        token = service.signer.labelled(answer.attribution_token, label.name, label.arm or "")
+        signer = context.service.signer
+        token = signer.labelled(answer.attribution_token, label.name, label.arm or "")
         labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
-        return trace_answer(trace, labelled)
+        return context.record(labelled)
 
-    async def write_texts(
-        self, app_state: AppState, request: Request, begin: BeginTexts[T], body: T
-    ) -> Response:
+    async def write_texts(self, context: RequestContext, begin: BeginTexts[T], body: T) -> Response:
         """Returns the response of a text request; arguments as in the plain function.
 
         Raises:
             Exception: What the request fails with.
         """
-        trace = trace_of(request.scope)
+        trace = context.trace
         draw = self.experiments.draw("text", body.user, trace.request_id, body)
         if draw is None or draw.arm is None:
             trace.experiment = None if draw is None else draw.label
-            return await write_texts(app_state, request, begin, body)
+            return await write_texts(context, begin, body)
         experiment, arm, counted = draw.experiment, draw.arm, draw.counted
         trace.experiment, began_s = draw.label, time.monotonic()
 
@@ -189,13 +177,13 @@ class Arms:
 
         try:
             fitted = arm.fields.applied(body)
-            return await write_texts(app_state, request, begin, fitted, record)
+            return await write_texts(context, begin, fitted, record)
         except InvalidRequest as error:
             if not _is_misfit(error, arm):
                 raise
             reason = f"the arm does not fit: {error}"
         trace.experiment = msgspec.structs.replace(draw.label, arm=None, reason=reason)
-        return await write_texts(app_state, request, begin, body)
+        return await write_texts(context, begin, body)
 
 
 @dataclass(frozen=True)
@@ -204,18 +192,14 @@ class _ItemRequest(Generic[B, A]):
 
     Attributes:
         arms: The arms of the server.
-        app_state: State of the application.
-        request: The HTTP request.
-        service: The service that answers, also if it is replaced meanwhile.
-        begin: Starts the request on it.
+        context: The request.
+        begin: Starts the request on the service.
         body: The decoded body, without the fields of an arm.
         deadline_s: time.monotonic() value of the deadline.
     """
 
     arms: Arms
-    app_state: AppState
-    request: Request
-    service: Service
+    context: RequestContext
     begin: Callable[[B, str, float], Pending[A]]
     body: B
     deadline_s: float
@@ -249,7 +233,7 @@ class _ItemRequest(Generic[B, A]):
         """
         began_s = time.monotonic()
         half_s = began_s + (self.deadline_s - began_s) / 2
-        if experiment.coin(trace_of(self.request.scope).request_id).random() < 0.5:
+        if experiment.coin(self.context.trace.request_id).random() < 0.5:
             answer = await self.ask_and_record(experiment, experiment.control)
             had_time = time.monotonic() < half_s
             other = await self.ask_second(experiment, self.deadline_s, had_time)
@@ -296,7 +280,7 @@ class _ItemRequest(Generic[B, A]):
         """
         answer = await self.ask_and_record(experiment, experiment.control)
         copies = self.arms.copies
-        if self.app_state.service.engine.stats().queue_depth or len(copies) >= MAX_COPIES:
+        if self.context.service.engine.stats().queue_depth or len(copies) >= MAX_COPIES:
             experiment.drop()
             return answer
         task = asyncio.create_task(self.copy(experiment, _item_ids(answer)))
@@ -308,15 +292,15 @@ class _ItemRequest(Generic[B, A]):
         """Runs the treatment and compares its items with the given ones. It raises no error."""
         arm = experiment.arms[1]
         began_s = time.monotonic()
-        deadline_s = began_s + self.app_state.default_timeout_ms / 1e3
+        deadline_s = began_s + self.context.state.default_timeout_ms / 1e3
         try:
-            if self.app_state.service is not self.service:
+            if self.context.state.lifecycle.service is not self.context.service:
                 return  # a replaced service keeps nothing of users in its caches
             body = arm.fields.applied(self.body)
             if arm.remote:
                 answer = await self.forward(arm, body, deadline_s)
             else:  # the client has its answer and may have gone
-                work = await self.app_state.begin(self.begin, self.request, body, deadline_s)
+                work = await self.context.begin(self.begin, body, deadline_s)
                 await asyncio.gather(*map(asyncio.wrap_future, work.futures))
                 answer = work.wait()
         except Exception as error:
@@ -352,18 +336,18 @@ class _ItemRequest(Generic[B, A]):
             return first
         experiment.compare(_item_ids(first), _item_ids(second))
         slates = cast(RecommendResponse, first), cast(RecommendResponse, second)
-        return cast(A, _interleave(slates, experiment, trace_of(self.request.scope).request_id))
+        return cast(A, _interleave(slates, experiment, self.context.trace.request_id))
 
     async def ask(self, arm: ServingArm | None, deadline_s: float) -> A:
         """Returns the answer of an arm by a time.monotonic() value; None is the plain service."""
         body = self.body if arm is None else arm.fields.applied(self.body)
         if arm is not None and arm.remote:
-            return await _while_connected(self.request, self.forward(arm, body, deadline_s))
-        return await self.app_state.answer(self.begin, self.request, body, deadline_s)
+            return await self.context.while_connected(self.forward(arm, body, deadline_s))
+        return await self.context.answer(self.begin, body, deadline_s)
 
     async def forward(self, arm: ServingArm, body: B, deadline_s: float) -> A:
         """Returns the answer of the arm's own server, with a token of this server."""
-        request_id = trace_of(self.request.scope).request_id
+        request_id = self.context.trace.request_id
         sent = msgspec.structs.replace(body, request_id=request_id)
         try:
             answer: A = await self.arms.remote[arm.label].ask(sent, deadline_s)
@@ -373,7 +357,7 @@ class _ItemRequest(Generic[B, A]):
         arm.forwarded["answered"] += 1
         user = None if body.user is None else body.user.id
         versions = answer.model_version, answer.catalog_version
-        token = self.service.signer.token(request_id, user, *versions)
+        token = self.context.service.signer.token(request_id, user, *versions)
         return msgspec.structs.replace(answer, attribution_token=token)
 
     def deadline_of(self, arm: ServingArm) -> float:
@@ -440,19 +424,6 @@ def _probe(service: Service, use: Use, fields: ArmFields) -> None:
     else:
         text = fields.applied(CompletionRequest(prompt="x", temperature=0.0))
         speculation(text.speculation, text.temperature, service.text.model)
-
-
-async def _while_connected(request: Request, work: Coroutine[Any, Any, R]) -> R:
-    """Returns the result of a coroutine. Cancels it and raises ClientGone if the client leaves."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone("the client closed the connection")
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
 
 
 def _interleave(
