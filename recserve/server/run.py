@@ -20,7 +20,6 @@ from fastapi import FastAPI
 
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
-from recserve.server.bundle_swaps import BundleSwaps
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.telemetry.logs import show_log
 from recserve.server.transport.connection import Connection, connection_class
@@ -158,9 +157,9 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-def reload(swaps: BundleSwaps) -> None:
+def reload(lifecycle: Lifecycle) -> None:
     """Starts a thread that loads the configured bundle again if it has changed."""
-    threading.Thread(target=swaps.reload, name="reload", daemon=True).start()
+    threading.Thread(target=lifecycle.reload, name="reload", daemon=True).start()
 
 
 def serve(config: ServerConfig) -> int:
@@ -179,13 +178,12 @@ def serve(config: ServerConfig) -> int:
     lifecycle: Lifecycle = app.state.lifecycle
     settings = uvicorn_config(app, config)
     if hasattr(signal, "SIGHUP"):
-        swaps: BundleSwaps = app.state.swaps
-        signal.signal(signal.SIGHUP, lambda *_: reload(swaps))
+        signal.signal(signal.SIGHUP, lambda *_: reload(lifecycle))
     # Uses uvloop if it is installed; plain asyncio.run would ignore that setting.
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         runner.run(DrainingServer(settings, lifecycle, config.drain_delay_s).serve())
     status = 1 if lifecycle.failure is not None or lifecycle.engine_stopped else 0
-    if lifecycle.replacing:
+    if lifecycle.swapping:
         log.info("a bundle was being loaded: the process ends without it")
         # Its thread cannot be stopped, and Python would end with native code running.
         os._exit(status)
