@@ -13,9 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.config import ServerConfig
+from recserve.config import ConfigError, ServerConfig
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.registry import Experiments
+from recserve.experiments.serving.saved_counts import SavedCounts
 from recserve.experiments.serving.settings import parse_experiments
 from recserve.metrics import Metrics
 from recserve.search.strategy import strategy_classes
@@ -53,6 +54,7 @@ from recserve.service.recommend import POPULAR
 from recserve.service.service import SCORERS
 
 log = logging.getLogger(__name__)
+EXPERIMENTS = ".experiments"
 
 
 def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
@@ -74,6 +76,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         check_arms(found, experiments)
         return found
 
+    counts = _open_counts(config, experiments)
     arm_servers = RemoteArm.open_all(arm for one in experiments for arm in one.arms)
     lifecycle = Lifecycle(opened)
     telemetry = Telemetry.open(config)
@@ -81,11 +84,15 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lifecycle.start()
+        if counts is not None:
+            counts.start()
         yield
         for server in arm_servers.values():
             await server.close()
         await asyncio.to_thread(lifecycle.close)
         app_state.threads.close()
+        if counts is not None:
+            await asyncio.to_thread(counts.close)
         await asyncio.to_thread(telemetry.close)
 
     app = FastAPI(
@@ -108,6 +115,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config.text_timeout_ms,
         telemetry.slate_log,
         experiments,
+        experiments.count_event if config.experiments else None,
         arm_servers=arm_servers,
         stall_timeout_s=config.stall_timeout_s,
     )
@@ -145,6 +153,30 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app.state.swaps = swaps
     app.state.metrics = metrics
     return app
+
+
+def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts | None:
+    """Restores the counts of the experiments; None if there is nothing to keep or no folder.
+
+    Raises:
+        ConfigError: If `experiments_dir` cannot be used.
+    """
+    folder = config.experiments_dir
+    if folder is None and config.bundles_dir is not None:
+        folder = config.bundles_dir.resolve() / EXPERIMENTS
+    if folder is None and config.bundle is not None:
+        bundle = config.bundle.resolve()
+        folder = bundle.with_name(bundle.name + EXPERIMENTS)
+    if folder is None or not config.experiments:
+        return None
+    try:
+        return SavedCounts(folder, experiments)
+    except OSError as error:
+        message = f"experiments_dir: {folder} cannot be used: {error}"
+        if config.experiments_dir is not None:
+            raise ConfigError(message) from None
+        log.warning("%s; the counts of experiments end with this process", message)
+        return None
 
 
 async def _to_gate(request: Request, error: Exception) -> Response:

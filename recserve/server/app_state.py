@@ -68,6 +68,8 @@ class AppState:
         text_timeout_ms: Timeout of a text request that does not set one.
         slate_log: Log of slates and outcomes; None without one.
         experiments: Experiments of the server.
+        count_event: Counts an attributed event for its experiment, with the names of experiment and
+            arm, the user, the event type and a key of the event. None without experiments.
         stall_timeout_s: Time after which a step of the engine counts as hanging.
         copies: Requests of mode `shadow` in progress.
         arm_servers: Other servers of arms, by label of the arm.
@@ -81,6 +83,7 @@ class AppState:
     text_timeout_ms: int
     slate_log: SlateLog | None = None
     experiments: Experiments = field(default_factory=Experiments)
+    count_event: Callable[[str, str, str, str, str], None] | None = None
     stall_timeout_s: float = 30.0
     copies: set[asyncio.Task[None]] = field(default_factory=set)
     arm_servers: Mapping[str, RemoteArm] = field(default_factory=dict)

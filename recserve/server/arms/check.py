@@ -24,9 +24,15 @@ def check_arms(service: Service, experiments: Experiments) -> None:
         experiments: Experiments of the server.
 
     Raises:
-        ValueError: If an arm does not fit the models; the message names experiment and arm.
+        ValueError: If an arm does not fit the models, or a goal is no event type of the server; the
+            message names the experiment.
     """
     for one in experiments:
+        for goal in one.settings.goal_types:
+            try:
+                service.histories.types.number(goal)
+            except ValueError as error:
+                raise ValueError(f"experiment {one.settings.name}, goals: {error}") from None
         for arm in (arm for arm in one.arms if not arm.remote):
             try:
                 _probe(service, one.settings.use, arm.fields)

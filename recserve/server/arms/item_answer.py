@@ -65,7 +65,10 @@ async def answer_items(
         answer = await _of_control(item_request, draw.experiment)
         assert draw.arm is not None
         record_refusal(draw.experiment, draw.arm, error)
-    token = service.signer.labelled(answer.attribution_token, label.name, label.arm or "")
+    draw.experiment.count_answer(label, trace.request_id if user is None else user)
+    # An answer that does not count for its arm has no arm in its token, so its clicks do not count.
+    arm_name = (label.arm or "") if label.reason is None else ""
+    token = service.signer.labelled(answer.attribution_token, label.name, arm_name)
     labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
     return trace_answer(trace, labelled)
 

@@ -76,9 +76,14 @@ def _add(app_state: AppState, body: EventsRequest) -> EventsResponse:
     refused = {rejection.index for rejection in answer.rejected}
     users = "none" if slates is None else slates.settings.users
     outcomes, wrong = attributed(body.events, refused, service.signer, users)
-    if slates is not None:
-        for outcome in outcomes:
+    for outcome in outcomes:
+        if slates is not None:
             slates.outcome(outcome)
+        said, event = outcome.attribution, outcome.event
+        if app_state.count_event is not None and said.experiment and said.arm:
+            unit = event.user_id if said.user else said.request_id
+            key = f"{outcome.token_id} {event.item_id}"
+            app_state.count_event(said.experiment, said.arm, unit, event.type or "event", key)
     return structs.replace(answer, unattributed=wrong) if wrong else answer
 
 
