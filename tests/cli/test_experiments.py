@@ -171,6 +171,23 @@ def test_a_real_server_is_driven_and_its_slates_are_exact(tmp_path):
     assert found["ratio"]["alarm"] is False
 
 
+def test_bench_says_that_the_server_divides_its_traffic(tmp_path):
+    folder = tiny_bundle(tmp_path)
+    arms = [{"name": "wide"}, {"name": "narrow", "fields": {"beam_width": 10}}]
+    settings = {"experiments": [{"name": "width", "use": "recommend", "arms": arms}]}
+    with Service.open(folder) as service, live(service, **settings) as client:
+        url = str(client.base_url).rstrip("/")
+        flags = ("--duration", 1.5, "--warmup", 0.2, "--rate", 40, "--no-calibrate", "--exact", 0)
+        mixed = invoke("bench", url, "--data", folder, *flags, "--json")
+        plain = invoke("bench", url, "--data", folder, *flags, "--json", "--fields", FIXED)
+    for result, words in ((mixed, 1), (plain, 0)):
+        assert result.exit_code == 0, result.output
+        warnings = json.loads(result.stdout)["warnings"]
+        assert sum("divides these requests by its own experiments" in w for w in warnings) == words
+        assert any("width/narrow" in w and "width/wide" in w for w in warnings) == bool(words)
+
+
+FIXED = '{"beam_width": 10}'
 AB_FILE = """
 url: {url}
 data: {data}

@@ -171,6 +171,7 @@ class Experiment:
         self._seen = SeenEvents()
         self._ran_s = 0.0
         self._began_s: float | None = clock()  # None while it does not run
+        self._breach: tuple[str, str] | None = None  # arm and figures of an automatic fall-back
 
     @property
     def name(self) -> str:
@@ -309,7 +310,7 @@ class Experiment:
     def start(self) -> None:
         """Starts the experiment again with empty windows. Assignments are the same as before."""
         with self._lock:
-            self.status, self.reason = "running", None
+            self.status, self.reason, self._breach = "running", None, None
             for arm in self.arms:
                 arm.tally.forget()
             self._looked_s = self._clock()
@@ -378,12 +379,15 @@ class Experiment:
         ran_s: float,
     ) -> ArmVerdict:
         guard = self.settings.guard or GuardSettings()
+        breach = self._breach
+        fell_back = breach[1] if breach is not None and breach[0] == arm.name else None
         return decide(
             self.settings,
             arm.name,
             [(control.goals[goal], sums) for goal, sums in mine.goals.items()],
             control.other_events + mine.other_events,
             _guardrails(control.summary, mine.summary, guard),
+            fell_back,
             sample_ratio_p,
             ran_s,
         )
@@ -411,6 +415,7 @@ class Experiment:
                 self._pause()
                 self.status, self.reason = "fallen_back", f"arm {arm.name}: {verdict.text}"
                 self.fallbacks[verdict.cause] += 1
+                self._breach = arm.name, verdict.text
                 log.error("experiment %s fell back: %s", self.settings.name, self.reason)
                 return
 

@@ -58,6 +58,7 @@ def decide(
     goals: Sequence[tuple[RateSums, RateSums]],
     other_events: int,
     guardrails: list[GuardrailStatus],
+    fell_back: str | None,
     sample_ratio_p: float | None,
     ran_s: float,
 ) -> ArmVerdict:
@@ -69,6 +70,7 @@ def decide(
         goals: Sums of control and arm for each goal. The first one decides.
         other_events: Attributed events of the control and the arm that are of no goal.
         guardrails: State of the guardrails.
+        fell_back: Why the arm made the experiment fall back; None if it did not.
         sample_ratio_p: P-value that the users are divided by the weights; None if unknown.
         ran_s: Seconds for which the experiment has been running.
     """
@@ -78,6 +80,9 @@ def decide(
             "find out why before you read on"
         )
         return ArmVerdict(kind="invalid", text=text, guardrails=guardrails)
+    if fell_back is not None:
+        text = f"keep {settings.arms[0].name}: it fell back, {fell_back}"
+        return ArmVerdict(kind="keep_control", text=text, guardrails=guardrails)
     failed = [WORSE[one.name] for one in guardrails if one.result == "fails"]
     if failed:
         text = f"keep {settings.arms[0].name}: {' and '.join(failed)}"

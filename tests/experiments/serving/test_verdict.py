@@ -99,6 +99,23 @@ def test_more_clicks_are_shipped_unless_a_guardrail_fails():
         assert verdict(worse).text == f"keep control: {words}"
 
 
+def test_an_arm_that_fell_back_is_not_shipped():
+    one = experiment(guard={"window_s": 60, "p99_factor": 1.5})
+    traffic(one, {"control": 0.1, "rpg": 0.3}, requests=2000)
+    traffic(
+        one,
+        {"control": 0.1, "rpg": 0.3},
+        seed=1,
+        step=0.05,
+        seconds={"control": 0.01, "rpg": 0.1}.get,
+    )
+    assert one.status == "fallen_back"
+    assert verdict(one).kind == "keep_control"
+    assert verdict(one).text.startswith("keep control: it fell back, p99 100.0 ms in ")
+    one.start()
+    assert "fell back" not in verdict(one).text
+
+
 def test_equal_arms_are_not_yet_judged_and_the_days_that_are_left_are_said():
     one = experiment(smallest_effect=0.05)
     traffic(one, {"control": 0.1, "rpg": 0.1}, requests=1500)
