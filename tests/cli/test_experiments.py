@@ -95,7 +95,9 @@ def test_ab_finds_the_slower_arm_and_its_items_that_do_not_exist(users, exact_ti
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     (comparison,) = found["comparisons"]
-    assert comparison["kind"] == "worse" and "slow is slower than fast" in comparison["verdict"]
+    assert comparison["kind"] == "do_not_ship"  # an item that does not exist
+    assert "Do not ship slow: quality. " in comparison["verdict"]
+    assert "slow is slower than fast" in comparison["verdict"]
     assert [arm["items"]["illegal_share"] for arm in found["summaries"]] == [0.0, 0.2]
     overlaps = [g for g in comparison["guardrails"] if g["name"] == "overlap of slates"]
     assert overlaps[0]["treatment"] == pytest.approx(0.8)
@@ -249,7 +251,7 @@ def test_ab_stops_early_where_the_difference_is_sure(users, exact_times):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     (comparison,) = found["comparisons"]
-    assert comparison["kind"] == "worse" and comparison["sequential"] is True
+    assert "b is slower than a" in comparison["verdict"] and comparison["sequential"] is True
     assert comparison["looks"][-1]["num_blocks"] < 60
     assert found["summaries"][0]["num_requests"] < 1500
     assert any("The run stopped after" in note for note in comparison["notes"])

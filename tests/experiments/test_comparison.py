@@ -53,7 +53,7 @@ def test_a_faster_arm_that_breaks_a_guardrail_is_not_better():
     assert guards["overlap of slates"] == "fail"
     assert found.kind == "do_not_ship"
     assert found.verdict.startswith("Do not ship nezha: quality. overlap of slates 0.5 ")
-    assert "In p50 latency it changes by" in found.verdict
+    assert "nezha is faster than beam in p50 latency" in found.verdict
 
 
 def test_a_failed_guardrail_decides_even_if_no_latency_differs():

@@ -94,21 +94,23 @@ def decide(
         f"{percent(interval.low)} to "
         f"{percent(interval.high)}{always}), {effect.control:.3g} to {effect.treatment:.3g} ms"
     )
-    open_ = [guard.name for guard in guards if guard.outcome == "unclear"]
+    kind: VerdictKind
+    if not interval.excludes_zero:
+        kind = "unclear"
+        sentence = (
+            f"No difference between {treatment} and {control} in {where} is shown: {figures}."
+        )
+    else:
+        kind = "better" if interval.high < 0 else "worse"
+        word = "faster" if kind == "better" else "slower"
+        sentence = f"{treatment} is {word} than {control} in {where}: {figures}."
     if failed := failed_guardrails(guards):
         losses = "; ".join(f"{guard.name} {loss(guard)}" for guard in failed)
-        first = f"Do not ship {treatment}: {causes(failed)}"
-        return "do_not_ship", f"{first}. {losses}. In {where} it changes by {figures}."
-    tail = f" Not enough data for the guardrail on {', '.join(open_)}." if open_ else ""
-    if not interval.excludes_zero:
-        both = f"{treatment} and {control} in {where}"
-        return "unclear", f"No difference between {both} is shown: {figures}.{tail}"
-    faster = interval.high < 0
-    word = "faster" if faster else "slower"
-    kind: VerdictKind = "better" if faster else "worse"
-    if kind == "better" and open_:
-        kind = "unclear"
-    return kind, f"{treatment} is {word} than {control} in {where}: {figures}.{tail}"
+        return "do_not_ship", f"Do not ship {treatment}: {causes(failed)}. {losses}. {sentence}"
+    if open_ := [guard.name for guard in guards if guard.outcome == "unclear"]:
+        kind = "unclear" if kind == "better" else kind
+        sentence += f" Not enough data for the guardrail on {', '.join(open_)}."
+    return kind, sentence
 
 
 def failed_guardrails(guards: Sequence[Guardrail]) -> list[Guardrail]:
