@@ -14,6 +14,10 @@ GuardrailName = Literal["errors", "empty", "p99"]
 GuardrailResult = Literal["holds", "fails", "unclear"]
 
 
+class UnknownExperiment(LookupError):
+    """The server has no experiment of that name."""
+
+
 class ExperimentLabel(Struct, frozen=True, kw_only=True):
     """The experiment and the arm of a response.
 

@@ -79,11 +79,12 @@ def _add(app_state: AppState, body: EventsRequest) -> EventsResponse:
     for outcome in outcomes:
         if slates is not None:
             slates.outcome(outcome)
-        said, event = outcome.attribution, outcome.event
-        if app_state.count_event is not None and said.experiment and said.arm:
+        if app_state.experiments is not None:
+            said, event = outcome.attribution, outcome.event
             unit = event.user_id if said.user else said.request_id
             key = f"{outcome.token_id} {event.item_id}"
-            app_state.count_event(said.experiment, said.arm, unit, event.type or "event", key)
+            kind = event.type or "event"
+            app_state.experiments.count_event(said.experiment, said.arm, unit, kind, key)
     return structs.replace(answer, unattributed=wrong) if wrong else answer
 
 
