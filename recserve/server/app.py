@@ -66,7 +66,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     if config.experiments:
         from recserve.server.experiments import Arms, ExperimentCollector
 
-        arms = Arms(config.experiments)
+        arms = Arms(config)
 
     telemetry = Telemetry.open(config)
     # All registered names, so that dashboards have the same series for every bundle.
@@ -83,6 +83,8 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lifecycle.start()
+        if arms is not None:
+            arms.start()
         yield
         if arms is not None:
             await arms.close()
