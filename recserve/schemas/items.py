@@ -190,6 +190,8 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
 
     Attributes:
         embedding: The item's vector. It assigns the item a new semantic id.
+        available_from: Time from which the item is recommended; null removes it.
+        expires_at: Time from which the item is not recommended any more; null removes it.
         attributes: Values by column of the items file; null removes a value.
     """
 
@@ -197,6 +199,8 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
     title: Annotated[str, Meta(max_length=MAX_TITLE_LENGTH)] | None = None
     categories: Annotated[list[Category], Meta(max_length=MAX_CATEGORIES)] | None = None
     embedding: Annotated[list[float], Meta(min_length=1, max_length=65_536)] | None = None
+    available_from: Moment | None | UnsetType = UNSET
+    expires_at: Moment | None | UnsetType = UNSET
     attributes: dict[str, Any] = {}
 
 
@@ -328,7 +332,13 @@ class Rejection(Struct, frozen=True, kw_only=True):
 
 
 class ItemResponse(Struct, frozen=True, kw_only=True):
-    """One item of the catalogue."""
+    """One item of the catalogue.
+
+    Attributes:
+        popularity: Decayed number of events; at first the number of training events.
+        available_from: Time from which the item is recommended, if it has one.
+        expires_at: Time from which the item is not recommended any more, if it has one.
+    """
 
     item_id: str
     title: str | None
@@ -337,6 +347,8 @@ class ItemResponse(Struct, frozen=True, kw_only=True):
     semantic_id: list[int]
     popularity: float
     catalog_version: str
+    available_from: str | UnsetType = UNSET
+    expires_at: str | UnsetType = UNSET
 
 
 class ItemsResponse(Struct, frozen=True, kw_only=True):

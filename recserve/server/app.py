@@ -49,8 +49,8 @@ from recserve.server.transport.gate import AccessKeys, Gate
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
-from recserve.service.recommend import POPULAR
 from recserve.service.service import SCORERS
+from recserve.service.snapshot import LISTS
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     # All registered names, so that dashboards have the same series for every bundle.
-    strategies = (*strategy_classes(), POPULAR)
+    strategies = (*strategy_classes(), *LISTS)
     gauges = telemetry.gauges(lifecycle.gauges)
     metrics = Metrics((*strategies, *SCORERS), REASONS, gauges, vllm_model(config))
     app_state = AppState(

@@ -26,19 +26,20 @@ from recserve.service.attribution import Envelope
 from recserve.service.auto_strategy import AUTO, BEAM, SPECULATIVE, StrategyChooser
 from recserve.service.explanation import explanation
 from recserve.service.histories import Histories
-from recserve.service.history import History
+from recserve.service.history import EMPTY_HISTORY, History
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import Pending, Prepared, Stopwatch, begin_all
 from recserve.service.prefixes import RecommenderPrefixBuilder
-from recserve.service.snapshot import Snapshot
+from recserve.service.snapshot import LISTS, POPULAR, Snapshot
 
 log = logging.getLogger(__name__)
 DEFAULT_BEAM_WIDTH = 50
-POPULAR = "popular"
 
 
 class RecommendService:
-    """Recommends items with the recommender, or popular items for an empty history.
+    """Recommends items with the recommender, or from a list: `popular` or `latest`.
+
+    An empty history gets the popular items too, and they fill what the model leaves empty.
 
     Attributes:
         prefixes: Builds the prefix from a history.
@@ -123,19 +124,24 @@ class RecommendService:
         snapshot = self._catalog.current  # one version from start to end
         plan = self._plan(body, deadline_s)
         allowed, hints = _read_filter(snapshot, body)
-        history = self._histories.read(body.user, body.history, snapshot)
+        from_list = plan.strategy in LISTS
+        if from_list and body.user is None and body.history is None:
+            history = EMPTY_HISTORY
+        else:
+            history = self._histories.read(body.user, body.history, snapshot)
         builder = SlateBuilder(body, snapshot, history, plan, allowed, hints)
 
         def finish(results: list[Slate]) -> RecommendResponse:
-            slate, strategy = (results[0], plan.strategy) if results else (None, POPULAR)
+            slate, strategy = (results[0], plan.strategy) if results else (None, builder.list_name)
             if slate is not None:
                 self.chooser.record(strategy, plan.width, slate.timing.total_ms / 1e3)
                 if body.strategy == AUTO and strategy == SPECULATIVE and not slate.timing.drafted:
                     strategy = BEAM
             return self._respond(builder, slate, strategy, watch, request_id)
 
-        if not history.rows.size:
-            builder.degraded.append("cold_start")
+        if from_list or not history.rows.size:
+            if not from_list:
+                builder.degraded.append("cold_start")
             watch.features_done()
             return Prepared((), finish)
         query = SlateQuery(
@@ -177,8 +183,8 @@ class RecommendService:
             if body.outcome is not None and self.outcomes:
                 return _outcome_strategy(), False
             return self.chooser.choose(width, deadline_s)
-        if name not in there:
-            listed = ", ".join((AUTO, *there))
+        if name not in there and name not in LISTS:
+            listed = ", ".join((AUTO, *there, *LISTS))
             raise InvalidRequest("strategy", f"expected one of {listed}, got {body.strategy!r}")
         return name, False
 
@@ -186,7 +192,7 @@ class RecommendService:
         """Returns weights [O] in the retriever's order; None means the retriever's own mix."""
         if weights is None:
             return None
-        if not strategy_classes()[strategy].outcome:
+        if strategy in LISTS or not strategy_classes()[strategy].outcome:
             reads = _outcome_strategy()
             raise InvalidRequest("outcome", f"only strategy {reads!r} uses it, got {strategy!r}")
         unknown = sorted(set(weights) - set(self.outcomes))
@@ -196,7 +202,7 @@ class RecommendService:
         return np.array([weights.get(name, 0.0) for name in self.outcomes])
 
     def _dense_weight(self, weight: float | None, strategy: str) -> float:
-        if weight and strategy_classes()[strategy].dense_weight == "refused":
+        if weight and (strategy in LISTS or strategy_classes()[strategy].dense_weight == "refused"):
             raise InvalidRequest(
                 "dense_weight", f"strategy {strategy!r} does not use it; expected 0, got {weight}"
             )
@@ -214,7 +220,7 @@ class RecommendService:
         watch: Stopwatch,
         request_id: str | None,
     ) -> RecommendResponse:
-        """Checks, fills and formats a slate; None stands for a slate of popular items."""
+        """Checks, fills and formats a slate; None stands for a slate from a list."""
         body, degraded = builder.body, builder.degraded
         rows, scores = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
         if slate is not None:
@@ -289,6 +295,7 @@ class SlateBuilder:
         history: The user's history.
         allowed: Items that satisfy the filter; None without a filter.
         filter_hints: Texts about values of the filter that no item has; UNSET without any.
+        list_name: List that fills the slate, one of LISTS.
         excluded: [n] int64 rows that must not be in the slate.
         caps: Limits on the number of items per group.
         degraded: Reasons why the slate is less than requested.
@@ -318,6 +325,7 @@ class SlateBuilder:
         self.history = history
         self.allowed = allowed
         self.filter_hints = filter_hints
+        self.list_name = plan.strategy if plan.strategy in LISTS else POPULAR
         self.degraded = list(history.degraded)
         if plan.hurried:
             self.degraded.append("hurried")
@@ -353,7 +361,7 @@ class SlateBuilder:
         return np.asarray(legal)
 
     def fill(self, count: int, rows: np.ndarray) -> np.ndarray:
-        """Returns popular rows for the positions that the model left empty.
+        """Returns rows of a list for the positions that the model left empty.
 
         Args:
             count: Number of empty positions.
@@ -365,10 +373,10 @@ class SlateBuilder:
         slate, wanted, allowed = rows, rows.size + count, self.allowed
         while True:
             num_missing, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
-            popular = self.snapshot.most_popular(num_missing, taken, allowed)
-            both = np.concatenate([slate, popular])
+            more = self.snapshot.listed(self.list_name, num_missing, taken, allowed)
+            both = np.concatenate([slate, more])
             slate = both[first_k(both, self.caps, wanted)]
-            if slate.size == wanted or popular.size < num_missing:
+            if slate.size == wanted or more.size < num_missing:
                 return np.asarray(slate[rows.size :])
             left = still_open(slate, self.caps, allowed, self.snapshot.num_items)
             allowed = AllowedItems.of(left)
@@ -381,7 +389,7 @@ class SlateBuilder:
         Args:
             rows: [n] rows from the model, best first.
             scores: [n] their scores.
-            filled: [m] popular rows that follow them, without scores.
+            filled: [m] rows of a list that follow them, without scores.
         """
         item_id = self.snapshot.items.item_id
         answers: list[float | None] = [*scores.tolist(), *[None] * filled.size]
@@ -390,7 +398,7 @@ class SlateBuilder:
                 item_id=item_id(row),
                 score=score,
                 rank=rank,
-                source=POPULAR if score is None else "model",
+                source=self.list_name if score is None else "model",
                 semantic_id=self._codes(row),
             )
             for rank, (row, score) in enumerate(
@@ -415,7 +423,7 @@ def _read_filter(
 ) -> tuple[AllowedItems | None, list[str] | UnsetType]:
     """Returns the items that satisfy the filter, and texts about values that no item has."""
     if body.filter is None:
-        return None, UNSET
+        return snapshot.shown, UNSET
     try:
         allowed = snapshot.allowed(body.filter)
     except FilterError as error:
