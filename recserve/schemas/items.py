@@ -108,17 +108,35 @@ class Exclude(StrictStruct, frozen=True, kw_only=True):
     seen_within_s: Annotated[float, Meta(gt=0, le=MAX_WINDOW_S)] | None = None
 
 
+class Quota(StrictStruct, frozen=True, kw_only=True):
+    """Least number of items of one kind in a slate. `new_within_s`, `filter` or both are required.
+
+    Attributes:
+        count: Least number of these items, at most k.
+        new_within_s: The items that began in the last so many seconds: by their `available_from`,
+            or else by the time at which the live catalogue got them.
+        filter: The items that satisfy this filter.
+    """
+
+    count: Cap
+    new_within_s: Annotated[float, Meta(gt=0, le=MAX_WINDOW_S)] | None = None
+    filter: dict[str, Any] | None = None
+
+
 class Diversity(StrictStruct, frozen=True, kw_only=True):
-    """Caps on similar items in a slate.
+    """Caps on similar items in a slate, and a quota of items of one kind.
 
     Attributes:
         category: Most items that share a category path.
         prefix: `[level, n]` allows at most n items whose codes agree up to that level; the first
             level is 0.
+        at_least: Least number of items of one kind. Where no more of them are allowed, the slate
+            has fewer and `degraded` says so.
     """
 
     category: Cap | None = None
     prefix: tuple[Level, Cap] | None = None
+    at_least: Quota | None = None
 
 
 class RecommendRequest(StrictStruct, frozen=True, kw_only=True):

@@ -233,6 +233,10 @@ class CatalogVersion:
         rows = np.concatenate([known, self._newest_changed[:count]])
         return np.asarray(rows[np.lexsort((rows, self._ages(rows)))[::-1]][:count])
 
+    def newer_rows(self, since_us: int) -> np.ndarray:
+        """Returns the ascending rows of items that began at a time or later, see `newest`."""
+        return self.times.rows[self.times.newest >= since_us]
+
     @cached_property
     def _newest_changed(self) -> np.ndarray:
         """[r] int64 the rows with a record, newest first."""
