@@ -28,6 +28,7 @@ from recserve.search.strategy import strategy_classes
 from recserve.service.attribution import Envelope
 from recserve.service.auto_strategy import AUTO, BEAM, SPECULATIVE, StrategyChooser
 from recserve.service.explanation import explanation
+from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
 from recserve.service.history import EMPTY_HISTORY, History
 from recserve.service.live_catalog import LiveCatalog
@@ -112,6 +113,7 @@ class RecommendService:
         Raises:
             Exception: As in `begin`, for any of the requests.
         """
+        check_num_values((body.k, len(body.fields)) for body in bodies)
         return begin_all(
             self._engine,
             [
@@ -126,6 +128,7 @@ class RecommendService:
         watch = Stopwatch()
         snapshot = self._catalog.current  # one version from start to end
         plan = self._plan(body, deadline_s)
+        check_fields(body.fields, snapshot.items)
         allowed, hints = _read_filter(snapshot, body)
         from_list = plan.strategy in LISTS
         if from_list and body.user is None and body.history is None:
@@ -491,6 +494,8 @@ class SlateBuilder:
             filled: [m] rows of a list that follow them, without scores.
         """
         item_id = self.snapshot.items.item_id
+        slate = np.concatenate([rows, filled])
+        fields = self._fields(slate)
         answers: list[float | None] = [*scores.tolist(), *[None] * filled.size]
         return [
             RecommendedItem(
@@ -499,11 +504,17 @@ class SlateBuilder:
                 rank=rank,
                 source=self.list_name if score is None else "model",
                 semantic_id=self._codes(row),
+                fields=shown,
             )
-            for rank, (row, score) in enumerate(
-                zip([*rows.tolist(), *filled.tolist()], answers, strict=True), start=1
+            for rank, (row, score, shown) in enumerate(
+                zip(slate.tolist(), answers, fields, strict=True), start=1
             )
         ]
+
+    def _fields(self, rows: np.ndarray) -> Sequence[dict[str, Any] | UnsetType]:
+        """Returns the requested columns of each row [n]; UNSET without any."""
+        names = self.body.fields
+        return self.snapshot.items.fields(rows, names) if names else [UNSET] * rows.size
 
     def _codes(self, row: int) -> list[int] | UnsetType:
         if not self.body.explain:

@@ -195,7 +195,7 @@ def list_metrics() -> str:
     spec = importlib.util.spec_from_file_location("site_pages", source)
     site = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site)
-    collector = (ROOT / "recserve/server/arms/collector.py").read_text(encoding="utf-8")
+    collector = (ROOT / "recserve/server/experiments.py").read_text(encoding="utf-8")
     names = re.findall(r'^    \("(\w+)", ', collector, re.MULTILINE)
     own = [f"recserve_experiment_{kind}{name}" for kind in ("", "compared_") for name in names]
     return " ".join([site.GENERATORS["metrics"](), collector, *own])

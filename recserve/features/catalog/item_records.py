@@ -19,7 +19,8 @@ from recserve.features.tables.attribute_values import parse_value, plain_type, r
 from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT, TIME_TYPE, ItemTable
 
 SEGMENT = 1024
-OWN_FIELDS = ("title", "categories", AVAILABLE_FROM, EXPIRES_AT)
+TEXT_FIELDS = ("title", "categories")
+OWN_FIELDS = (*TEXT_FIELDS, AVAILABLE_FROM, EXPIRES_AT)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class ItemRecord:
     available_from: int | None = None
     expires_at: int | None = None
     added_at: int | None = None
+
+    def value(self, name: str) -> Any:
+        """Returns title, categories or an attribute; None if the item has no value."""
+        if name == "title":
+            return self.title or None
+        return self.categories if name == "categories" else self.attributes.get(name)
 
 
 class RecordLog:

@@ -22,7 +22,7 @@ from recserve.bounds import (
     MIN_TIME_US,
     TIMES,
 )
-from recserve.features.tables.attribute_values import record_value
+from recserve.features.tables.attribute_values import record_value, take_values
 from recserve.features.tables.conversions import (
     ARROW_UNITS,
     Times,
@@ -108,6 +108,14 @@ class ItemTable:
         if name in self.times.column_names:
             return self.times.column(name)
         return pa.chunked_array([pa.nulls(len(self), TIME_TYPE)])
+
+    def values(self, name: str, rows: np.ndarray) -> list[Any]:
+        """Returns the values [n] of title, categories or another column at rows [n]."""
+        if name == "title":
+            return [self.titles[row] or None for row in rows.tolist()]
+        if name == "categories":
+            return [self.categories[row] for row in rows.tolist()]
+        return take_values(self.attributes.column(name), rows)
 
     def to_arrow(self) -> pa.Table:
         """Returns one Arrow table that `item_table` can read."""

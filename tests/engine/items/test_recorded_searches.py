@@ -274,8 +274,8 @@ def test_speculation_replays_where_it_drafts_nothing(worlds):
     world.engine.forget_all()  # where only one root is cached the two are searched apart
     for only, replays in ((DraftPlan(0, 0, 0, 0), 1), (DraftPlan(2, 0, 0, 0), 0)):
         before = graphs.counts["replayed"]
-        strategy.only = only
+        strategy.policy.only = only
         wanted = launching.engine.run_many(launching.ask("beam"))
         assert_same(wanted, world.engine.run_many(queries))
         assert graphs.counts["replayed"] - before == replays
-    strategy.only = None
+    strategy.policy.only = None
