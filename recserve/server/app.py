@@ -45,8 +45,8 @@ from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
-from recserve.service.recommend import POPULAR
 from recserve.service.service import SCORERS
+from recserve.service.snapshot import LISTS
 
 log = logging.getLogger(__name__)
 HANDLERS = (routes, playground)  # these register the handlers of all operations
@@ -70,7 +70,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
 
     telemetry = Telemetry.open(config)
     # All registered names, so that dashboards have the same series for every bundle.
-    strategies = (*strategy_classes(), POPULAR, *SCORERS)
+    strategies = (*strategy_classes(), *LISTS, *SCORERS)
     metrics = Metrics(
         strategies,
         REASONS,

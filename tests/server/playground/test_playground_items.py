@@ -261,7 +261,7 @@ def test_browse(page, users):
     page.click("#item-found button")
     page.until("document.querySelector('#browse-detail dl')")
     detail = page.run("document.getElementById('browse-detail').innerText")
-    assert "semantic id" in detail and "training events" in detail
+    assert "semantic id" in detail and "popularity" in detail
     page.click("#rank-this")
     page.until("document.getElementById('rank-results').querySelector('tbody tr')")
     page.back()
