@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ServerConfig
-from recserve.metrics import Metrics
+from recserve.metrics import Metrics, RecentMetrics
 from recserve.search.strategy import strategy_classes
 from recserve.server import playground
 from recserve.server.app_state import AppState, answer_items
-from recserve.server.errors import REASONS
+from recserve.server.errors import CODES, REASONS
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
 from recserve.server.openapi import describe
@@ -73,14 +73,18 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         REASONS,
         lambda: telemetry.add_slate_log(lifecycle.gauges()),
         vllm_model(config),
+        CODES,
     )
     loader = ServiceLoader(config, service)
     lifecycle = Lifecycle(loader, metrics.bundle_swaps, None if arms is None else arms.check)
+    recent = RecentMetrics(metrics, lifecycle.gauges)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lifecycle.start()
+        recent.start()
         yield
+        recent.close()
         if arms is not None:
             await arms.close()
         await asyncio.to_thread(lifecycle.close)
@@ -100,6 +104,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         metrics,
         answer_items,
         completions.write_texts,
+        recent,
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
@@ -137,6 +142,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
+    app.state.recent = recent
     return app
 
 

@@ -141,7 +141,8 @@ class EventStream(Response):
             raise
         except Exception as error:
             self.error = error
-            trace_of(self.request.scope).failure = row_of(error).reason
+            trace, row = trace_of(self.request.scope), row_of(error)
+            trace.failure, trace.error_code = row.reason, row.code
             yield _event(error_answer(error))
         yield DONE
 

@@ -65,7 +65,7 @@ def static_files() -> dict[str, StaticFile]:
 
 
 def add_routes(app: FastAPI, app_state: AppState) -> None:
-    """Adds the page, its files, and the sample users and items for stores that list no users."""
+    """Adds the page, its files, sample users and items, and the metrics of the last minutes."""
     there = static_files()
 
     def answer(request: Request, file: StaticFile) -> Response:
@@ -85,6 +85,10 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
     async def samples() -> Response:
         samples_of = app_state.service.samples
         return json_response(await asyncio.to_thread(samples_of, NUM_USERS, NUM_ITEMS))
+
+    @app.get("/playground/recent", include_in_schema=False)
+    async def recent() -> Response:
+        return json_response(app_state.recent.samples)
 
     add_get(app, "/", playground)
     add_get(app, "/playground/{name}", static)

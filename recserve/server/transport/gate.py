@@ -150,7 +150,7 @@ class Gate:
                     await self.app(routed, receive, answer)
             except Exception as error:
                 row = row_of(error)
-                trace.failure = row.reason
+                trace.failure, trace.error_code = row.reason, row.code
                 trace.status = trace.status or row.status
                 if row.status == 500:
                     log.error("request %s failed", trace.request_id, exc_info=error)
@@ -194,7 +194,7 @@ class Gate:
         seconds = time.monotonic() - trace.began_s
         self.metrics.request(getattr(route, "path", None), trace.strategy, seconds, trace.arm)
         if trace.failure is not None and scope["path"] not in OPEN_PATHS:
-            self.metrics.failure(trace.failure)
+            self.metrics.failure(trace.failure, trace.error_code)
         if trace.timing_ms is not None:
             stages = {n: getattr(trace.timing_ms, n) for n in trace.timing_ms.__struct_fields__}
             self.metrics.stages(stages)
