@@ -302,6 +302,25 @@ def test_experiments(page):
     page.until("document.getElementById('error').textContent === 'the server is loading'")
 
 
+def test_health_shows_the_past_of_the_server_at_once(page, client, users):
+    """The page is opened only after requests and errors; nothing happens afterwards."""
+    page.open("about:blank")
+    recent = client.app.state.recent
+    for number in range(3):
+        client.post("/v1/recommend", json={"user": {"id": users[number]}})
+        client.post("/v1/recommend", json={"user": {"id": users[number]}, "k": 0})
+        client.get("/v1/items/nothing-of-this-name")
+        recent.take()
+    page.open(f"{page.home}#health")
+    page.until("document.querySelector('#charts path')")
+    lines = page.run("[...document.querySelectorAll('#charts path')].map((one) => one.outerHTML)")
+    assert len(lines) >= 6 and all("L" in line for line in lines[:4])
+    rows = page.run("[...document.querySelectorAll('#errors tr')].map((one) => one.innerText)")
+    counts = {row.split("\t")[0]: int(row.split("\t")[1]) for row in rows}
+    assert counts["out_of_range"] >= 3 and counts["unknown_item"] >= 3
+    no_error(page)
+
+
 def test_health(page, client, users):
     page.expected = ("favicon.ico",)  # the browser asks for it beside a page that is no HTML
     page.open(f"{page.home}#health")
