@@ -19,6 +19,7 @@ from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.request import Continuation, PromptScores, Result, Scores, Slate
 from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Strategy
+from recserve.engine.items.beam_search_graph import BeamSearchGraph
 from recserve.engine.runtime.runner import BatchSlice
 from recserve.kernels.cache.kv_pool import KVPool
 
@@ -83,14 +84,16 @@ class SearchBatch:
     Attributes:
         strategy: The strategy of all requests.
         sequences: The requests.
-        state: The strategy's state of the search.
+        state: The strategy's state of the search. None before a replay.
         round: The draft that is being computed. None between two rounds.
+        graphs: Captured searches that the next step replays instead of rounds, one after another.
     """
 
     strategy: Strategy
     sequences: list[SearchSequence]
-    state: Any
+    state: Any = None
     round: Round | None = None
+    graphs: Seq[BeamSearchGraph] = ()
 
 
 def isolate(

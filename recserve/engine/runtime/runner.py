@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -141,7 +140,6 @@ class Runner:
         adapter: The network.
         pool: The key-value pool.
         attention: Computes the attention of a batch.
-        prefills: Returns the states of a prefill from a CUDA graph, or None where none holds it.
     """
 
     def __init__(
@@ -153,7 +151,6 @@ class Runner:
         self.adapter = adapter
         self.pool = pool
         self.attention = attention
-        self.prefills: Callable[[BatchSlice], Tensor | None] = lambda piece: None
 
     def check_device(self) -> None:
         """Raises DeviceLost if the device fails every call since an earlier error."""
@@ -174,10 +171,6 @@ class Runner:
         `taps` receives states between layers, for the same rows of all pieces together. `masks`
         holds the mask tokens that the trees may have.
         """
-        if len(pieces) == 1 and taps is None and masks is None:
-            replayed = self.prefills(pieces[0])
-            if replayed is not None:
-                return [replayed]
         inputs, batch = NodeInputs.cat([piece.inputs for piece in pieces]), pack(pieces)
         rows, gate = _read(pieces, self.pool.keys.device), None
         if masks is not None and batch.tree.kinds is not None:

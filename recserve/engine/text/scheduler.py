@@ -13,9 +13,11 @@ import logging
 import math
 import time
 from bisect import bisect_right, insort
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from recserve.core.draft_policy import DraftHealth, DraftPolicy
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.sequence import Sequence
+from recserve.engine.runtime.cuda_graphs import GraphSet
 from recserve.engine.runtime.runner import BatchSlice, Runner
 from recserve.engine.runtime.scheduler import Chunk, Scheduler, turn
 from recserve.engine.text.draft_proposer import DraftProposer
@@ -190,17 +193,24 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         taps, masks = taps_for(drafters), masks_of(drafters)
         return split_states(self.runner.forward(pieces, taps, masks), taps)
 
-    def replay(self, chunks: Seq[Chunk[TextSequence]], trees: Seq[TextGroup]) -> bool:
+    @property
+    def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
+        """The captured steps."""
+        return {} if self.graphs is None else {"steps": self.graphs}
+
+    def replay(
+        self, chunks: Seq[Chunk[TextSequence]], trees: Seq[TextGroup]
+    ) -> tuple[Seq[Chunk[TextSequence]], Seq[TextGroup]]:
         """Replays the step of a group if a graph holds it, and commits what it accepts."""
         if self.graphs is None:
-            return False
+            return chunks, trees
         replayed = self.graphs.step(trees, bool(chunks))
         if replayed is None:
-            return False
+            return chunks, trees
         outputs, last_hidden = replayed
         states = split_states([outputs.hidden], outputs.taps)[0]
         self._commit(trees[0], outputs.paths(), states, outputs.logits, last_hidden)
-        return True
+        return (), ()
 
     def finish_prefill(self, chunks: Seq[Chunk[TextSequence]], states: Seq[StepStates]) -> None:
         """Caches what is computed of each prompt, with the drafter's entries.
@@ -333,6 +343,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         for number, sequence in enumerate(group.sequences):
             path, tokens = verified.paths[number], verified.tokens[number]
             draft, before = group.drafts[number], len(sequence.context.tokens)
+            sequence.timing.forwards += 1
             sequence.timing.nodes += 1 + draft.num_nodes
             try:
                 sequence.flawed |= number in verified.flawed
