@@ -53,10 +53,10 @@ class Round:
 
     def _next(self, most: int | None) -> BatchSlice:
         piece, start = self.piece, self.num_computed
-        stop = len(piece.inputs)
+        count = stop = len(piece.inputs)
         if most is not None:
-            stop = min(stop, start + most)
-        if stop - start == len(piece.inputs):
+            stop = min(count, start + most)
+        if stop - start == count:
             return piece
         counts = None
         if piece.counts is not None:

@@ -275,7 +275,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
 
         A round ends only if nobody waits for any of its results.
         """
-        running = list[SearchBatch]()
+        running: list[SearchBatch] = []
         late = [sequence for sequence in self.cold if expired(sequence.request)]
         if late:
             self.cold = [sequence for sequence in self.cold if sequence not in late]
@@ -288,11 +288,15 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             else:
                 running.append(cohort)
         self.cohorts = running
-        error = DeadlineExceeded("the deadline passed while the request ran")
-        self._end([(sequence, error) for sequence in late])
+        if late:
+            error = DeadlineExceeded("the deadline passed while the request ran")
+            self._end([(sequence, error) for sequence in late])
 
     def _start(self, ready: list[SearchSequence]) -> None:
         """Groups requests with computed roots into cohorts."""
+        if len(ready) == 1:
+            self._start_group(ready[0].strategy, ready)
+            return
         groups: dict[tuple[Strategy, int], list[SearchSequence]] = {}
         for sequence in ready:
             request = sequence.request
@@ -309,12 +313,15 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         began, timing = time.perf_counter(), sequences[0].timing
         drafted_ms = timing.draft_ms
         try:
-            graphs, name = list[BeamSearchGraph](), strategy.captured_search
+            graphs: Seq[BeamSearchGraph] = ()
+            name = strategy.captured_search
             if self.searches is not None and name is not None and strategy.can_replay(sequences):
                 graphs = self.searches.find(name, sequences)
             state = None if graphs else strategy.start(sequences)
             self.cohorts.append(SearchBatch(strategy, sequences, state, graphs=graphs))
-            _add_search_ms(sequences, began, timing.draft_ms - drafted_ms)
+            spent_ms = (time.perf_counter() - began) * 1e3 - (timing.draft_ms - drafted_ms)
+            for sequence in sequences:
+                sequence.timing.verify_ms += spent_ms
         except Exception as error:
             if len(sequences) == 1:
                 self._end([(sequences[0], error)])
@@ -332,7 +339,9 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
                     self.cohorts.append(cohort)
                     continue
                 results = self._results_of(cohort)
-                _add_search_ms(cohort.sequences, began)
+                spent_ms = (time.perf_counter() - began) * 1e3
+                for sequence in cohort.sequences:
+                    sequence.timing.verify_ms += spent_ms
             except Exception as error:
                 log.exception("a strategy failed to finish its requests")
                 results = [error] * len(cohort.sequences)
@@ -428,13 +437,6 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         cached.placeholder_states = sequence.placeholder_states
         pages = sequence.pages[: self.kv.pages_of(sequence.root_length)]
         self.kv.prefixes.insert(_keys(sequence.request), pages, cached)
-
-
-def _add_search_ms(sequences: Seq[SearchSequence], began: float, drafted_ms: float = 0.0) -> None:
-    """Adds the time since `began` to `verify_ms`, without what counts as drafting already."""
-    spent_ms = (time.perf_counter() - began) * 1e3 - drafted_ms
-    for sequence in sequences:
-        sequence.timing.verify_ms += spent_ms
 
 
 def _keys(request: Request) -> PrefixKeys:

@@ -262,13 +262,19 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         and values of all rows are written before any row attends to them.
         """
         drafted = time.perf_counter()
-        launched = self.replay(chunks, trees)
-        if launched[0] or launched[1]:
-            self._launch(*launched)
+        prefills, rest = self.replay(chunks, trees)
+        if prefills or rest:
+            pieces = [self.tree_slice(one) for one in rest]
+            if prefills:
+                pieces = [self.chunk_slice(chunk) for chunk in prefills] + pieces
+            states, count = self.forward(pieces), len(prefills)
+            if prefills:
+                self.finish_prefill(prefills, states[:count])
+            for one, piece, own in zip(rest, pieces[count:], states[count:], strict=True):
+                self.verify(one, piece, own)
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
-        first = set[Sequence]()
+        first = [chunk.sequence for chunk in chunks] if chunks else ()
         for chunk in chunks:
-            first.add(chunk.sequence)
             chunk.sequence.timing.prefill_ms += forward_ms
         for one in trees:
             for member in one.sequences:
@@ -276,17 +282,6 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
                 timing.draft_ms += draft_ms
                 if member not in first:
                     timing.verify_ms += forward_ms
-
-    def _launch(self, chunks: Seq[Chunk[SequenceT]], trees: Seq[TreesT]) -> None:
-        """Runs one forward pass kernel by kernel, and hands out its states."""
-        pieces = [self.tree_slice(one) for one in trees]
-        if chunks:
-            pieces = [self.chunk_slice(chunk) for chunk in chunks] + pieces
-        states, count = self.forward(pieces), len(chunks)
-        if chunks:
-            self.finish_prefill(chunks, states[:count])
-        for one, piece, own in zip(trees, pieces[count:], states[count:], strict=True):
-            self.verify(one, piece, own)
 
     def fail(self, future: Future[Any], error: Exception) -> None:
         """Sets a future to an error, or to EngineStopped if the device is lost."""

@@ -20,7 +20,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from recserve.core.draft_policy import DraftHealth, DraftPolicy
 from recserve.core.errors import DeadlineExceeded
@@ -34,7 +33,7 @@ from recserve.engine.text.groups import TextGroup, TextGroups
 from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.prefill import chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence, context_of
-from recserve.engine.text.step import VerifiedPaths, token_logprobs
+from recserve.engine.text.step import StepOutputs, text_step, token_logprobs
 from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
 from recserve.engine.text.text_step_graph import TextStepGraphs
 from recserve.engine.text.trees import TreePacker
@@ -204,12 +203,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         """Replays the step of a group if a graph holds it, and commits what it accepts."""
         if self.graphs is None:
             return chunks, trees
-        replayed = self.graphs.step(trees, bool(chunks))
-        if replayed is None:
+        outputs = self.graphs.step(trees, bool(chunks))
+        if outputs is None:
             return chunks, trees
-        outputs, last_hidden = replayed
-        states = split_states([outputs.hidden], outputs.taps)[0]
-        self._commit(trees[0], outputs.paths(), states, outputs.logits, last_hidden)
+        self._commit(trees[0], outputs)
         return (), ()
 
     def finish_prefill(self, chunks: Seq[Chunk[TextSequence]], states: Seq[StepStates]) -> None:
@@ -232,9 +229,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def verify(self, trees: TextGroup, piece: BatchSlice, states: StepStates) -> None:
         """Verifies the drafts of a group, and commits what it accepts."""
-        logits = self.model.logits(states.final)
-        verified = trees.verify(self.runner.pool, piece, states.final, logits)
-        self._commit(trees, verified, states, logits)
+        inputs = trees.inputs(piece.tree, piece.slots)
+        self._commit(trees, text_step(self.model, self.runner.pool, inputs, states))
 
     def draft_health(self) -> dict[str, DraftHealth]:
         """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
@@ -321,23 +317,13 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                 drafts[sequence] = empty_draft()
         return self._grouping.of(stepping, drafts)
 
-    def _commit(
-        self,
-        group: TextGroup,
-        verified: VerifiedPaths,
-        states: StepStates,
-        logits: Tensor,
-        last_hidden: Seq[Tensor] | None = None,
-    ) -> None:
+    def _commit(self, group: TextGroup, outputs: StepOutputs) -> None:
         """Appends the accepted tokens, passes outcomes to the drafters, and ends finished texts.
 
-        Args:
-            group: The texts.
-            verified: Their accepted paths.
-            states: States of the group's T nodes, followed by padding.
-            logits: [T, V] logits of the same nodes.
-            last_hidden: After a replay, the [E] state of each text at its last accepted node.
+        The nodes of the outputs are those of the group, followed by padding after a replay.
         """
+        verified, states, last_hidden = outputs.paths(), outputs.states, outputs.last_hidden
+        logits = outputs.logits
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         counted, first, hidden = last_hidden is not None, 0, states.final
         for number, sequence in enumerate(group.sequences):
