@@ -118,6 +118,8 @@ def _query_string(query: msgspec.Struct) -> str:
     default = type(query)()
     fields = msgspec.to_builtins(query)
     changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
+    for name in b.LISTS & changed.keys():
+        changed[name] = b.join_texts([checked_id(name, text) for text in changed[name]])
     return f"?{urlencode(changed)}" if changed else ""
 
 
@@ -304,7 +306,7 @@ class Operations:
 
     @operation("GET /v1/items")
     def items(self, query: b.ItemsQuery, deadline_s: float | None = None) -> b.ItemPage:
-        """Returns a page of the catalogue, most popular items first."""
+        """Returns a page of the catalogue, most popular items first, or the items of `ids`."""
 
     @operation("GET /v1/users")
     def users(self, query: b.UsersQuery, deadline_s: float | None = None) -> b.UserPage:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recserve.core.draft_policy import DraftRecord
+from recserve.core.draft_policy import DraftPolicy
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Result
 from recserve.core.sequence import SearchSequence
@@ -47,13 +47,13 @@ class Strategy(ABC):
     Attributes:
         placeholders: Auxiliary nodes after the root, computed in the root's own forward. Their
             states stay with the cached root. None: there are none.
-        watch: Acceptance of its drafts. None: it drafts nothing.
+        policy: Decides about its drafts. None: it drafts nothing.
         captured_search: Name of the captured search that can compute its results. None: there is
             none.
     """
 
     placeholders: NodeInputs | None = None
-    watch: DraftRecord | None = None
+    policy: DraftPolicy | None = None
     captured_search: str | None = None
 
     def tree_capacity(self, request: Any) -> int:

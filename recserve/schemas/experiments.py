@@ -11,6 +11,10 @@ Status = Literal["running", "stopped", "fallen_back"]
 Use = Literal["recommend", "rank", "text"]
 
 
+class UnknownExperiment(LookupError):
+    """The server has no experiment of that name."""
+
+
 class ExperimentLabel(Struct, frozen=True, kw_only=True):
     """The experiment and the arm of a response.
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import version as installed
 
 from fastapi import FastAPI
@@ -14,17 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ServerConfig
-from recserve.experiments.serving.experiment import Experiment
-from recserve.experiments.serving.registry import Experiments
-from recserve.experiments.serving.settings import parse_experiments
 from recserve.metrics import Metrics
 from recserve.search.strategy import strategy_classes
 from recserve.server import playground
-from recserve.server.app_state import AppState
-from recserve.server.arms.arm_server import RemoteArm
-from recserve.server.arms.check import check_arms
-from recserve.server.arms.collector import ExperimentCollector
-from recserve.server.bundle_swaps import BundleSwaps
+from recserve.server.app_state import AppState, answer_items
 from recserve.server.errors import REASONS
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
@@ -65,25 +59,30 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config: Settings of the server.
         service: An open service to use; None opens the one that `config` names.
     """
-    loader = ServiceLoader(config)
+    arms = None
+    if config.experiments:
+        from recserve.server.experiments import Arms, ExperimentCollector
 
-    experiments = Experiments(Experiment(one) for one in parse_experiments(config.experiments))
+        arms = Arms(config.experiments)
 
-    def opened() -> Service:
-        found = loader.first() if service is None else service
-        check_arms(found, experiments)
-        return found
-
-    arm_servers = RemoteArm.open_all(arm for one in experiments for arm in one.arms)
-    lifecycle = Lifecycle(opened)
     telemetry = Telemetry.open(config)
+    # All registered names, so that dashboards have the same series for every bundle.
+    strategies = (*strategy_classes(), POPULAR, *SCORERS)
+    metrics = Metrics(
+        strategies,
+        REASONS,
+        lambda: telemetry.add_slate_log(lifecycle.gauges()),
+        vllm_model(config),
+    )
+    loader = ServiceLoader(config, service)
+    lifecycle = Lifecycle(loader, metrics.bundle_swaps, None if arms is None else arms.check)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lifecycle.start()
         yield
-        for server in arm_servers.values():
-            await server.close()
+        if arms is not None:
+            await arms.close()
         await asyncio.to_thread(lifecycle.close)
         app_state.threads.close()
         await asyncio.to_thread(telemetry.close)
@@ -96,36 +95,31 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    # All registered names, so that dashboards have the same series for every bundle.
-    strategies = (*strategy_classes(), POPULAR)
-    gauges = telemetry.gauges(lifecycle.gauges)
-    metrics = Metrics((*strategies, *SCORERS), REASONS, gauges, vllm_model(config))
     app_state = AppState(
         lifecycle,
         metrics,
+        answer_items,
+        completions.write_texts,
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
         telemetry.slate_log,
-        experiments,
-        arm_servers=arm_servers,
         stall_timeout_s=config.stall_timeout_s,
     )
+    if arms is not None:
+        app_state = replace(
+            app_state,
+            answer_items=arms.answer_items,
+            write_texts=arms.write_texts,
+            experiments=arms.experiments,
+        )
+        metrics.arms = arms.experiments.labels
+        metrics.registry.register(ExperimentCollector(arms.experiments))
     item_routes = (recommend, rank, inference, events, items, experiment_routes)
-    for routes in (*item_routes, models, completions, text_scores, encoding, health, playground):
+    text_routes = (models, completions, text_scores, encoding)
+    for routes in (*item_routes, *text_routes, health, playground, bundle_admin):
         routes.add_routes(app, app_state)
-    swaps = BundleSwaps(
-        lifecycle,
-        loader,
-        config.bundle,
-        config.bundles_dir,
-        metrics.bundle_swaps,
-        lambda opened: check_arms(opened, experiments),
-    )
-    bundle_admin.add_routes(app, app_state, swaps)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
-    metrics.arms = experiments.labels
-    metrics.registry.register(ExperimentCollector(experiments))
     keys = AccessKeys(
         api=tuple(key.get_secret_value() for key in config.api_keys),
         admin=tuple(key.get_secret_value() for key in config.admin_keys),
@@ -142,7 +136,6 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle
-    app.state.swaps = swaps
     app.state.metrics = metrics
     return app
 

@@ -5,31 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.core.errors import DeadlineExceeded
-from recserve.experiments.serving.registry import Experiments
 from recserve.metrics import Metrics
+from recserve.schemas.browse import LISTS, split_texts
 from recserve.schemas.items import (
     MAX_TIMEOUT_MS,
     InvalidRequest,
     RankBatchRequest,
     RankRequest,
+    RankResponse,
     RecommendRequest,
     RecommendResponse,
 )
 from recserve.schemas.numbers import ENCODER
-from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
+from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS, TextRequest
 from recserve.schemas.validation import validation_error
-from recserve.server.arms.arm_server import RemoteArm
 from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
 from recserve.server.lifecycle import Lifecycle
@@ -47,13 +47,45 @@ from recserve.service import Service
 from recserve.service.attribution import Signer
 from recserve.service.pending import Pending
 from recserve.service.slate_log.slate_log import SlateLog
+from recserve.service.text.pending_texts import PendingTexts
+from recserve.service.text.stream import Listener
+
+if TYPE_CHECKING:
+    from recserve.experiments.serving.registry import Experiments
 
 T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")
+Asked = TypeVar("Asked", bound=RecommendRequest | RankRequest)
+Answered = TypeVar("Answered", bound=RecommendResponse | RankResponse)
+Text = TypeVar("Text", bound=TextRequest)
+BeginTexts = Callable[[Text, str, float, Listener], PendingTexts]
 DEADLINE_HEADER = "x-deadline-ms"
 # The engine itself ends late requests. A route waits this much longer for the engine's error.
 GRACE_S = 0.05
+
+
+class AnswerItems(Protocol):
+    """The plain `answer_items`, or that of a server with experiments."""
+
+    async def __call__(
+        self,
+        app_state: AppState,
+        request: Request,
+        service: Service,
+        begin: Callable[[Asked, str, float], Pending[Answered]],
+        body: Asked,
+    ) -> Answered:
+        """Returns the answer of a recommend or rank request."""
+
+
+class WriteTexts(Protocol):
+    """The plain `write_texts`, or that of a server with experiments."""
+
+    async def __call__(
+        self, app_state: AppState, request: Request, begin: BeginTexts[Text], body: Text
+    ) -> Response:
+        """Returns the response of a text request."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +95,27 @@ class AppState:
     Attributes:
         lifecycle: Holds the service.
         metrics: Counters and histograms of the application.
+        answer_items: Answers recommend and rank requests.
+        write_texts: Answers text requests.
         max_body_bytes: Upper bound on the size of a request body.
         default_timeout_ms: Timeout of an item request that does not set one.
         text_timeout_ms: Timeout of a text request that does not set one.
         slate_log: Log of slates and outcomes; None without one.
-        experiments: Experiments of the server.
+        experiments: Experiments of the server; None without any.
         stall_timeout_s: Time after which a step of the engine counts as hanging.
-        copies: Requests of mode `shadow` in progress.
-        arm_servers: Other servers of arms, by label of the arm.
         threads: Threads for work that must not hold the event loop.
     """
 
     lifecycle: Lifecycle
     metrics: Metrics
+    answer_items: AnswerItems
+    write_texts: WriteTexts
     max_body_bytes: int
     default_timeout_ms: int
     text_timeout_ms: int
     slate_log: SlateLog | None = None
-    experiments: Experiments = field(default_factory=Experiments)
+    experiments: Experiments | None = None
     stall_timeout_s: float = 30.0
-    copies: set[asyncio.Task[None]] = field(default_factory=set)
-    arm_servers: Mapping[str, RemoteArm] = field(default_factory=dict)
     threads: Threads = field(default_factory=Threads)
 
     @property
@@ -218,6 +250,51 @@ class AppState:
             return await on_thread(self.threads.items, call)
         return call()
 
+    async def answer(
+        self,
+        function: Callable[[B, str, float], Pending[A]],
+        request: Request,
+        body: B,
+        deadline_s: float,
+    ) -> A:
+        """Prepares a request, waits for it and returns the answer. Arguments are those of `begin`.
+
+        Raises:
+            ClientGone: If the client closes the connection.
+            DeadlineExceeded: If the deadline passes.
+            Exception: What the request fails with.
+        """
+        work = await self.begin(function, request, body, deadline_s)
+        pool = self.threads.items if is_large(body) else None
+        (outcome,) = await gather(request, [work], deadline_s, pool)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+async def answer_items(
+    app_state: AppState,
+    request: Request,
+    service: Service,
+    begin: Callable[[Asked, str, float], Pending[Answered]],
+    body: Asked,
+) -> Answered:
+    """Returns the answer of a recommend or rank request.
+
+    Args:
+        app_state: State of the application.
+        request: The HTTP request.
+        service: The service that answers; experiments sign with it.
+        begin: Starts the request on it.
+        body: The decoded body.
+
+    Raises:
+        Exception: What the request fails with; row_of maps it to an HTTP error.
+    """
+    deadline_s = app_state.deadline_s(request, body.timeout_ms)
+    answer = await app_state.answer(begin, request, body, deadline_s)
+    return trace_answer(trace_of(request.scope), answer)
+
 
 async def gather(
     request: Request,
@@ -327,8 +404,9 @@ def query_of(request: Request, kind: type[T]) -> T:
     given: dict[str, Any] = {}
     for name, value in request.query_params.multi_items():
         if name in given:
-            raise InvalidRequest(name[:64], "expected one value, got several")
-        given[name] = value
+            one = "one value with commas between its parts" if name in LISTS else "one value"
+            raise InvalidRequest(name[:64], f"expected {one}, got several")
+        given[name] = split_texts(value) if name in LISTS else value
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:

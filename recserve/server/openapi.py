@@ -187,8 +187,10 @@ def _parameters(query: type[msgspec.Struct]) -> list[dict[str, Any]]:
     """Returns the query parameters of a route, one for each field."""
     (_,), components = msgspec.json.schema_components([query])
     schema = components[query.__name__]
+    _complete(schema)
     required = schema.get("required", ())
     return [
         {"name": name, "in": "query", "required": name in required, "schema": own}
+        | ({"style": "form", "explode": False} if name in b.LISTS else {})
         for name, own in schema["properties"].items()
     ]

@@ -32,6 +32,7 @@ from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.kernels.native.processor import instruction_set
 from recserve.metrics import Gauges
+from recserve.schemas.browse import ItemPage, ItemsQuery
 from recserve.schemas.events import (
     EventsRequest,
     EventsResponse,
@@ -52,6 +53,7 @@ from recserve.schemas.items import (
 )
 from recserve.schemas.shorthand import AnyId, checked, checked_id
 from recserve.service.attribution import Envelope, Signer
+from recserve.service.auto_strategy import read_auto
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.event_types import EventTypes
 from recserve.service.histories import Histories
@@ -232,6 +234,7 @@ class Service:
                     item_prefixes,
                     dense_weight=float(manifest.recommender.get("dense_weight", 0.0)),
                     outcomes=() if retriever is None else retriever.config.outcomes,
+                    auto=read_auto(manifest.recommender),
                 )
             ranker = None
             if scorers:
@@ -396,6 +399,10 @@ class Service:
     def item(self, item_id: AnyId) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""
         return self.catalog.get(checked_id("item_id", item_id))
+
+    def items(self, query: ItemsQuery | Fields) -> ItemPage:
+        """Returns a page of the catalogue, or the items of `ids`. Raises InvalidRequest."""
+        return self.catalog.page(checked(query, ItemsQuery))
 
     def put_items(self, body: ItemsRequest | Fields) -> ItemsResponse:
         """Inserts and updates items. Raises JournalError or InvalidRequest."""

@@ -13,7 +13,7 @@ from recserve.schemas import validation
 from tests.recorded import record
 from tests.recorded.cases import ANSWERS, read_cases, write_cases
 from tests.recorded.compare import differences
-from tests.recorded.files_check import check_files
+from tests.recorded.files_check import JOBS, SLATES_JOB, check_files
 from tests.recorded.replay import Finding, replay_http, replay_service
 from tests.recorded.worlds import WORLDS, World
 
@@ -37,8 +37,9 @@ def test_service_gives_the_recorded_answers(name):
     assert not found, report(found)
 
 
-def test_recorded_files_can_be_used():
-    found = check_files()
+@pytest.mark.parametrize("jobs", [(SLATES_JOB,), pytest.param(JOBS, marks=pytest.mark.slow)])
+def test_recorded_files_can_be_used(jobs):
+    found = check_files(jobs=jobs)
     assert not found, report(found)
 
 

@@ -30,6 +30,22 @@ MAX_UNITS = 100_000
 # What became of a request that the server of an arm got.
 Forwarding = Literal["answered", "late", "failed", "refused", "busy"]
 FORWARDINGS: tuple[Forwarding, ...] = ("answered", "late", "failed", "refused", "busy")
+# Names the arm in a forwarded request. A server leaves such a request out of its own experiments,
+# so that two servers that name each other cannot send a request in circles.
+ARM_HEADER = "x-recserve-arm"
+
+
+class ForwardingError(RuntimeError):
+    """The server of an arm has not answered a request. The message has no address.
+
+    Attributes:
+        result: What became of the request. A refusal is an error of the arm only if the control
+            answers the request.
+    """
+
+    def __init__(self, result: Forwarding, message: str) -> None:
+        super().__init__(message)
+        self.result: Forwarding = result
 
 
 @dataclass(frozen=True)

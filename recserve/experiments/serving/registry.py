@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import msgspec
 
 from recserve.experiments.serving.experiment import Experiment, ServingArm
-from recserve.schemas.experiments import ExperimentLabel, ExperimentsResponse, Use
-
-
-class UnknownExperiment(LookupError):
-    """The server has no experiment of that name."""
+from recserve.schemas.experiments import (
+    ExperimentLabel,
+    ExperimentsResponse,
+    UnknownExperiment,
+    Use,
+)
 
 
 @dataclass(frozen=True)

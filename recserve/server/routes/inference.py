@@ -196,7 +196,7 @@ async def _slates(
     works = await app_state.begin(begin, request, requests, deadline_s)
     found = await gather(request, works, deadline_s)
     answers = [trace_answer(trace_of(request.scope), outcome) for outcome in found]
-    return answers[0].model_version, slate_tensors(answers)
+    return answers[0].model_version, slate_tensors(requests, answers)
 
 
 async def _rankings(

@@ -42,7 +42,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
 
     @app.get("/v1/items", operation_id="items")
     async def items(request: Request) -> Response:
-        """Return a page of the catalogue; `query`, `limit` and `after`."""
+        """Return a page of the catalogue, or the items of `ids`."""
         query = query_of(request, ItemsQuery)
         return json_response(await app_state.from_store(app_state.service.catalog.page, query))
 

@@ -9,8 +9,6 @@ from starlette.responses import Response
 
 from recserve.schemas.items import RankBatchRequest, RankBatchResponse, RankOutcome, RankRequest
 from recserve.server.app_state import AppState, gather, json_response
-from recserve.server.arms.item_answer import answer_items
-from recserve.server.arms.item_use import RANK
 from recserve.server.errors import error_answer
 from recserve.server.threads import is_large, on_thread
 from recserve.server.transport.trace import trace_of
@@ -28,7 +26,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         body = await app_state.body(request, BODY)
         service = app_state.service
         begin = service.ranker.begin
-        answer = await answer_items(app_state, request, RANK, service, begin, body)
+        answer = await app_state.answer_items(app_state, request, service, begin, body)
         return json_response(answer)
 
     @app.post("/v1/rank:batch", operation_id="rank_batch")

@@ -10,8 +10,6 @@ from starlette.responses import Response
 from recserve.schemas.items import RecommendRequest
 from recserve.schemas.numbers import exact_number
 from recserve.server.app_state import AppState, json_response
-from recserve.server.arms.item_answer import answer_items
-from recserve.server.arms.item_use import RECOMMEND
 
 BODY = msgspec.json.Decoder(RecommendRequest, float_hook=exact_number)
 
@@ -26,7 +24,7 @@ def add_routes(app: FastAPI, app_state: AppState) -> None:
         # Read before the answer: the server may be draining when the answer is there.
         service = app_state.service
         begin, signer = service.recommender.begin, service.signer
-        answer = await answer_items(app_state, request, RECOMMEND, service, begin, body)
+        answer = await app_state.answer_items(app_state, request, service, begin, body)
         app_state.metrics.rounds.observe(answer.rounds)
         app_state.log_slate(body, answer, signer)
         return json_response(answer)

@@ -84,9 +84,7 @@ def engines(request, model):
     return engine_for(model, drafters={"medusa": launching}), launching, replaying, recorded
 
 
-@pytest.mark.parametrize(
-    "name", chosen(("greedy", "warm", "everything", "stops"), "greedy", "everything")
-)
+@pytest.mark.parametrize("name", chosen(("greedy", "warm", "everything", "stops"), "everything"))
 def test_drafts_are_those_of_launched_heads(name, engines, model):
     """Alone and eight together."""
     launched, launching, replaying, recorded = engines

@@ -15,7 +15,7 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers import path
 from tests.support import recorder
-from tests.support.grids import covering
+from tests.support.grids import chosen, covering
 from tests.support.recorded_steps import SHAPES, Counted, with_graphs
 from tests.support.text_engines import (
     PARAMETERS,
@@ -125,7 +125,7 @@ def test_what_fits_no_bucket_steps_as_before(model, expected):
     assert counted.replays > before
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+@pytest.mark.parametrize("rule", chosen(("rejection", "block", "typical"), "block"))
 def test_other_rules_judge_chosen_drafts_in_a_record(rule, model):
     """Where no drafter draws there are no rows of probs, and their rules are recorded all the
     same: the text is that of launched steps.

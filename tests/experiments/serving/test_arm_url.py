@@ -73,6 +73,7 @@ def start(arm):
 
 def test_without_httpx_the_start_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "recserve.server.remote_arm", raising=False)
     with pytest.raises(ConfigError) as refused:
         start({})
     assert str(refused.value) == ("experiments: arm e/b has a url; pip install 'recserve[client]'")

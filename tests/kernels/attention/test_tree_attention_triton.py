@@ -37,7 +37,7 @@ LIMITS = {"whole-root": False, "root-limits": True}
 
 @pytest.mark.parametrize(
     "splits,shape,cached,limits",
-    covering(SPLITS, SHAPES[:-1], CACHED, LIMITS, pairs=True),
+    covering(SPLITS, SHAPES[:-1], CACHED, LIMITS),
     indirect=["splits"],
 )
 def test_softmax_matches_reference(splits, shape, cached, limits):
