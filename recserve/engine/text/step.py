@@ -153,7 +153,7 @@ def text_step(
         states: States of the T nodes.
     """
     tree, depth, table, past = inputs.tree, inputs.depth, inputs.table, inputs.past
-    logits = model.logits(states.final)
+    logits, accepted = model.logits(states.final), None
     if inputs.lengths is None:
         found = acceptance.greedy_paths(logits, tree, depth)
     else:
@@ -177,7 +177,7 @@ def text_step(
         found = acceptance.pack_paths(walk, tree, logits)
     outputs = StepOutputs(found, depth, logits, states)
     if inputs.forks:
-        move_accepted(pool, tree, outputs.accepted, inputs.slots)
+        move_accepted(pool, tree, accepted or outputs.accepted, inputs.slots)
     return outputs
 
 
