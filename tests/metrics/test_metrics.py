@@ -32,6 +32,7 @@ FULL = Gauges(
     prefix_tokens={"hit": 30, "miss": 10},
     graph_steps={"replayed": 7, "size": 1},
     graph_searches={"replayed": 5},
+    graph_prefills={"replayed": 3},
     graph_seconds={"4x2": 0.5},
     graph_bytes={"4x2": 1024},
     background=4,
