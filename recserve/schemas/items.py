@@ -375,7 +375,7 @@ class ItemResponse(Struct, frozen=True, kw_only=True):
     """One item of the catalogue.
 
     Attributes:
-        popularity: Decayed number of events; at first the number of training events.
+        popularity: Decayed number of events, to a tenth; at first that of training events.
         available_from: Time from which the item is recommended, if it has one.
         expires_at: Time from which the item is not recommended any more, if it has one.
     """

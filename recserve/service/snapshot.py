@@ -317,9 +317,9 @@ class Snapshot:
             looked_at *= SCAN_GROWTH
 
     def item_popularity(self, row: int) -> float:
-        """Returns the decayed number of events of a row's item."""
+        """Returns the decayed number of events of a row's item, to a tenth."""
         (count,) = self.popularity.at(self.items.first_rows(np.array([row]))).tolist()
-        return round(float(count), 3)
+        return round(float(count), 1)
 
 
 def _joined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
