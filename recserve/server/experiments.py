@@ -71,7 +71,7 @@ A = TypeVar("A", bound=RecommendResponse | RankResponse)
 T = TypeVar("T", bound=TextRequest)
 R = TypeVar("R")
 log = logging.getLogger(__name__)
-COUNTS = ".experiments"  # in bundles_dir, or the end of a name next to the bundle
+COUNTS_FOLDER = ".experiments"  # in bundles_dir, or the end of a name next to the bundle
 MAX_COPIES = 8  # of mode `shadow` at the same time
 
 
@@ -229,10 +229,10 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
     """
     folder = config.experiments_dir
     if folder is None and config.bundles_dir is not None:
-        folder = config.bundles_dir.resolve() / COUNTS
+        folder = config.bundles_dir.resolve() / COUNTS_FOLDER
     if folder is None and config.bundle is not None:
         bundle = config.bundle.resolve()
-        folder = bundle.with_name(bundle.name + COUNTS)
+        folder = bundle.with_name(bundle.name + COUNTS_FOLDER)
     if folder is None:
         return None
     try:
