@@ -62,7 +62,7 @@ B = TypeVar("B", bound=RecommendRequest | RankRequest)
 A = TypeVar("A", bound=RecommendResponse | RankResponse)
 T = TypeVar("T", bound=TextRequest)
 log = logging.getLogger(__name__)
-SUFFIX = ".experiments"  # in bundles_dir, or the end of a name next to the bundle
+COUNTS_FOLDER = ".experiments"  # in bundles_dir, or the end of a name next to the bundle
 MAX_COPIES = 8  # of mode `shadow` at the same time
 
 
@@ -216,10 +216,10 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
     """
     folder = config.experiments_dir
     if folder is None and config.bundles_dir is not None:
-        folder = config.bundles_dir.resolve() / SUFFIX
+        folder = config.bundles_dir.resolve() / COUNTS_FOLDER
     if folder is None and config.bundle is not None:
         bundle = config.bundle.resolve()
-        folder = bundle.with_name(bundle.name + SUFFIX)
+        folder = bundle.with_name(bundle.name + COUNTS_FOLDER)
     if folder is None:
         return None
     try:

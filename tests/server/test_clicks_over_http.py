@@ -157,3 +157,21 @@ def test_a_folder_that_cannot_be_used_is_a_clear_error(tmp_path):
     config = ServerConfig(bundle=tmp_path, experiments=[ONE], experiments_dir=folder)
     with pytest.raises(ConfigError, match="experiments_dir: .*counts cannot be used"):
         create_app(config)
+
+
+@pytest.mark.parametrize("bundles_dir", [False, True])
+def test_counts_are_by_default_next_to_the_bundle(tmp_path, bundles_dir):
+    (tmp_path / "shelf" / "shop").mkdir(parents=True)
+    settings = {"bundle": tmp_path / "shelf" / "shop", "experiments": [ONE]}
+    if bundles_dir:
+        settings["bundles_dir"] = tmp_path / "shelf"
+    create_app(ServerConfig(**settings))
+    folder = ".experiments" if bundles_dir else "shop.experiments"
+    assert (tmp_path / "shelf" / folder).is_dir()
+
+
+def test_a_server_goes_on_if_it_cannot_write_next_to_the_bundle(tmp_path, caplog):
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop.experiments").write_text("")
+    create_app(ServerConfig(bundle=tmp_path / "shop", experiments=[ONE]))
+    assert "the counts of experiments end with this process" in caplog.text
