@@ -39,7 +39,7 @@ from recserve.core.request import (
     SlateQuery,
 )
 from recserve.models.item_heads import DraftPlan
-from recserve.search.strategies.speculative import SpeculativeStrategy, cheapest_draft
+from recserve.search.strategies.speculative import PlanPolicy, SpeculativeStrategy, cheapest_draft
 from recserve.service.auto_strategy import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"
@@ -74,13 +74,13 @@ class Measured:
         return float(np.median(np.array(self.times[BEAM]) / np.array(self.times[name])))
 
 
-class AlwaysDrafting(SpeculativeStrategy):
+class AlwaysDrafting(PlanPolicy):
     """Drafts even if drafting does not pay."""
 
     def plan(self, request: SlateQuery) -> DraftPlan:
         """Returns the draft with the least expected work."""
-        assert self.head.calibration is not None
-        return cheapest_draft(self.head.calibration.scaled(request.width, request.k))
+        assert self.calibration is not None
+        return cheapest_draft(self.calibration.scaled(request.width, request.k))
 
 
 def offer_drafts(subject: Subject) -> None:
@@ -92,7 +92,9 @@ def offer_drafts(subject: Subject) -> None:
     strategy = subject.engine._strategies.get(SPECULATIVE)
     if not isinstance(strategy, SpeculativeStrategy) or strategy.head.calibration is None:
         raise ValueError("the bundle has no calibrated draft head; run `recserve train drafter`")
-    subject.engine.offer(DRAFTED, AlwaysDrafting(subject.model, strategy.head))
+    drafted = SpeculativeStrategy(subject.model, strategy.head)
+    drafted.policy = AlwaysDrafting(drafted.name, strategy.head)
+    subject.engine.offer(DRAFTED, drafted)
 
 
 def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measured:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from recserve.batch.generate import ANSWERS, check_schema
+from recserve.batch.generate import check_schema
 from recserve.batch.part import Task
 from recserve.batch.recipe import SlateRecipe, environment, from_json, to_json
 
@@ -26,7 +26,9 @@ class RowsRejected(ValueError):
 
 
 def slates(recipe: SlateRecipe, on_error: str = "raise") -> MapBatches:
-    """Returns a function from batches of users to batches of slates with schema ANSWERS.
+    """Returns a function from batches of users to batches of slates.
+
+    Their schema is that of `answer_schema`.
 
     The function can be sent to another process. It divides each batch into groups of
     `recipe.in_flight` rows, like a batch job divides its parts.
@@ -56,7 +58,7 @@ def _slates(
         generated = task(pa.Table.from_batches([batch]), first)
         if strict and generated.errors.num_rows:
             raise RowsRejected(f"{generated.errors.num_rows} rows rejected: {generated.example}")
-        yield from generated.answers.cast(ANSWERS).combine_chunks().to_batches()
+        yield from generated.answers.combine_chunks().to_batches()
         first += batch.num_rows
 
 

@@ -3,6 +3,8 @@
 The generator reads and writes no files, so any runner that maps tables can call it, local or
 distributed. Every input row has a `user_id`. The columns `history`, `k`, `strategy`, `exclude_seen`
 and `filter` are optional, and so is each of their values.
+
+A job with `fields` writes one more column, `fields`: a struct of columns of the catalogue.
 """
 
 from __future__ import annotations
@@ -18,8 +20,15 @@ import pyarrow as pa
 from recserve.batch.part import Generated
 from recserve.bounds import id_of_number
 from recserve.features.history.history import StoreUnavailable
+from recserve.features.tables.attribute_values import plain_type, record_column
 from recserve.features.tables.parquet import column, is_text
-from recserve.schemas.items import MAX_K, InvalidRequest, RecommendRequest, RecommendResponse
+from recserve.schemas.items import (
+    MAX_FIELDS,
+    MAX_K,
+    InvalidRequest,
+    RecommendRequest,
+    RecommendResponse,
+)
 from recserve.schemas.numbers import exact_number
 from recserve.schemas.validation import converted
 
@@ -41,6 +50,14 @@ ERRORS = pa.schema(
         pa.field("reason", pa.string(), nullable=False),
     ]
 )
+
+
+def answer_schema(columns: pa.Schema) -> pa.Schema:
+    """Returns the schema of slates with these columns of the catalogue; ANSWERS without any."""
+    if not columns.names:
+        return ANSWERS
+    parts = [pa.field(column.name, plain_type(column.type)) for column in columns]
+    return ANSWERS.append(pa.field("fields", pa.struct(parts)))
 
 
 def _is_id(kind: Any) -> bool:
@@ -78,17 +95,21 @@ class Defaults:
         strategy: Decoding strategy.
         exclude_seen: True leaves out items that are in the user's history.
         beam_width: Beam width of every request. None uses the service's default.
+        fields: Columns of the catalogue that the output has for each item.
 
     Raises:
-        ValueError: If `k` is out of range.
+        ValueError: If `k` or the number of fields is out of range.
     """
 
     k: int = 50
     strategy: str = "auto"
     exclude_seen: bool = True
     beam_width: int | None = None
+    fields: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.fields) > MAX_FIELDS:
+            raise ValueError(f"fields has {len(self.fields)} columns; expected 0..{MAX_FIELDS}")
         if not 1 <= self.k <= MAX_K:
             raise ValueError(f"k is {self.k}; expected 1..{MAX_K}")
 
@@ -125,6 +146,7 @@ class Generator:
         in_flight: Number of requests passed to `recommend` at once, at least 1.
         reset: Called at the start of each part; forgets what `recommend` has cached.
         versions: What `recommend` is: versions of models and catalogue, for the job's record.
+        schema: Schema of the slates, see `answer_schema`.
 
     Raises:
         ValueError: If `in_flight` is below 1.
@@ -135,6 +157,7 @@ class Generator:
     in_flight: int = 64
     reset: Callable[[], None] = lambda: None
     versions: Mapping[str, str] = field(default_factory=dict)
+    schema: pa.Schema = ANSWERS
     columns = tuple(COLUMNS)
     suffix = ".parquet"
 
@@ -193,7 +216,7 @@ class Generator:
                 done(len(rows))
         errors.sort(key=lambda error: error["row"])
         return Generated(
-            answers=_answer_table(answers),
+            answers=_answer_table(answers, self.schema),
             errors=pa.Table.from_pylist(errors, schema=ERRORS),
             example=f"row {errors[0]['row']}: {errors[0]['reason']}" if errors else "",
         )
@@ -225,6 +248,7 @@ class Generator:
                 "beam_width": self.defaults.beam_width,
                 "exclude": {"seen": given("exclude_seen", self.defaults.exclude_seen)},
                 "filter": _filter(row.get("filter")),
+                "fields": list(self.defaults.fields),
             },
             RecommendRequest,
         )
@@ -265,7 +289,7 @@ def _refused(number: int, row: dict[str, Any], error: Exception) -> dict[str, An
     return {"row": number, "user_id": None if user is None else str(user), "reason": str(error)}
 
 
-def _answer_table(answers: list[tuple[str, RecommendResponse]]) -> pa.Table:
+def _answer_table(answers: list[tuple[str, RecommendResponse]], schema: pa.Schema) -> pa.Table:
     rows = [
         (user, item.rank, item.item_id, item.score, a.strategy, a.model_version, a.catalog_version)
         for user, a in answers
@@ -273,4 +297,9 @@ def _answer_table(answers: list[tuple[str, RecommendResponse]]) -> pa.Table:
     ]
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(ANSWERS)
     arrays = [pa.array(values, kind) for values, kind in zip(columns, ANSWERS.types, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=ANSWERS)
+    if "fields" in schema.names:
+        parts = list(schema.field("fields").type)
+        shown = [item.fields or {} for _, a in answers for item in a.items]
+        values = [record_column([one[part.name] for one in shown], part.type) for part in parts]
+        arrays.append(pa.StructArray.from_arrays(values, fields=parts))
+    return pa.Table.from_arrays(arrays, schema=schema)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from recserve.batch.generate import Defaults, Generator
+from recserve.batch.generate import Defaults, Generator, answer_schema
 from recserve.batch.part import Task
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -63,14 +63,16 @@ class SlateRecipe:
         """Opens the bundle.
 
         Raises:
-            WrongOption: If the bundle does not have the strategy of the defaults.
+            WrongOption: If the bundle lacks the strategy or a field of the defaults.
             BundleError: If the bundle is damaged.
         """
         import torch
 
         from recserve.batch.together import reset, together
         from recserve.kernels import backend
+        from recserve.schemas.items import InvalidRequest
         from recserve.service import Service
+        from recserve.service.fields import check_fields
 
         torch.set_num_threads(self.threads)
         with Service.open(self.bundle, self.store, self.device) as service:
@@ -79,6 +81,11 @@ class SlateRecipe:
             if strategy not in there:
                 listed = ", ".join(there)
                 raise WrongOption(f"strategy is {strategy!r}; expected one of {listed}")
+            items = service.catalog.current.items
+            try:
+                check_fields(self.defaults.fields, items)
+            except InvalidRequest as error:
+                raise WrongOption(str(error)) from None
             yield Generator(
                 recommend=together(service),
                 defaults=self.defaults,
@@ -89,6 +96,7 @@ class SlateRecipe:
                     "device": service.device.type,
                     "kernels": backend.FORCED,
                 },
+                schema=answer_schema(items.field_schema(self.defaults.fields)),
             )
 
 
@@ -181,7 +189,9 @@ def from_json(text: str) -> Recipe:
     fields = json.loads(text)
     if fields.pop("kind") == TextRecipe.__name__:
         return TextRecipe(**{**fields, "drafters": tuple(fields["drafters"])})
-    return SlateRecipe(**{**fields, "defaults": Defaults(**fields["defaults"])})
+    defaults = fields["defaults"]
+    defaults = Defaults(**{**defaults, "fields": tuple(defaults["fields"])})
+    return SlateRecipe(**{**fields, "defaults": defaults})
 
 
 def _sha256(path: Path) -> str:

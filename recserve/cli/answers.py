@@ -11,6 +11,7 @@ from recserve.cli.flags import (
     BundleFlag,
     Device,
     DeviceFlag,
+    FieldsFlag,
     HistoryFlag,
     JsonFlag,
     StoreFlag,
@@ -49,6 +50,7 @@ def recommend(
     seen: Annotated[
         bool, typer.Option("--seen/--unseen", help="Allow items of the history, or not.")
     ] = False,
+    fields: FieldsFlag = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Print the work that the answer took.")
     ] = False,
@@ -71,6 +73,7 @@ def recommend(
         diversity=diversity and json_value(diversity, "--diversity"),
         outcome=outcome and json_value(outcome, "--outcome"),
         exclude={"seen": not seen},
+        fields=ids(fields),
         explain=explain,
     )
     with _service(bundle, store, device) as service:
@@ -84,6 +87,7 @@ def rank(
     user: UserFlag = None,
     history: HistoryFlag = None,
     scorer: Annotated[str, typer.Option(help="auto, ranker or likelihood.")] = "auto",
+    fields: FieldsFlag = None,
     store: StoreFlag = None,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
@@ -97,6 +101,7 @@ def rank(
         user=user and {"id": user},
         history=ids(history),
         scorer=scorer,
+        fields=ids(fields),
         candidates=[{"item_id": item_id} for item_id in ids(item) or []],
     )
     with _service(bundle, store, device) as service:
@@ -166,9 +171,10 @@ def _print(answer: Any, as_json: bool, table: Table) -> None:
     from rich.console import Console
 
     from recserve.cli.terminal import timing_line
+    from recserve.schemas.numbers import ENCODER
 
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+        typer.echo(msgspec.json.format(ENCODER.encode(answer), indent=2).decode())
         return
     Console().print(table)
     if hasattr(answer, "timing_ms"):

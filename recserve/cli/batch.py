@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from recserve.cli.flags import DeviceFlag, StoreFlag
+from recserve.cli.flags import DeviceFlag, FieldsFlag, StoreFlag, ids
 
 if TYPE_CHECKING:
     from recserve.batch.job import PartRunner
@@ -60,6 +60,7 @@ def batch(
     k: Annotated[int, typer.Option("-k", "--k", help="Default for rows without k.")] = 50,
     strategy: Annotated[str, typer.Option(help="Default for rows without one.")] = "auto",
     beam_width: Annotated[int | None, typer.Option(min=1, help="Beam width.")] = None,
+    fields: FieldsFlag = None,
     rows_per_part: Annotated[int, typer.Option(min=1, help="Rows per output file.")] = 20_000,
     in_flight: Annotated[
         int | None,
@@ -106,6 +107,7 @@ def batch(
     for flag, value in {
         "--store": bundle is None and store,
         "--beam-width": bundle is None and beam_width,
+        "--fields": bundle is None and fields,
         "--llm-name": llm is None and llm_name,
         "--llm-dtype": llm is None and llm_dtype,
         "--drafter": llm is None and drafter,
@@ -120,7 +122,9 @@ def batch(
         if bundle is not None:
             recipe = SlateRecipe(
                 bundle=str(bundle.resolve()),
-                defaults=Defaults(k, strategy, beam_width=beam_width),
+                defaults=Defaults(
+                    k, strategy, beam_width=beam_width, fields=tuple(ids(fields) or ())
+                ),
                 store=_absolute(store),
                 device=device,
                 in_flight=in_flight or 64,

@@ -23,6 +23,12 @@ HistoryFlag = Annotated[
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the JSON of the HTTP route.")]
 
 
+FieldsFlag = Annotated[
+    list[str] | None,
+    typer.Option(help="Columns of the catalogue to show; repeat the flag, or use commas."),
+]
+
+
 def ids(values: list[str] | None) -> list[str] | None:
     """Returns the ids of a repeatable flag with comma-separated values; None if it is absent."""
     return [part for value in values for part in value.split(",") if part] if values else None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -17,7 +18,14 @@ from rich.text import Text
 
 from recserve.batch.job import Progress
 from recserve.schemas.events import HistoryResponse
-from recserve.schemas.items import ItemResponse, RankResponse, RecommendResponse, TimingMs
+from recserve.schemas.items import (
+    ItemResponse,
+    RankedItem,
+    RankResponse,
+    RecommendedItem,
+    RecommendResponse,
+    TimingMs,
+)
 
 if TYPE_CHECKING:  # it would import torch, in every parent of batch workers too
     from recserve.service.finding import Finding
@@ -57,9 +65,11 @@ def slate_table(answer: RecommendResponse, title: Title) -> Table:
     table.add_column("title", ratio=1, no_wrap=True, overflow="ellipsis")
     table.add_column("score", justify="right")
     table.add_column("source")
+    _add_fields(table, answer)
     for item in answer.items:
         score = "" if item.score is None else f"{item.score:.3f}"
-        table.add_row(str(item.rank), *_named(item.item_id, title), score, item.source)
+        named, shown = _named(item.item_id, title), _field_texts(item)
+        table.add_row(str(item.rank), *named, score, item.source, *shown)
     return table
 
 
@@ -78,10 +88,26 @@ def ranking_table(answer: RankResponse, title: Title, limit: int | None = None) 
     tasks = list(answer.items[0].scores) if answer.items else []
     for task in tasks:
         table.add_column(task, justify="right")
+    _add_fields(table, answer)
     for item in answer.items[:limit]:
         scores = [f"{item.scores[task]:.3f}" for task in tasks]
-        table.add_row(str(item.rank), *_named(item.item_id, title), *scores)
+        named, shown = _named(item.item_id, title), _field_texts(item)
+        table.add_row(str(item.rank), *named, *scores, *shown)
     return table
+
+
+def _add_fields(table: Table, answer: RecommendResponse | RankResponse) -> None:
+    """Adds a column for each requested field."""
+    for item in answer.items[:1]:
+        for name in () if item.fields is UNSET else item.fields:
+            table.add_column(Text(name), overflow="ellipsis")
+
+
+def _field_texts(item: RecommendedItem | RankedItem) -> list[Text]:
+    """Returns the values of the requested fields; a list is divided by commas."""
+    values = [] if item.fields is UNSET else item.fields.values()
+    texts = [", ".join(map(str, value)) if isinstance(value, list) else value for value in values]
+    return [Text("" if text is None else str(text)) for text in texts]
 
 
 def history_table(answer: HistoryResponse, title: Title) -> Table:

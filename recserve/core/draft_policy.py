@@ -4,14 +4,17 @@ Drafts change no text and no slate. (Where a rule lets them shape a text, nothin
 choice concerns speed only, and it is always the same one: among options of a size, an expected gain
 and a cost, the one with the most results for its cost.
 
-- Items: the options are the plans of a draft head's calibration. A plan costs its nodes, and the
-  nodes that a round is worth (search/strategies/speculative.py).
-- Texts: the options are depths. While a forward pass is bound by reading the weights, draft nodes
-  are nearly free. With many texts each node costs its arithmetic. Before a step, every drafter gets
-  the depth that maximises the expected tokens per millisecond. The milliseconds come from a
-  measured cost per number of nodes, corrected by completed steps. The tokens come from the
-  acceptance of earlier drafts. One percent of the time pays for deeper trials, so that the
-  statistics of a drafter that does not draft stay up to date.
+`DraftPolicy` is what all drafters share: a record of each, its alarm and its pause. Two policies
+derive from it.
+
+- Items, `PlanPolicy` (search/strategies/speculative.py): the options are the plans of a draft
+  head's calibration. A plan costs its nodes, and the nodes that a round is worth.
+- Texts, `DepthPolicy`: the options are depths. While a forward pass is bound by reading the
+  weights, draft nodes are nearly free. With many texts each node costs its arithmetic. Before a
+  step, every drafter gets the depth that maximises the expected tokens per millisecond. The
+  milliseconds come from a measured cost per number of nodes, corrected by completed steps. The
+  tokens come from the acceptance of earlier drafts. One percent of the time pays for deeper trials,
+  so that the statistics of a drafter that does not draft stay up to date.
 
 Without a cost, a draft is taken to be free. It is made unless it brings less than its break-even.
 """
@@ -146,11 +149,6 @@ class DraftRecord:
         alarm: Whether recent drafts are far below the expectation, or paused.
         paused: Whether only probes draft.
         accepted: By level, the share that is accepted, given that the level above is accepted.
-        reached: By level, the share of drafts that reach it, where their budget allows it.
-        width: Nodes per level.
-        call_ms: Milliseconds of one call, by the bit length of its number of texts, then by depth.
-        spare_ms: Milliseconds that the next trial may cost. The first trial is free, so that every
-            drafter becomes known.
     """
 
     name: str
@@ -159,10 +157,6 @@ class DraftRecord:
     alarm: bool = False
     paused: bool = False
     accepted: list[Average] = field(default_factory=lambda: _levels(0.0, 0))
-    reached: list[Average] = field(default_factory=lambda: _levels(1.0, PRIOR_WEIGHT))
-    width: Average = field(default_factory=lambda: Average(1.0, 1))
-    call_ms: dict[int, dict[int, Average]] = field(default_factory=dict)
-    spare_ms: float = math.inf
     _recent: Average = field(default_factory=Average)
     _calibrated: Average = field(default_factory=Average)
     _long_run: Average = field(default_factory=lambda: Average(memory=LONG_MEMORY))
@@ -230,6 +224,55 @@ class DraftRecord:
                 self.expected,
             )
 
+
+class DraftPolicy:
+    """Keeps a record of each drafter, and pauses those whose drafts save nothing.
+
+    Attributes:
+        records: What is known of each drafter, by name.
+    """
+
+    def __init__(self, break_even: float, pauses: bool) -> None:
+        """Knows no drafter yet.
+
+        Args:
+            break_even: Mean gain below which drafts do not pay.
+            pauses: Whether drafts that do not pay are paused.
+        """
+        self.records: dict[str, DraftRecord] = {}
+        self._break_even, self._pauses = break_even, pauses
+
+    def record(self, drafter: str) -> DraftRecord:
+        """Returns what is known of a drafter."""
+        known = self.records.get(drafter)
+        if known is None:
+            known = self.records[drafter] = DraftRecord(drafter, self._break_even, self._pauses)
+        return known
+
+    def health(self) -> dict[str, DraftHealth]:
+        """Returns the state of each drafter. It is safe to call from any thread."""
+        return {name: record.health() for name, record in list(self.records.items())}
+
+
+@dataclass
+class DepthRecord:
+    """What is known of the depth and the time of one drafter's drafts for texts.
+
+    Attributes:
+        accepted: By level, the share that is accepted (`DraftRecord.accepted`).
+        reached: By level, the share of drafts that reach it, where their budget allows it.
+        width: Nodes per level.
+        call_ms: Milliseconds of one call, by the bit length of its number of texts, then by depth.
+        spare_ms: Milliseconds that the next trial may cost. The first trial is free, so that every
+            drafter becomes known.
+    """
+
+    accepted: Seq[Average]
+    reached: list[Average] = field(default_factory=lambda: _levels(1.0, PRIOR_WEIGHT))
+    width: Average = field(default_factory=lambda: Average(1.0, 1))
+    call_ms: dict[int, dict[int, Average]] = field(default_factory=dict)
+    spare_ms: float = math.inf
+
     def gains(self) -> list[float]:
         """Returns the expected accepted tokens of drafts with 0 to MAX_DEPTH levels."""
         gains, path, chance = [0.0], 1.0, PRIOR_CHANCE
@@ -291,11 +334,10 @@ class _StepTime:
     stated: Average = field(default_factory=lambda: Average(memory=STEP_MEMORY))
 
 
-class DraftPolicy:
-    """Chooses how much each drafter of a model drafts.
+class DepthPolicy(DraftPolicy):
+    """Chooses how deep each drafter of a language model drafts.
 
     Attributes:
-        records: What is known of each drafter, by name.
         has_cost: Whether the cost of a step counts.
     """
 
@@ -306,26 +348,22 @@ class DraftPolicy:
             cost: Cost of a text step by its number of nodes. None: drafts are taken to be free, and
                 drafters below the break-even are paused.
         """
+        super().__init__(BREAK_EVEN, pauses=cost is None)
         self._cost = cost
         self.has_cost = cost is not None
-        self.records: dict[str, DraftRecord] = {}
-        self._times: dict[
-            tuple[int, bool], _StepTime
-        ] = {}  # by bit length of num_texts, any drafts
+        self._depths: dict[str, DepthRecord] = {}
+        # By the bit length of the number of texts, and whether any of them drafts.
+        self._times: dict[tuple[int, bool], _StepTime] = {}
         self._load: object = None
         self._plans: dict[str, _Plan] = {}
         self._hold = self._since_plain = 0
 
-    def record(self, drafter: str) -> DraftRecord:
-        """Returns what is known of a drafter."""
-        known = self.records.get(drafter)
+    def depth_record(self, drafter: str) -> DepthRecord:
+        """Returns what is known of the depth and the time of a drafter's drafts."""
+        known = self._depths.get(drafter)
         if known is None:
-            known = self.records[drafter] = DraftRecord(drafter, BREAK_EVEN, not self.has_cost)
+            known = self._depths[drafter] = DepthRecord(self.record(drafter).accepted)
         return known
-
-    def health(self) -> dict[str, DraftHealth]:
-        """Returns the state of each drafter. It is safe to call from any thread."""
-        return {name: record.health() for name, record in list(self.records.items())}
 
     def depths(self, counts: Mapping[str, int], num_texts: int, prefill: int) -> dict[str, int]:
         """Returns the depth of the next drafts by drafter, if there is a cost. Depth 0 means no
@@ -341,7 +379,7 @@ class DraftPolicy:
         load = (counts, num_texts, prefill)
         if load != self._load or not self._hold:
             self._plan(self._cost, counts, num_texts, prefill)
-            known = all(self.records[drafter].reached[0].weight >= KNOWN for drafter in counts)
+            known = all(self._depths[drafter].reached[0].weight >= KNOWN for drafter in counts)
             self._load, self._hold = load, HOLD if known else 1
         self._hold -= 1
         self._since_plain += 1
@@ -351,7 +389,7 @@ class DraftPolicy:
             return dict.fromkeys(counts, 0)
         depths = {}
         for drafter, plan in self._plans.items():
-            record, depths[drafter] = self.records[drafter], plan.depth
+            record, depths[drafter] = self._depths[drafter], plan.depth
             if plan.trial_depth > plan.depth and record.spare_ms >= plan.trial_ms:
                 record.spare_ms, depths[drafter] = 0.0, plan.trial_depth
         if not any(depths.values()):
@@ -362,7 +400,7 @@ class DraftPolicy:
         """Returns the most nodes of a draft of this depth; infinite at MAX_DEPTH."""
         if depth >= MAX_DEPTH:
             return math.inf
-        return math.ceil(self.records[drafter].width.value * depth)
+        return math.ceil(self._depths[drafter].width.value * depth)
 
     def record_drafts(
         self, drafter: str, drafts: Iterable[tuple[int, int, int]], milliseconds: float
@@ -378,7 +416,7 @@ class DraftPolicy:
         drafts = list(drafts)
         if self._cost is None or not any(budget for budget, _, _ in drafts):
             return
-        record = self.record(drafter)
+        record = self.depth_record(drafter)
         depth = max(levels for _, _, levels in drafts)
         bucket = record.call_ms.setdefault(len(drafts).bit_length(), {})
         known = bucket.setdefault(max(min(depth, MAX_DEPTH), 1), Average(memory=STEP_MEMORY))
@@ -400,7 +438,7 @@ class DraftPolicy:
         known.measured.add(min(milliseconds, 2 * known.measured.value or milliseconds))
         known.stated.add(self._cost(nodes))
         for drafter in self._plans:
-            self.records[drafter].spare_ms += TRIAL_SHARE * milliseconds / len(self._plans)
+            self._depths[drafter].spare_ms += TRIAL_SHARE * milliseconds / len(self._plans)
 
     def _step_ms(self, num_texts: int, drafted: bool) -> tuple[float, float]:
         """Returns slope and shift: a step whose nodes cost `c` is expected to take
@@ -423,7 +461,7 @@ class DraftPolicy:
         tokens, nodes, drafting_ms = float(num_texts), float(num_texts + prefill), 0.0
         # Prompt tokens are computed with any draft, and lead to tokens of later steps.
         prefill_ms = cost(prefill)
-        known = {name: self.record(name) for name in counts}
+        known = {name: self.depth_record(name) for name in counts}
         # The drafter with the highest acceptance takes the cheap nodes first.
         for drafter in sorted(counts, key=lambda name: -known[name].gains()[1]):
             record, count = known[drafter], counts[drafter]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recserve.core.draft_policy import DraftRecord
+from recserve.core.draft_policy import DraftPolicy
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Result
 from recserve.core.sequence import SearchSequence
@@ -47,11 +47,11 @@ class Strategy(ABC):
     Attributes:
         placeholders: Auxiliary nodes after the root, computed in the root's own forward. Their
             states stay with the cached root. None: there are none.
-        watch: Acceptance of its drafts. None: it drafts nothing.
+        policy: Decides about its drafts. None: it drafts nothing.
     """
 
     placeholders: NodeInputs | None = None
-    watch: DraftRecord | None = None
+    policy: DraftPolicy | None = None
 
     def tree_capacity(self, request: Any) -> int:
         """Returns the most tree nodes that a request can have computed, over all rounds."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from recserve.core.draft_policy import DraftPolicy
+from recserve.core.draft_policy import DepthPolicy
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.beam_search_graph import cuda_searches
@@ -163,7 +163,7 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
         runner, model, config.max_running, config.graphs, config.graph_limits, drafters
     )
     measured = config.load_aware and len(drafters) > 1  # `none` drafts nothing
-    policy = DraftPolicy(text_step_cost(model) if measured else None)
+    policy = DepthPolicy(text_step_cost(model) if measured else None)
     scheduler = TextScheduler(runner, model, TextLimits(), graphs, policy)
     engine.schedulers["text"] = scheduler
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]

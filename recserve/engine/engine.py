@@ -34,7 +34,7 @@ from recserve.engine.runtime.request_queue import (
 )
 from recserve.engine.runtime.scheduler import Scheduler, StepLock
 from recserve.engine.runtime.step_watch import StepWatch
-from recserve.engine.stats import EngineStats, watched
+from recserve.engine.stats import EngineStats
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.kernels.trie.trie import Trie
 from recserve.speculation.completion import Completion, TextQuery
@@ -234,6 +234,9 @@ class Engine:
         caches = list({id(scheduler.kv): scheduler.kv for scheduler in schedulers}.values())
         text = self.schedulers.get("text")
         drafts = text.draft_health() if isinstance(text, TextScheduler) else {}
+        for name, strategy in list(self._strategies.items()):
+            if strategy.policy is not None:
+                (drafts[name],) = strategy.policy.health().values()
         return EngineStats(
             queue_depth=len(self.queue),
             running=sum(scheduler.num_running for scheduler in schedulers) - begun,
@@ -248,7 +251,7 @@ class Engine:
             graph_seconds={graph.bucket.name: graph.seconds for graph in captured},
             graph_bytes={graph.bucket.name: graph.bytes for graph in captured},
             unrecorded=[name for graphs in sets.values() for name in graphs.missing],
-            drafts=drafts | watched(self._strategies),
+            drafts=drafts,
             device=schedulers[0].runner.pool.keys.device.type,
         )
 

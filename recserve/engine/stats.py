@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from recserve.core.draft_policy import DraftHealth
-from recserve.core.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,3 @@ class EngineStats:
     unrecorded: Seq[str] = ()
     drafts: Mapping[str, DraftHealth] = field(default_factory=dict)
     device: str = "cpu"
-
-
-def watched(strategies: Mapping[str, Strategy]) -> dict[str, DraftHealth]:
-    """Returns the acceptance of recent drafts of the strategies that draft."""
-    watches = [(name, strategy.watch) for name, strategy in list(strategies.items())]
-    return {name: watch.health() for name, watch in watches if watch is not None}

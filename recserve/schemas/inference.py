@@ -97,9 +97,9 @@ class OutputParameters(Struct, frozen=True, kw_only=True):
 
 
 class RequestedOutput(Struct, frozen=True, kw_only=True):
-    """An output that the response shall have."""
+    """An output that the response shall have. `fields.NAME` is a column of the catalogue."""
 
-    name: Name
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
     parameters: OutputParameters = OutputParameters()
 
 

@@ -31,6 +31,9 @@ MAX_BATCH = 256
 MAX_TIMEOUT_MS = 60_000
 MAX_OUTCOMES = 64
 MAX_WINDOW_S = 10 * 365 * 86_400
+MAX_FIELDS = 32
+# Values of fields in one answer: items times fields.
+MAX_FIELD_VALUES = MAX_CANDIDATES * MAX_FIELDS
 
 # An integer may stand in the place of an id and a number in the place of a time, see
 # `validation.number_texts`. The key marks such texts, also in schemas, where it names the type.
@@ -54,6 +57,10 @@ TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 Cap = Annotated[int, Meta(ge=1, le=MAX_K)]
 Level = Annotated[int, Meta(ge=0, le=63)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
+# Columns of the catalogue that an answer shows for each item.
+FieldNames = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=MAX_FIELDS)
+]
 Mix = Annotated[dict[Name, Weight], Meta(min_length=1, max_length=MAX_OUTCOMES)]
 Moment = Annotated[
     datetime.datetime,
@@ -132,6 +139,8 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
         outcome: Weights of event types that the slate should lead to; only `dense` uses it. None
             means the distribution of the training events.
         diversity: Caps on similar items.
+        fields: Columns that the response has for each item: `title`, `categories` and columns of
+            the items file.
     """
 
     user: UserRef | None = None
@@ -144,6 +153,7 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
     filter: dict[str, Any] | None = None
     outcome: Mix | None = None
     diversity: Diversity | None = None
+    fields: FieldNames = []
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
     explain: bool = False
@@ -165,7 +175,9 @@ class Candidate(StrictStruct, frozen=True, kw_only=True, gc=False):
 class RankRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /v1/rank. Either `user` or `history` is required.
 
-    `sort_by` is the task whose score sorts the response; None means the model's first task.
+    Attributes:
+        sort_by: Task whose score sorts the response; None means the model's first task.
+        fields: Columns that the response has for each item, as in RecommendRequest.
     """
 
     candidates: Annotated[list[Candidate], Meta(min_length=1, max_length=MAX_CANDIDATES)]
@@ -173,6 +185,7 @@ class RankRequest(StrictStruct, frozen=True, kw_only=True):
     history: Annotated[list[Id], Meta(max_length=MAX_HISTORY)] | None = None
     scorer: Name = "auto"
     sort_by: Name | None = None
+    fields: FieldNames = []
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
 
@@ -251,6 +264,7 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
         score: Sum of log-probabilities over the levels. `rpg` gives their mean, and `dense` a
             scaled cosine. None if `source` is not `model`.
         team: Arm that chose the item, in an interleaved slate only.
+        fields: Values of the requested fields; null where the item has none.
     """
 
     item_id: str
@@ -259,6 +273,7 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     source: str
     semantic_id: list[int] | UnsetType = UNSET
     team: str | UnsetType = UNSET
+    fields: dict[str, Any] | UnsetType = UNSET
 
 
 class RecommendResponse(Envelope, frozen=True, kw_only=True):
@@ -275,12 +290,19 @@ class RecommendResponse(Envelope, frozen=True, kw_only=True):
 
 
 class RankedItem(Struct, frozen=True, gc=False):
-    """One ranked candidate. `score` is that of the sorting task, `scores` has one per task."""
+    """One ranked candidate.
+
+    Attributes:
+        score: Score of the sorting task.
+        scores: One score per task.
+        fields: Values of the requested fields; null where the item has none.
+    """
 
     item_id: str
     score: float
     rank: int
     scores: dict[str, float]
+    fields: dict[str, Any] | UnsetType = UNSET
 
 
 class RankResponse(Envelope, frozen=True, kw_only=True):

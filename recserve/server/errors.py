@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from recserve.core.errors import DeadlineExceeded, EngineStopped, QueueFull, TooManyQueries
 from recserve.engine.runtime.scheduler import RequestTooLarge
-from recserve.experiments.serving.registry import UnknownExperiment
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import (
     CorruptHistory,
     ListingUnsupported,
     StoreUnavailable,
 )
+from recserve.schemas.experiments import UnknownExperiment
 from recserve.schemas.inference import InferError
 from recserve.schemas.items import (
     ErrorDetail,
@@ -30,7 +30,7 @@ from recserve.schemas.items import (
     UnsupportedField,
 )
 from recserve.server.body_decoder import MalformedBody
-from recserve.server.transport.trace import Trace
+from recserve.server.trace import Trace
 from recserve.service.errors import (
     ContextExceeded,
     ServiceClosed,

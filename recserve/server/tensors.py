@@ -17,17 +17,21 @@ from recserve.schemas.inference import (
 from recserve.schemas.items import (
     MAX_BATCH,
     InvalidRequest,
+    RankedItem,
     RankRequest,
     RankResponse,
+    RecommendedItem,
     RecommendRequest,
     RecommendResponse,
 )
+from recserve.schemas.numbers import ENCODER
 from recserve.schemas.validation import converted
 
 USER, HISTORY, K, CANDIDATES = "user_id", "history", "k", "candidates"
 TYPES = {USER: "BYTES", HISTORY: "BYTES", K: "INT64", CANDIDATES: "BYTES"}
 INPUTS = {"recommend": (USER, HISTORY, K), "rank": (USER, HISTORY, CANDIDATES)}
 COLUMNS = {"user_id": [-1], "history": [-1, -1], "k": [1], "candidates": [-1, -1]}
+FIELD = "fields."  # begins the names of outputs that are columns of the catalogue
 PAD = ""  # fills rows that are shorter than the tensor
 ENVELOPE = (
     ("strategy", "BYTES"),
@@ -63,7 +67,11 @@ def slate_requests(body: InferRequest) -> list[RecommendRequest]:
     tensors = _tensors(body, "recommend")
     (k,) = _whole_numbers(tensors[K]) if K in tensors else (10,)
     given = body.parameters
-    fields: dict[str, Any] = {"k": k, "exclude": {"seen": given.exclude_seen}}
+    fields: dict[str, Any] = {
+        "k": k,
+        "exclude": {"seen": given.exclude_seen},
+        "fields": _requested_fields(body),
+    }
     if given.strategy is not None:
         fields["strategy"] = given.strategy
     if given.beam_width is not None:
@@ -80,19 +88,23 @@ def ranking_requests(body: InferRequest) -> list[RankRequest]:
     tensors = _tensors(body, "rank")
     if CANDIDATES not in tensors:
         raise InvalidRequest("inputs", f"{CANDIDATES} is required")
-    scorer = {} if body.parameters.scorer is None else {"scorer": body.parameters.scorer}
+    fields: dict[str, Any] = {"fields": _requested_fields(body)}
+    if body.parameters.scorer is not None:
+        fields["scorer"] = body.parameters.scorer
     rows, candidates = _rows(tensors), _texts(tensors[CANDIDATES])
     if len(rows) != len(candidates):
         raise InvalidRequest(
             "inputs", f"{CANDIDATES} has {len(candidates)} rows; expected {len(rows)}"
         )
     return [
-        converted({**row, **scorer, "candidates": [{"item_id": i} for i in ids]}, RankRequest)
+        converted({**row, **fields, "candidates": [{"item_id": i} for i in ids]}, RankRequest)
         for row, ids in zip(rows, candidates, strict=True)
     ]
 
 
-def slate_tensors(answers: Sequence[RecommendResponse]) -> list[OutputTensor]:
+def slate_tensors(
+    requests: Sequence[RecommendRequest], answers: Sequence[RecommendResponse]
+) -> list[OutputTensor]:
     """Returns slates as tensors; rows that are shorter than the longest are padded."""
     width = max(len(answer.items) for answer in answers)
     columns: dict[str, tuple[str, list[Any], Any]] = {
@@ -100,9 +112,9 @@ def slate_tensors(answers: Sequence[RecommendResponse]) -> list[OutputTensor]:
         "score": ("FP32", [[i.score for i in a.items] for a in answers], None),
         "source": ("BYTES", [[i.source for i in a.items] for a in answers], PAD),
     }
-    return [_padded(n, t, rows, width, pad) for n, (t, rows, pad) in columns.items()] + _envelope(
-        answers
-    )
+    tensors = [_padded(n, t, rows, width, pad) for n, (t, rows, pad) in columns.items()]
+    items = [a.items for a in answers]
+    return [*tensors, *_field_tensors(requests[0].fields, items, width), *_envelope(answers)]
 
 
 def ranking_tensors(
@@ -114,14 +126,17 @@ def ranking_tensors(
     tasks += [t for a in answers for i in a.items[:1] for t in i.scores if t not in tasks]
     scores: dict[str, list[list[float | None]]] = {task: [] for task in tasks}
     ranks: list[list[int]] = []
+    places: list[list[RankedItem | None]] = []
     for request, answer in zip(requests, answers, strict=True):
         found = {item.item_id: item for item in answer.items}
         items = [found.get(candidate.item_id) for candidate in request.candidates]
         for task in tasks:
             scores[task].append([None if i is None else i.scores.get(task) for i in items])
         ranks.append([0 if item is None else item.rank for item in items])
+        places.append(items)
     tensors = [_padded(task, "FP32", rows, width, None) for task, rows in scores.items()]
-    return [*tensors, _padded("rank", "INT64", ranks, width, 0), *_envelope(answers)]
+    tensors.append(_padded("rank", "INT64", ranks, width, 0))
+    return [*tensors, *_field_tensors(requests[0].fields, places, width), *_envelope(answers)]
 
 
 def selected(
@@ -140,6 +155,37 @@ def selected(
                 f"outputs[{place}].name", f"expected one of {known}, got {output.name!r}"
             )
     return [by_name[output.name] for output in wanted]
+
+
+def _requested_fields(body: InferRequest) -> list[str]:
+    """Returns the columns of the catalogue that the requested outputs name."""
+    names = [output.name for output in body.outputs or []]
+    return [name.removeprefix(FIELD) for name in names if name.startswith(FIELD)]
+
+
+def _field_tensors(
+    names: Sequence[str],
+    rows: Sequence[Sequence[RecommendedItem | RankedItem | None]],
+    width: int,
+) -> list[OutputTensor]:
+    """Returns a tensor of texts for each column; values that are no texts are written as JSON."""
+    return [
+        _padded(
+            FIELD + name,
+            "BYTES",
+            [[_field(item, name) for item in row] for row in rows],
+            width,
+            PAD,
+        )
+        for name in names
+    ]
+
+
+def _field(item: RecommendedItem | RankedItem | None, name: str) -> str:
+    value = None if item is None or item.fields is UNSET else item.fields[name]
+    if value is None:
+        return PAD
+    return value if isinstance(value, str) else ENCODER.encode(value).decode()
 
 
 def _tensors(body: InferRequest, model: str) -> dict[str, InferTensor]:

@@ -20,8 +20,7 @@ A = TypeVar("A")
 LARGE_BATCH = 8
 LARGE_IDS = 512
 LARGE_K = 256
-# Models in whose queues a request waits. A ranking needs one of them.
-RECOMMEND_MODELS, RANK_MODELS, TEXT_MODELS = ("recommender",), ("ranker", "recommender"), ("text",)
+LARGE_VALUES = 2048  # items times fields
 
 
 class Threads:
@@ -89,12 +88,16 @@ def is_large(body: object) -> bool:
     match body:
         case RecommendRequest():
             ids = len(body.history or ()) + len(body.exclude.item_ids)
-            return body.filter is not None or ids > LARGE_IDS or body.k > LARGE_K
+            shown = body.k * len(body.fields)
+            large = ids > LARGE_IDS or body.k > LARGE_K or shown > LARGE_VALUES
+            return body.filter is not None or large
         case RankRequest():
-            return len(body.history or ()) + len(body.candidates) > LARGE_IDS
+            ids, shown = len(body.candidates), len(body.candidates) * len(body.fields)
+            return len(body.history or ()) + ids > LARGE_IDS or shown > LARGE_VALUES
         case RankBatchRequest():
             ids = sum(len(one.candidates) for one in body.requests)
-            return len(body.requests) > LARGE_BATCH or ids > LARGE_IDS
+            shown = sum(len(one.candidates) * len(one.fields) for one in body.requests)
+            return len(body.requests) > LARGE_BATCH or ids > LARGE_IDS or shown > LARGE_VALUES
     return False
 
 

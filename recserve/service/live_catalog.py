@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from msgspec import UNSET
 
 from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels
@@ -46,9 +47,10 @@ from recserve.features.vectors.text_encoder import unit
 from recserve.features.vectors.vector_index import VersionIndex
 from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
-from recserve.schemas.browse import ItemPage, ItemsQuery, ListedItem
+from recserve.schemas.browse import DEFAULT_LISTED, ItemPage, ItemsQuery, ListedItem
 from recserve.schemas.items import (
     HideItemResponse,
+    InvalidRequest,
     ItemInput,
     ItemResponse,
     ItemsRequest,
@@ -151,19 +153,28 @@ class LiveCatalog:
         )
 
     def page(self, query: ItemsQuery) -> ItemPage:
-        """Returns a page of items whose title or id contains the query, most popular items first.
+        """Returns the items of `ids`, or a page of items whose title or id contains the query.
+
+        A page begins with the most popular items. An unknown id of `ids` is reported, and the other
+        items are returned.
 
         The item whose id equals the query comes before all others. If the catalogue changes between
         two calls, an item can be on both pages or on none.
+
+        Raises:
+            InvalidRequest: If the query has both `ids` and another field.
         """
         items = self.current.items
+        if query.ids is not UNSET:
+            return _find_items(items, query, query.ids)
+        limit = DEFAULT_LISTED if query.limit is UNSET else query.limit
         text = query.query.strip().casefold()
         exact = items.visible.get(query.query.strip()) if text else -1
         matching: list[int] = [exact] if exact >= 0 and not query.after else []
         place, stop = query.after, query.after + MAX_SCANNED
         rows = items.popular(stop + 1)[place : stop + 1].tolist()
         for row in rows[:MAX_SCANNED]:
-            if len(matching) >= query.limit:
+            if len(matching) >= limit:
                 break
             place += 1
             if row != exact and _contains(items, row, text):
@@ -172,7 +183,7 @@ class LiveCatalog:
         return ItemPage(
             items=[ListedItem(**_item_fields(items, row)) for row in matching],
             next=place if more else None,
-            num_items=items.num_rows - items.removed_rows.size,
+            num_items=_num_items(items),
             catalog_version=items.name,
         )
 
@@ -435,6 +446,31 @@ def _item_fields(items: CatalogVersion, row: int) -> dict[str, Any]:
         "semantic_id": items.codes[row].tolist(),
         "popularity": items.popularity(row),
     }
+
+
+def _find_items(items: CatalogVersion, query: ItemsQuery, ids: Sequence[str]) -> ItemPage:
+    """Returns the items of these ids in their order; unknown ones are in `missing_item_ids`."""
+    given = {"query": query.query, "limit": query.limit, "after": query.after}
+    if others := [name for name, value in given.items() if value not in ("", UNSET, 0)]:
+        raise InvalidRequest("ids", f"expected no other parameter with it, got {others[0]}")
+    rows = items.visible.get_many(ids)
+    found = [
+        ListedItem(**_item_fields(items, row), attributes=items.attributes(row))
+        for row in rows
+        if row >= 0
+    ]
+    missing = dict.fromkeys(name for name, row in zip(ids, rows, strict=True) if row < 0)
+    return ItemPage(
+        items=found,
+        next=None,
+        num_items=_num_items(items),
+        catalog_version=items.name,
+        missing_item_ids=list(missing),
+    )
+
+
+def _num_items(items: CatalogVersion) -> int:
+    return int(items.num_rows - items.removed_rows.size)
 
 
 def _contains(items: CatalogVersion, row: int, text: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from recserve.schemas.items import (
     RankResponse,
 )
 from recserve.service.attribution import Envelope
+from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
 from recserve.service.history import EPOCH, History
 from recserve.service.live_catalog import LiveCatalog
@@ -87,9 +88,11 @@ class RankService:
             One pending answer per ranking. An invalid request yields its error as the answer.
 
         Raises:
+            InvalidRequest: If the rankings together ask for too many values of fields.
             QueueFull: If the queue cannot hold the whole batch now; none of it is started.
             TooManyQueries: If the queue can never hold the whole batch.
         """
+        check_num_values((len(one.candidates), len(one.fields)) for one in body.requests)
         answers: list[Prepared[RankResponse] | Exception] = []
         for index, one in enumerate(body.requests):
             name = one.request_id or (f"{request_id}.{index}"[-128:] if request_id else None)
@@ -110,6 +113,8 @@ class RankService:
         scorer = self.scorers[name]
         sort_by = _sorting_task(scorer, name, body)
         snapshot = self._catalog.current
+        if body.fields:
+            check_fields(body.fields, snapshot.items)
         history = self._histories.read(body.user, body.history, snapshot)
         degraded = list(history.degraded)
         if not history.rows.size:
@@ -129,8 +134,9 @@ class RankService:
             values, timing = np.zeros((0, len(scorer.tasks))), None
             if results:
                 values, timing = results[0].values, results[0].timing
+            fields = snapshot.items.fields(rows, body.fields) if body.fields else []
             return RankResponse(
-                items=_sort_items(ids, scorer.scores(values), scorer.tasks, sort_by),
+                items=_sort_items(ids, fields, scorer.scores(values), scorer.tasks, sort_by),
                 missing_item_ids=missing,
                 scorer=name,
                 strategy=name,
@@ -319,9 +325,21 @@ def _find_items(
 
 
 def _sort_items(
-    ids: Sequence[str], scores: np.ndarray, tasks: tuple[str, ...], sort_by: str
+    ids: Sequence[str],
+    fields: Sequence[dict[str, Any]],
+    scores: np.ndarray,
+    tasks: tuple[str, ...],
+    sort_by: str,
 ) -> list[RankedItem]:
-    """Sorts by score, best first; ties stay in request order. scores: [M, tasks]."""
+    """Sorts by score, best first; ties stay in request order.
+
+    Args:
+        ids: M item ids.
+        fields: Columns to show of each item; empty if none were requested.
+        scores: [M, tasks] scores.
+        tasks: Names of the columns of the scores.
+        sort_by: The task that sorts.
+    """
     column = tasks.index(sort_by)
     order = np.argsort(-scores[:, column], kind="stable")
     ranked = scores[order]
@@ -337,5 +355,6 @@ def _sort_items(
             columns[column],
             range(1, len(ids) + 1),
             by_task,
+            *([[fields[place] for place in order.tolist()]] if fields else []),
         )
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from msgspec import UNSET, UnsetType
@@ -31,6 +32,7 @@ from recserve.service.auto_strategy import (
     StrategyChooser,
 )
 from recserve.service.explanation import explanation
+from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
 from recserve.service.history import History
 from recserve.service.live_catalog import LiveCatalog
@@ -118,6 +120,7 @@ class RecommendService:
         Raises:
             Exception: As in `begin`, for any of the requests.
         """
+        check_num_values((body.k, len(body.fields)) for body in bodies)
         return begin_all(
             self._engine,
             [
@@ -132,6 +135,8 @@ class RecommendService:
         watch = Stopwatch()
         snapshot = self._catalog.current  # one version from start to end
         plan = self._plan(body, deadline_s)
+        if body.fields:
+            check_fields(body.fields, snapshot.items)
         allowed, hints = _read_filter(snapshot, body)
         history = self._histories.read(body.user, body.history, snapshot)
         builder = SlateBuilder(body, snapshot, history, plan, allowed, hints)
@@ -415,6 +420,8 @@ class SlateBuilder:
             filled: [m] popular rows that follow them, without scores.
         """
         item_id = self.snapshot.items.item_id
+        slate = np.concatenate([rows, filled])
+        fields = self._fields(slate)
         answers: list[float | None] = [*scores.tolist(), *[None] * filled.size]
         return [
             RecommendedItem(
@@ -423,11 +430,17 @@ class SlateBuilder:
                 rank=rank,
                 source=POPULAR if score is None else "model",
                 semantic_id=self._codes(row),
+                fields=shown,
             )
-            for rank, (row, score) in enumerate(
-                zip([*rows.tolist(), *filled.tolist()], answers, strict=True), start=1
+            for rank, (row, score, shown) in enumerate(
+                zip(slate.tolist(), answers, fields, strict=True), start=1
             )
         ]
+
+    def _fields(self, rows: np.ndarray) -> Sequence[dict[str, Any] | UnsetType]:
+        """Returns the requested columns of each row [n]; UNSET without any."""
+        names = self.body.fields
+        return self.snapshot.items.fields(rows, names) if names else [UNSET] * rows.size
 
     def _codes(self, row: int) -> list[int] | UnsetType:
         if not self.body.explain:

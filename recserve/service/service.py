@@ -32,6 +32,7 @@ from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.kernels.native.processor import instruction_set
 from recserve.metrics import Gauges
+from recserve.schemas.browse import ItemPage, ItemsQuery
 from recserve.schemas.events import (
     EventsRequest,
     EventsResponse,
@@ -398,6 +399,10 @@ class Service:
     def item(self, item_id: AnyId) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""
         return self.catalog.get(checked_id("item_id", item_id))
+
+    def items(self, query: ItemsQuery | Fields) -> ItemPage:
+        """Returns a page of the catalogue, or the items of `ids`. Raises InvalidRequest."""
+        return self.catalog.page(checked(query, ItemsQuery))
 
     def put_items(self, body: ItemsRequest | Fields) -> ItemsResponse:
         """Inserts and updates items. Raises JournalError or InvalidRequest."""

@@ -30,6 +30,7 @@ RECOMMEND = items.RecommendRequest(
     filter={"eq": ["category", "Care"]},
     outcome={"click": 1.0},
     diversity=items.Diversity(category=2, prefix=(0, 2)),
+    fields=["title", "price"],
     timeout_ms=100,
     request_id="r-1",
     explain=True,
@@ -37,6 +38,7 @@ RECOMMEND = items.RecommendRequest(
 RANK = items.RankRequest(
     candidates=[items.Candidate(item_id="x", features={"price": 1.0}, shown_at=NOW)],
     history=["y"],
+    fields=["title"],
 )
 TENSOR = inference.InferTensor(name="user_id", shape=[1], datatype="BYTES", data=["u"])
 COMPLETION = text.CompletionRequest(prompt="Once", max_tokens=3, stop=["."], seed=1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.draft_policy import TRIAL_SHARE, Cost, DraftPolicy, best_option
+from recserve.core.draft_policy import TRIAL_SHARE, Cost, DepthPolicy, best_option
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.draft_proposer import DraftProposer
@@ -30,11 +30,11 @@ def chain(levels: int, budget: int = FULL) -> tuple[int, int, int]:
 
 def taught(
     cost: Cost, drafters: dict[str, tuple[float, int]], draft_ms: float = 0.0
-) -> DraftPolicy:
+) -> DepthPolicy:
     """A policy that knows its drafters: the chance of every level, the levels of a chain, and
     the milliseconds of a call per level and text.
     """
-    policy = DraftPolicy(cost)
+    policy = DepthPolicy(cost)
     for name, (chance, levels) in drafters.items():
         policy.depths({name: 1}, 1, 0)
         random = np.random.default_rng(0)
@@ -51,22 +51,22 @@ def taught(
 
 
 def depths_of(
-    policy: DraftPolicy, counts: dict[str, int], levels: dict[str, int], prefill: int = 0
+    policy: DepthPolicy, counts: dict[str, int], levels: dict[str, int], prefill: int = 0
 ) -> dict[str, int]:
     """The plan, without trials."""
     policy._hold = policy._since_plain = 0
-    for stats in policy.records.values():
-        stats.spare_ms = 0.0
+    for name in counts:
+        policy.depth_record(name).spare_ms = 0.0
     found = policy.depths(counts, sum(counts.values()), prefill)
     return {name: min(depth, levels[name]) for name, depth in found.items()}
 
 
-def rate(policy: DraftPolicy, cost: Cost, counts: dict[str, int], depths: dict[str, int]) -> float:
+def rate(policy: DepthPolicy, cost: Cost, counts: dict[str, int], depths: dict[str, int]) -> float:
     """Tokens per millisecond of a step in which every text drafts a chain of this depth."""
     tokens = nodes = float(sum(counts.values()))
     drafting = 0.0
     for name, count in counts.items():
-        stats, depth = policy.records[name], depths[name]
+        stats, depth = policy.depth_record(name), depths[name]
         tokens += count * stats.gains()[depth]
         nodes += count * depth
         drafting += stats.drafting_ms(count)[depth]
@@ -123,7 +123,7 @@ def test_prompt_tokens_in_the_same_forward_shorten_drafts():
 
 def test_every_drafter_is_tried_once_even_where_drafts_never_pay():
     """The first step measures plain decoding, the next one lets both unknown drafters try."""
-    policy = DraftPolicy(ARITHMETIC)
+    policy = DepthPolicy(ARITHMETIC)
     counts = {"left": 8, "right": 8}
     assert policy.depths(counts, 16, 0) == {"left": 0, "right": 0}
     policy.record_step(16, 16, ARITHMETIC(16))
@@ -138,7 +138,7 @@ def test_it_learns_while_it_serves():
     """
     random = np.random.default_rng(1)
     cost = Cost((1, 1000), (10.0, 1009.0))
-    policy = DraftPolicy(cost)
+    policy = DepthPolicy(cost)
     used = []
     for step in range(3000):
         chance = 0.05 if 1000 <= step < 2000 else 0.9
@@ -173,7 +173,7 @@ def test_trials_of_a_drafter_that_never_hits_take_a_hundredth_of_the_time(count)
 
 
 def test_a_drafter_that_finds_nothing_is_seldom_called():
-    policy, called = DraftPolicy(ROOFLINE), 0
+    policy, called = DepthPolicy(ROOFLINE), 0
     for _ in range(400):
         depth = policy.depths({"d": 1}, 1, 0)["d"]
         if depth:
@@ -200,7 +200,7 @@ def test_the_time_of_a_step_outside_the_network_counts():
 
 
 def test_one_step_that_was_interrupted_changes_little():
-    policy = DraftPolicy(ROOFLINE)
+    policy = DepthPolicy(ROOFLINE)
     for _ in range(32):
         policy.record_step(1, 1, 20.0)
     policy.record_step(1, 1, 2000.0)
@@ -229,8 +229,8 @@ def test_the_option_with_most_results_for_its_cost_is_chosen():
 
 def test_expected_tokens_follow_from_the_frequencies():
     """Two thirds of the drafts keep one token, half of those a second one, of a depth of 3."""
-    policy = DraftPolicy(ROOFLINE)
-    stats = policy.record("d")
+    policy = DepthPolicy(ROOFLINE)
+    stats = policy.depth_record("d")
     for number in range(6000):
         policy.record_drafts("d", [chain(3)], 3.0)
         policy.record("d").add((0, 1, 2)[number % 3], 3, (0, 1, 2)[number % 3])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from recserve.core.draft_policy import Cost, DraftPolicy
+from recserve.core.draft_policy import Cost, DepthPolicy
 from tests.support.grids import covering
 
 LEVELS = 5
@@ -69,7 +69,7 @@ def unaware(drafter: Drafter, load: int, depth: int, steps: int) -> float:
 def aware(drafter: Drafter, load: int, busy: float, steps: int) -> float:
     """busy: by how much too long a step was measured at start."""
     measured = Cost(STEP.sizes, tuple(busy * ms for ms in STEP.milliseconds))
-    world, policy = World(drafter, load, np.random.default_rng(1)), DraftPolicy(measured)
+    world, policy = World(drafter, load, np.random.default_rng(1)), DepthPolicy(measured)
     for _ in range(steps):
         allowed = policy.depths({"d": load}, load, 0)["d"]
         depth = min(allowed, LEVELS)

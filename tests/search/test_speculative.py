@@ -13,7 +13,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.item_heads import Calibration, DraftPlan, load_self_draft, save_self_draft
 from recserve.search.strategies import speculative
-from recserve.search.strategies.speculative import NO_DRAFT, draft_plan, work
+from recserve.search.strategies.speculative import NO_DRAFT, PlanPolicy, work
 from recserve.search.strategy import Heads
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
@@ -82,15 +82,24 @@ def test_the_plan_follows_the_calibration_and_the_slate_does_not(drafts):
 
 
 def test_a_plan_is_chosen_by_its_nodes_and_rounds():
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    request = SlateQuery(root=draw_root(model, 9, 0), trie=trie, k=10, beam_width=50)
+    head = make_head(model, "from-target")
+    policy = PlanPolicy("speculative", head)
+
+    def choose(*plans: DraftPlan) -> DraftPlan:
+        head.calibration = Calibration({(50, 10): plans})
+        return policy.plan(request)
+
     beam = DraftPlan(0.0, 120.0, 1.0, 0.0)
     narrow, wide = DraftPlan(1.0, 60.0, 0.8, 0.5), DraftPlan(4.0, 90.0, 0.0, 1.0)
     assert [work(plan) for plan in (beam, narrow, wide)] == [160.0, 96.0, 110.0]
-    assert draft_plan(Calibration({(50, 10): (beam, narrow, wide)}), 50, 10) == narrow
-    assert draft_plan(Calibration({(50, 10): (beam, wide)}), 50, 10) == wide
-    close = DraftPlan(4.0, 110.0, 0.0, 1.0)
-    assert draft_plan(Calibration({(50, 10): (beam, close)}), 50, 10) == NO_DRAFT
-    assert draft_plan(Calibration({(50, 10): (beam,)}), 50, 10) == NO_DRAFT
-    assert draft_plan(None, 50, 10).margin > 0  # a head without a calibration always drafts
+    assert choose(beam, narrow, wide) == narrow
+    assert choose(beam, wide) == wide
+    assert choose(beam, DraftPlan(4.0, 110.0, 0.0, 1.0)) == NO_DRAFT
+    assert choose(beam) == NO_DRAFT
+    head.calibration = None
+    assert policy.plan(request).margin > 0  # a head without a calibration always drafts
 
 
 def test_a_cached_draft_is_used_where_the_plan_is_beam_search(drafts):
@@ -134,7 +143,7 @@ def test_a_wide_draft_needs_one_round():
     """With every prefix drafted the first forward proves the answer."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "drawn"))), SMALL)
-    engine._strategies["speculative"].only = DraftPlan(50.0, 0.0, 0.0, 1.0)
+    engine._strategies["speculative"].policy.only = DraftPlan(50.0, 0.0, 0.0, 1.0)
     root = draw_root(model, 9, 0)
     drafted = engine.run(
         SlateQuery(root=root, trie=trie, k=10, beam_width=60, strategy="speculative")
@@ -166,7 +175,7 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
     head = make_head(model, kind)
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     strategy = engine._strategies["speculative"]
-    strategy.only = DraftPlan(margin, 0.0, 0.0, 1.0)
+    strategy.policy.only = DraftPlan(margin, 0.0, 0.0, 1.0)
     requests = [
         SlateQuery(
             root=draw_root(model, 9, i), trie=trie, k=5, beam_width=10, strategy="speculative"
@@ -176,7 +185,7 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
     first = [engine.run(request) for request in requests]
     made = len(drafts)
     assert made == (3 if margin else 0)
-    strategy.only = DraftPlan(2.0, 0.0, 0.0, 1.0)
+    strategy.policy.only = DraftPlan(2.0, 0.0, 0.0, 1.0)
     second, third = ([engine.run(request) for request in requests] for _ in range(2))
     together = engine.run_many(requests)
     assert len(drafts) == made
@@ -192,16 +201,17 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
     assert draft.trimmed and len(draft.nodes) == third[0].timing.nodes
 
 
-@pytest.mark.parametrize("trims", [True, False])
-@pytest.mark.parametrize("kind", ["from-target", "adversarial"])
-@pytest.mark.parametrize("form,normalization", FORMS)
-def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, trims):
+@pytest.mark.parametrize(
+    "trims,kind,way",
+    covering((True, False), ("from-target", "adversarial"), {"-".join(f): f for f in FORMS}),
+)
+def test_kept_drafts_and_new_ones_share_a_forward(way, kind, trims):
     """Some asked before, some not, one with a filter: every slate is beam search's, and what was
     kept is scored in one round, no node more than when asked alone.
     """
-    model, trie = make(CATALOGUES["ordinary"], form, normalization)
+    model, trie = make(CATALOGUES["ordinary"], *way)
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, kind))), SMALL)
-    engine._strategies["speculative"].only = DraftPlan(2.0, 0.0, 0.0, 1.0)
+    engine._strategies["speculative"].policy.only = DraftPlan(2.0, 0.0, 0.0, 1.0)
     allowed = np.ones(trie.num_rows, dtype=bool)
     allowed[::2] = False
     requests = [

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from recserve.core.draft_policy import MAX_DEPTH, DraftPolicy
+from recserve.core.draft_policy import MAX_DEPTH, DepthPolicy
 from recserve.engine.text.sequence import NO_BUDGET, TextSequence
 from recserve.engine.text.step_cost import step_clock
 from recserve.speculation.draft import Budget, DrafterError, TextDraft, empty_draft
@@ -32,7 +32,7 @@ class DraftProposer:
         called: Texts whose drafter was called for this step.
     """
 
-    def __init__(self, policy: DraftPolicy, draft_nodes: int, device: torch.device) -> None:
+    def __init__(self, policy: DepthPolicy, draft_nodes: int, device: torch.device) -> None:
         self.policy, self.draft_nodes = policy, draft_nodes
         self.called: set[TextSequence] = set()
         self._started: set[int] = set()  # ids of texts that were passed to their drafter

@@ -20,7 +20,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from recserve.core.draft_policy import DraftHealth, DraftPolicy
+from recserve.core.draft_policy import DepthPolicy, DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.sequence import Sequence
@@ -64,7 +64,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         model: LanguageModel,
         limits: TextLimits | None = None,
         graphs: TextStepGraphs | None = None,
-        policy: DraftPolicy | None = None,
+        policy: DepthPolicy | None = None,
     ) -> None:
         """Drafts as `policy` says; None drafts whenever a draft is accepted at all."""
         super().__init__(runner)
@@ -72,7 +72,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self.running: list[TextSequence] = []
         self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(
-            policy or DraftPolicy(), self.limits.draft_nodes, runner.pool.keys.device
+            policy or DepthPolicy(), self.limits.draft_nodes, runner.pool.keys.device
         )
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids, self.graphs = count(), graphs

@@ -37,6 +37,12 @@ class ItemRecord:
     categories: list[str]
     attributes: Mapping[str, Any]
 
+    def value(self, name: str) -> Any:
+        """Returns title, categories or an attribute; None if the item has no value."""
+        if name == "title":
+            return self.title or None
+        return self.categories if name == "categories" else self.attributes.get(name)
+
 
 class RecordLog:
     """Append-only log of records. Each version of the catalogue sees a prefix of the log.

@@ -22,7 +22,12 @@ import numpy as np
 import pyarrow as pa
 
 from recserve.features.catalog.catalog import Catalog, item_key, item_keys
-from recserve.features.catalog.item_records import ItemRecord, RecordLog, restore_attributes
+from recserve.features.catalog.item_records import (
+    TEXT_FIELDS,
+    ItemRecord,
+    RecordLog,
+    restore_attributes,
+)
 from recserve.features.tables.arrays import ExtendedArray, GrowableArray, RowMap, are_among
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
@@ -129,6 +134,34 @@ class CatalogVersion:
     def attributes(self, row: int) -> dict[str, Any]:
         """Returns all attribute columns of a row, None where the item has no value."""
         return dict.fromkeys(self.log.schema.names) | dict(self.record(row).attributes)
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """Names of the columns that `fields` returns."""
+        return (*TEXT_FIELDS, *self.log.schema.names)
+
+    def field_schema(self, names: Sequence[str]) -> pa.Schema:
+        """Returns the Arrow types of some of `field_names`."""
+        texts = {"title": pa.string(), "categories": pa.list_(pa.string())}
+        return pa.schema([(n, texts.get(n) or self.log.schema.field(n).type) for n in names])
+
+    def fields(self, rows: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns columns of n items by name, None where an item has no value.
+
+        Args:
+            rows: [n] int64 item rows.
+            names: One or more of `field_names`.
+        """
+        changed = are_among(rows, self.record_rows)
+        own = np.flatnonzero(~changed)
+        columns = [self.base.items.values(name, rows[own]) for name in names]
+        found: list[dict[str, Any]] = [{}] * rows.size
+        for place, values in zip(own.tolist(), zip(*columns, strict=True), strict=True):
+            found[place] = dict(zip(names, values, strict=True))
+        for place in np.flatnonzero(changed).tolist():
+            record = self.record(int(rows[place]))
+            found[place] = {name: record.value(name) for name in names}
+        return found
 
     def popularity(self, row: int) -> float:
         """Returns the number of training events of a row's item."""

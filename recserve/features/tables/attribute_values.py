@@ -157,6 +157,25 @@ def record_value(scalar: pa.Scalar) -> Any:
         return scalar.cast(pa.string()).as_py()
 
 
+def take_values(column: pa.ChunkedArray, rows: np.ndarray) -> list[Any]:
+    """Returns the values [n] of a column at rows [n], in the form of records.
+
+    It takes from the chunks that hold the rows. `ChunkedArray.take` would copy all chunks.
+    """
+    starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
+    numbers = np.searchsorted(starts, rows, "right") - 1
+    values: list[Any] = [None] * rows.size
+    for number in np.unique(numbers).tolist():
+        places = np.flatnonzero(numbers == number)
+        part = column.chunk(number).take(pa.array(rows[places] - starts[number]))
+        if pa.types.is_dictionary(part.type):
+            part = part.dictionary_decode()
+        plain = [record_value(v) for v in part] if is_temporal(part.type) else part.to_pylist()
+        for place, value in zip(places.tolist(), plain, strict=True):
+            values[place] = value
+    return values
+
+
 def parse_value(value: Any, kind: Any) -> Any:
     """Returns a JSON value in the form of records, or None for null.
 

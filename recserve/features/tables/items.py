@@ -18,7 +18,7 @@ from recserve.bounds import (
     MAX_ID_LENGTH,
     MAX_TITLE_LENGTH,
 )
-from recserve.features.tables.attribute_values import record_value
+from recserve.features.tables.attribute_values import record_value, take_values
 from recserve.features.tables.conversions import (
     ARROW_UNITS,
     convert_ids,
@@ -86,6 +86,14 @@ class ItemTable:
             return {}
         names = self.attributes.column_names
         return {name: record_value(self.attributes.column(name)[row]) for name in names}
+
+    def values(self, name: str, rows: np.ndarray) -> list[Any]:
+        """Returns the values [n] of title, categories or another column at rows [n]."""
+        if name == "title":
+            return [self.titles[row] or None for row in rows.tolist()]
+        if name == "categories":
+            return [self.categories[row] for row in rows.tolist()]
+        return take_values(self.attributes.column(name), rows)
 
     def to_arrow(self) -> pa.Table:
         """Returns one Arrow table that `item_table` can read."""

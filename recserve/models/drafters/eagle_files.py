@@ -387,7 +387,7 @@ def save_eagle(network: Eagle, folder: Path) -> None:
 
 
 def _window_fields(config: EagleConfig) -> dict[str, Any]:
-    """Returns the fields of the layers' windows, which vLLM reads too: a kind per layer.
+    """Returns the fields of the layers' windows: a kind per layer.
 
     The name of the layout says whether a drafted row moves its window.
     """

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.draft_policy import DraftRecord, best_option
+from recserve.core.draft_policy import DraftPolicy, best_option
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence, request_of
 from recserve.core.slate_tree import Origin
@@ -53,14 +53,13 @@ class SpeculativeStrategy(BeamStrategy):
     far as they can still change the slate.
 
     The prefixes that proved a slate are stored with the cached root. They are the draft when the
-    same request comes again, in any batch. For other requests, `draft_plan` chooses how wide to
-    draft. Where drafting does not pay, the strategy is beam search. A watch compares the rounds
-    that drafts save with the calibration, and pauses drafts while they save none.
+    same request comes again, in any batch. For other requests, `PlanPolicy` chooses how wide to
+    draft. Where drafting does not pay, the strategy is beam search.
     """
 
     name = "speculative"
     auto = "preferred"
-    watch: DraftRecord
+    policy: PlanPolicy
     missing = "no draft head was trained; run `recserve train drafter --name speculative`"
 
     def __init__(
@@ -75,12 +74,12 @@ class SpeculativeStrategy(BeamStrategy):
         Args:
             model: The target model.
             head: Proposes prefixes.
-            only: The plan for every request. None lets `draft_plan` choose.
+            only: The plan for every request. None lets the calibration choose.
             caches: Whether drafts are stored with cached roots.
         """
         super().__init__(model)
-        self.head, self.only, self.caches = head, only, caches
-        self.watch = DraftRecord(self.name, break_even=0.0, pauses=only is None)
+        self.head, self.caches = head, caches
+        self.policy = PlanPolicy(self.name, head, only)
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
@@ -89,14 +88,12 @@ class SpeculativeStrategy(BeamStrategy):
             return None
         return cls(model, heads.prefixes)
 
-    def plan(self, request: SlateQuery) -> DraftPlan:
-        """Returns how wide to draft for a request that has no cached draft."""
-        return self.only or draft_plan(self.head.calibration, request.width, request.k)
-
     def tree_capacity(self, request: SlateQuery) -> int:
         """Returns the nodes of the plan, of all extra rounds, and of beam search itself."""
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
-        drafted = sum(min(math.ceil(self.plan(request).margin * request.width), s) for s in sizes)
+        drafted = sum(
+            min(math.ceil(self.policy.plan(request).margin * request.width), s) for s in sizes
+        )
         repair = sum(min(request.width, size) for size in sizes)
         return drafted + MAX_EXTRA_ROUNDS * repair + super().tree_capacity(request)
 
@@ -114,7 +111,7 @@ class SpeculativeStrategy(BeamStrategy):
         if not first or not self._drafts(state.sequences):
             return super().propose(state)
         drafts = self._cached(state.sequences)
-        margins = [self.plan(request).margin for request in state.requests]
+        margins = [self.policy.plan(request).margin for request in state.requests]
         for sequence, draft, margin in zip(state.sequences, drafts, margins, strict=True):
             sequence.timing.drafted = margin > 0 or draft is not None
         guess = self._guess(state, self._drafted(state, drafts, margins))
@@ -149,27 +146,15 @@ class SpeculativeStrategy(BeamStrategy):
             state.advance()
         return state
 
-    def _observe(self, state: BeamSearch) -> None:
-        """Records how many rounds each draft of the head saved.
+    def _record_drafts(self, state: BeamSearch) -> None:
+        """Records how many further rounds each draft of the head needed.
 
-        Like the calibration, the watch covers requests without filter and caps.
+        Like the calibration, the record covers requests without filter and caps.
         """
-        if self.only is not None:
-            return
-        for sequence, request, cached in zip(
-            state.sequences, state.requests, self._cached(state.sequences), strict=True
-        ):
-            if not sequence.timing.drafted or cached is not None or not is_plain(request):
-                continue
-            repairs = max(sequence.rounds - 1, 0)
-            gain, calibrated = 1.0 - repairs, None
-            if self.head.calibration is not None:
-                plans = self.head.calibration.scaled(request.width, request.k)
-                plan = cheapest_draft(plans)
-                beam = min((work(each) for each in plans if not each.margin), default=work(plan))
-                calibrated = (beam - work(plan)) / ROUND_NODES
-                gain = calibrated + plan.repairs - repairs
-            self.watch.add(gain, 1, int(not repairs), calibrated)
+        cached = self._cached(state.sequences)
+        for sequence, request, draft in zip(state.sequences, state.requests, cached, strict=True):
+            if sequence.timing.drafted and draft is None and is_plain(request):
+                self.policy.add(request, repairs=max(sequence.rounds - 1, 0))
 
     def _guess(self, state: BeamSearch, keys: Tensor) -> PrefixDraft:
         """Returns a draft of prefixes, with those of the dense candidates."""
@@ -202,8 +187,8 @@ class SpeculativeStrategy(BeamStrategy):
         return torch.cat([keys_of(drafts, state), keys]) if any(drafts) else keys
 
     def finish(self, state: BeamSearch) -> Results:
-        """Caches the scored prefixes, watches the drafts, and returns the slates."""
-        self._observe(state)
+        """Caches the scored prefixes, records the drafts, and returns the slates."""
+        self._record_drafts(state)
         if self.caches:
             cache_scored(state)
         return super().finish(state)
@@ -215,33 +200,66 @@ class SpeculativeStrategy(BeamStrategy):
         """
         if all(self._cached(sequences)):
             return True
-        if self.watch.paused:
-            return self.watch.allows()
-        return any(self.plan(request_of(sequence, SlateQuery)).margin for sequence in sequences)
+        record = self.policy.record(self.name)
+        if record.paused:
+            return record.allows()
+        return any(
+            self.policy.plan(request_of(sequence, SlateQuery)).margin for sequence in sequences
+        )
 
 
-def draft_plan(calibration: Calibration | None, width: int, k: int) -> DraftPlan:
-    """Returns the plan with the least work, or NO_DRAFT if beam search is about as cheap.
+class PlanPolicy(DraftPolicy):
+    """Chooses how wide a draft head drafts, and compares the rounds that it saves.
 
-    A verified draft gives the slate of beam search, so a plan affects speed only. The rule reads no
-    clock. It compares the work of a plan with that of beam search, as measured on validation users.
+    A verified draft gives the slate of beam search, so a plan affects speed only. The choice reads
+    no clock. It compares the work of the plans, as measured on validation users.
 
-    Args:
-        calibration: Measured plans of the draft head. None: the head was not calibrated.
-        width: Beam width of the request.
-        k: Number of items of the request.
+    Attributes:
+        only: The plan for every request. None lets the calibration choose.
     """
-    if calibration is None:
-        return UNCALIBRATED
-    plans = calibration.scaled(width, k)
-    beam = min((work(plan) for plan in plans if not plan.margin), default=float("inf"))
-    drafts = [plan for plan in plans if plan.margin]
-    costs = [beam, *map(work, drafts)]
-    gains = [0.0] * len(costs)  # every plan gives one slate
-    return [NO_DRAFT, *drafts][best_option(gains, costs, margin=1 / MAX_WORK_SHARE)]
+
+    def __init__(self, drafter: str, head: SelfDraftHead, only: DraftPlan | None = None) -> None:
+        """Args: drafter: name of the record; head: its calibration holds the measured plans."""
+        super().__init__(break_even=0.0, pauses=only is None)
+        self.only, self._drafter, self._head = only, drafter, head
+        self.record(drafter)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The head's measured plans. None: the head was not calibrated."""
+        return self._head.calibration
+
+    def plan(self, request: SlateQuery) -> DraftPlan:
+        """Returns the plan with the least work, or NO_DRAFT if beam search is about as cheap."""
+        if self.only is not None:
+            return self.only
+        if self.calibration is None:
+            return UNCALIBRATED
+        plans = self.calibration.scaled(request.width, request.k)
+        beam = min((work(plan) for plan in plans if not plan.margin), default=float("inf"))
+        drafts = [plan for plan in plans if plan.margin]
+        costs = [beam, *map(work, drafts)]
+        gains = [0.0] * len(costs)  # every plan gives one slate
+        return [NO_DRAFT, *drafts][best_option(gains, costs, margin=1 / MAX_WORK_SHARE)]
+
+    def add(self, request: SlateQuery, repairs: int) -> None:
+        """Records a verified draft of the head and its further rounds.
+
+        Its gain is the number of rounds that it saves. Pauses drafts while they save none.
+        """
+        if self.only is not None:
+            return
+        gain, calibrated = 1.0 - repairs, None
+        if self.calibration is not None:
+            plans = self.calibration.scaled(request.width, request.k)
+            plan = cheapest_draft(plans)
+            beam = min((work(each) for each in plans if not each.margin), default=work(plan))
+            calibrated = (beam - work(plan)) / ROUND_NODES
+            gain = calibrated + plan.repairs - repairs
+        self.record(self._drafter).add(gain, 1, int(not repairs), calibrated)
 
 
-def cheapest_draft(plans: list[DraftPlan]) -> DraftPlan:
+def cheapest_draft(plans: Seq[DraftPlan]) -> DraftPlan:
     """Returns the plan that drafts with the least work, NO_DRAFT if no plan drafts."""
     return min((plan for plan in plans if plan.margin), key=work, default=NO_DRAFT)
 

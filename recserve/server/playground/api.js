@@ -99,18 +99,30 @@ export async function users(prefix, limit, after = null) {
 const known = new Map();
 const MOST_KNOWN = 5000;
 
-/** Reads the titles of items that the page does not know yet. */
+const AT_ONCE = 20;
+
+/** What slates and rankings show of each item, see `learn`. */
+export const FIELDS = ["title", "categories"];
+
+/** Remembers the titles of the items of an answer that was requested with FIELDS. */
+export function learn(answer) {
+  if (known.size > MOST_KNOWN) known.clear();
+  for (const { item_id, fields } of answer.items) known.set(item_id, { item_id, ...fields });
+}
+
+/** Reads the titles of items that the page does not know yet, several with a call. */
 export async function describe(ids) {
   if (known.size > MOST_KNOWN) known.clear();
-  const missing = [...new Set(ids)].filter((id) => !known.has(id));
-  await Promise.all(missing.map(async (id) => {
-    try {
-      known.set(id, await call("GET", `/v1/items/${encodeURIComponent(id)}`));
-    } catch (error) {
-      if (error.status !== 404) throw error;
-      known.set(id, { item_id: id, title: null, categories: [] });
-    }
-  }));
+  const unknown = [...new Set(ids)].filter((id) => !known.has(id));
+  const calls = [];
+  for (let at = 0; at < unknown.length; at += AT_ONCE) {
+    const joined = unknown.slice(at, at + AT_ONCE).map((id) => id.replace(/[\\,]/g, "\\$&")).join(",");
+    calls.push(call("GET", `/v1/items?${query({ ids: joined })}`));
+  }
+  for (const page of await Promise.all(calls)) {
+    for (const item of page.items) known.set(item.item_id, item);
+    for (const id of page.missing_item_ids) known.set(id, { item_id: id, title: null, categories: [] });
+  }
 }
 
 export const itemOf = (id) => known.get(id) || { item_id: id, title: null, categories: [] };

@@ -66,11 +66,17 @@ export function tile(title) {
 
 const STAGES = ["queue", "features", "prefill", "draft", "verify"];
 
-/** Returns a bar with the share of each stage of a request, and its legend. */
-export function timing(times) {
+/** Returns the time that a request spent in the models and in the search. */
+export const working = (times) => times.prefill + times.draft + times.verify;
+
+/** Returns a bar with the share of each stage of a request, and its legend. `rest` says what the time outside of the
+ * stages went to; it is then beside the bar. */
+export function timing(times, rest = "") {
   const known = STAGES.reduce((sum, stage) => sum + times[stage], 0);
-  const parts = [...STAGES.map((stage) => [stage, times[stage]]), ["other", Math.max(0, times.total - known)]];
-  const whole = Math.max(times.total, known, 1e-9);
+  const outside = Math.max(0, times.total - known);
+  const parts = STAGES.map((stage) => [stage, times[stage]]);
+  if (!rest) parts.push(["other", outside]);
+  const whole = Math.max(rest ? known : times.total, known, 1e-9);
   const said = parts.map(([stage, value]) => `${stage} ${ms(value)}`).join(", ");
   const bar = element("div", { class: "stages", role: "img", "aria-label": `Time by stage: ${said}` });
   const legend = element("div", { class: "legend" });
@@ -80,6 +86,7 @@ export function timing(times) {
     if (value > 0) bar.append(piece);
     legend.append(element("span", {}, element("i", { class: `stage-${stage}` }), `${stage} `, element("b", { text: ms(value) })));
   }
+  if (rest) legend.append(element("span", { class: "outside", text: `and ${ms(outside)} ${rest}` }));
   return element("div", { class: "timing" }, bar, legend);
 }
 

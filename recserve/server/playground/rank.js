@@ -1,7 +1,7 @@
 // The tab Rank: candidates that the user gathers, and their scores per task.
 
 import { badge, byId, calm, element, empty, meter, ms, notes, options, plural, tile, timing } from "./dom.js";
-import { call, categoryOf, describe, items, nameOf } from "./api.js";
+import { FIELDS, call, categoryOf, items, learn, nameOf } from "./api.js";
 import { showCurl } from "./recommend.js";
 
 const MOST = 4096;
@@ -88,9 +88,9 @@ export const rank = {
       return;
     }
     const user = values.user.trim();
-    const body = { candidates: ids.map((item_id) => ({ item_id })), scorer: values.scorer, ...(user ? { user: { id: user } } : { history: [] }) };
+    const body = { candidates: ids.map((item_id) => ({ item_id })), scorer: values.scorer, fields: FIELDS, ...(user ? { user: { id: user } } : { history: [] }) };
     const answer = await call("POST", "/v1/rank", body);
-    await describe(answer.items.map((item) => item.item_id));
+    learn(answer);
     const facts = element("span", { class: "facts" }, badge(answer.scorer, "accent"), badge(plural(answer.items.length, "item")));
     const missing = answer.missing_item_ids.length > 0 && element("p", { class: "notes" }, `Not in the catalogue: ${answer.missing_item_ids.join(", ")}`);
     const card = element("div", { class: "card" }, element("h2", {}, "Ranking ", element("span", { class: "count", text: ms(answer.timing_ms.total) }), element("span", { class: "spacer" }), facts),

@@ -121,7 +121,18 @@ def test_two_strategies_side_by_side(page, users):
     verdict = page.run("document.querySelector('.verdict').textContent")
     shared = 14 - marks.count("only here")
     assert verdict.startswith(f"{shared // 2} of 7 items are in both slates")
-    assert re.search(r"(beam|nezha) took [\d.]+ ms, (beam|nezha) [\d.]+ ms", verdict)
+    names = r"(beam|nezha) took ([\d.]+) ms, (beam|nezha) ([\d.]+) ms for prefill, draft and verify"
+    fast, fast_ms, slow, slow_ms = re.search(names, verdict).groups()
+    assert {fast, slow} == {"beam", "nezha"} and float(fast_ms) <= float(slow_ms)
+    assert verdict.endswith("Both found the history in the cache.")
+    cards = page.run("[...document.querySelectorAll('#slates .card')].map((c) => c.innerText)")
+    for card, strategy in zip(cards, ("beam", "nezha"), strict=True):
+        assert " for the explanation that this page asks for" in card
+        spent = {name: float(ms) for name, ms in re.findall(r"(\w+)\s+([\d.]+) ms", card)}
+        compared = float(fast_ms if strategy == fast else slow_ms)
+        assert spent["Slate"] == compared
+        stages = spent["prefill"] + spent["draft"] + spent["verify"]
+        assert compared == pytest.approx(stages, abs=0.1)
     page.run("document.getElementById('tree-choice').value = '1'")
     page.run("document.getElementById('tree-choice').dispatchEvent(new Event('change'))")
     page.until("document.querySelectorAll('.tree .node-unscored').length > 7")
@@ -135,6 +146,31 @@ def test_two_strategies_side_by_side(page, users):
     )
     selected = page.run("getSelection().toString()")
     assert selected == commands[0]
+
+
+def test_titles_come_with_the_answer_or_several_at_once(page, client, users):
+    """A request of the page shows titles, and no item is read alone."""
+    calls = "performance.getEntriesByType('resource').map((r) => decodeURIComponent(r.name))"
+    titles = (
+        "[...document.querySelectorAll('.slate .title, .named .title')].map((t) => t.innerText)"
+    )
+    page.open("about:blank")
+    page.open(f"{page.home}#recommend?user={users[8]}&compare=nezha")
+    page.until("document.querySelectorAll('ol.slate li').length === 20")
+    ids = page.run("[...document.querySelectorAll('.slate .under code')].map((t) => t.innerText)")
+    named = {one: client.get(f"/v1/items/{one}").json()["title"] for one in ids}
+    assert page.run(titles) == [named[one] for one in ids]
+    read = [name.partition("/v1/items")[2] for name in page.run(calls) if "/v1/items" in name]
+    assert read and all(name.startswith(("?limit=", "?ids=")) for name in read), read
+    events = client.get(f"/v1/users/{users[8]}/history").json()["events"]
+    wanted = list(dict.fromkeys(event["item_id"] for event in events))
+    asked = [name[5:].split(",") for name in read if name.startswith("?ids=")]
+    assert [one for part in asked for one in part] == [i for i in wanted if i in sum(asked, [])]
+    page.open("about:blank")
+    page.open(f"{page.home}#rank?user={users[8]}&candidates={ids[0]}%0A{ids[1]}")
+    page.until("document.querySelectorAll('#rank-results tbody tr').length === 2")
+    assert set(page.run(titles)) == {named[ids[0]], named[ids[1]]}
+    assert not [name for name in page.run(calls) if "?ids=" in name]
 
 
 def test_filters_exclusions_and_their_errors(page, users):
@@ -249,6 +285,11 @@ def test_experiments(page):
     for words in ("nezha-or-beam", "running", "fallen back", "50 % of the traffic", "above the"):
         assert words in text
     assert "8.90 ms to 10.1 ms" in text and "sample ratio p = 0.42" in text
+    assert "keep control clicks fell by 51 % (31 % to 72 %)" in " ".join(text.split())
+    goals = "[...document.querySelectorAll('.goals tbody tr')].map((row) => row.innerText)"
+    control, treated = ([" ".join(row.split())] for row in page.run(goals))
+    assert control == ["click control 1200 212 0.177 – –"]
+    assert treated == ["nezha-or-beam 1200 103 0.0858 −51.0 % −72.0 % to −31.0 %"]
     page.answer = lambda url: (200, {"experiments": []})
     page.click("#experiments-again")
     page.until("document.querySelector('#experiments .empty')")

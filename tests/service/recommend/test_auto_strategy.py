@@ -93,7 +93,7 @@ def test_auto_says_beam_where_nothing_was_drafted(service):
     strategy = service.engine._strategies["speculative"]
     found = {}
     for plan in (NO_DRAFT, UNCALIBRATED):
-        strategy.only = plan
+        strategy.policy.only = plan
         for asked in ("auto", "speculative"):
             answer = service.recommend(RecommendRequest(history=history, k=5, strategy=asked))
             found[plan, asked] = answer.strategy

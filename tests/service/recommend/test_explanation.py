@@ -74,7 +74,7 @@ def test_scored_prefixes_are_the_nodes_of_the_forward_passes(service):
 
 def test_a_poor_draft_is_repaired(service):
     strategy = service.engine._strategies["speculative"]
-    strategy.only, strategy.caches = DraftPlan(0.1, 0.0, 0.0, 1.0), False
+    strategy.policy.only, strategy.caches = DraftPlan(0.1, 0.0, 0.0, 1.0), False
     answer = service.recommend(ask(service, "speculative", explain=True))
     check_shape(answer)
     rounds = {node.origin: set() for node in answer.explanation.tree}

@@ -35,15 +35,14 @@ from recserve.training.recommender.recommender import (
 from recserve.training.recommender.sasrec import PLAIN, train_sasrec
 from recserve.training.schedule import Schedule
 from tests.support.grids import chosen
+from tests.support.shared_folders import shared_folder
 
 CPU = TrainOptions(device="cpu", precision="float32")
 SMALL = {"hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 64}
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_ring(folder: Path) -> None:
     """60 items in a ring; each of 80 users walks along it, so that the next item is certain."""
-    folder = tmp_path_factory.mktemp("ring")
     items = [f"i{row:02}" for row in range(60)]
     words = [f"word{row // 6} item{row % 6}" for row in range(60)]
     pq.write_table(pa.table({"item_id": items, "title": words}), folder / "items.parquet")
@@ -68,7 +67,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         log=lambda line: None,
     )
-    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    return shared_folder("ring", make_ring) / "bundle"
 
 
 def model_of(bundle: Bundle, **values: object) -> RecommenderTrainee:

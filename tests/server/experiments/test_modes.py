@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
-from recserve.server.arms.shadow_copies import _copy
+from recserve.server.experiments import _ItemRequest
 from recserve.service import Service
 from recserve.service.recommend import RecommendService
 from tests.support.live_server import live
@@ -114,6 +114,23 @@ def test_a_treatment_that_hangs_does_not_take_the_control_along(tmp_path, monkey
         assert found["narrow"]["errors"] == metric(client, "dropped") == 1
 
 
+def test_interleaved_without_the_treatment_is_the_slate_of_the_control(tmp_path, monkeypatch):
+    """Also if the treatment hangs until the deadline; it is then an error of the arm."""
+    real = RecommendService.begin
+
+    def begin(self, body, request_id, deadline_s):
+        work = real(self, body, request_id, deadline_s)
+        return replace(work, futures=[Future()]) if body.strategy == "nezha" else work
+
+    with server(tmp_path, "interleaved") as client:
+        monkeypatch.setattr(RecommendService, "begin", begin)
+        answer = ask(client, client.users[0], timeout_ms=1000)
+        assert ids(answer) == plain(client, client.users[0], 0)
+        assert "team" not in answer["items"][0]
+        found = status(client)
+        assert (found["wide"]["errors"], found["narrow"]["errors"]) == (0, 1)
+
+
 def test_paired_without_the_control_is_an_error(tmp_path, monkeypatch):
     with server(tmp_path, "paired") as client, failing(monkeypatch, "beam"):
         body = {"user": {"id": client.users[0]}, "k": K}
@@ -179,7 +196,7 @@ def test_interleaved_slates_name_the_team_of_each_item(tmp_path, monkeypatch):
 
 def test_a_shadow_copy_does_not_run_on_a_replaced_service():
     """The caches of a replaced service are empty, and stay so."""
-    item_request = SimpleNamespace(
-        app_state=SimpleNamespace(service="new", default_timeout_ms=100), service="old"
-    )
-    asyncio.run(_copy(item_request, SimpleNamespace(arms=[None, None]), []))
+    state = SimpleNamespace(lifecycle=SimpleNamespace(service="new"), default_timeout_ms=100)
+    context = SimpleNamespace(state=state, service="old")
+    request = _ItemRequest(None, context, None, None, 0.0)
+    asyncio.run(request.copy(SimpleNamespace(arms=[None, None]), []))

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from recserve.experiments.assignment import ArmSplit
-from recserve.server.arms.arm_server import MAX_ANSWER_BYTES
+from recserve.server.remote_arm import MAX_ANSWER_BYTES
 from recserve.service import Service
 from tests.support.http_server import http_server
 from tests.support.live_server import live
@@ -173,6 +173,26 @@ def test_a_late_server_in_the_other_modes(tmp_path):
                     answer = ask(client, timeout_ms=1500, request_id=f"r-{number}")
                     assert answer.status_code == 200 and len(answer.json()["items"]) == 4
                 assert set(forwarded(client)) == {"late"}
+
+
+@pytest.mark.parametrize("mode", ["split", "paired", "interleaved"])
+def test_a_client_that_leaves_ends_the_request_to_the_arm(tmp_path, mode):
+    """The connection to the arm closes although the deadline is far away."""
+    arrived, left = threading.Event(), threading.Event()
+
+    async def hold(request):
+        arrived.set()
+        while request.transport is not None and not request.transport.is_closing():
+            await asyncio.sleep(0.01)
+        left.set()
+        return web.Response()
+
+    with http_server(hold) as url, server(tmp_path, url, mode) as client:
+        with httpx.Client(base_url=client.base_url) as own, pytest.raises(httpx.ReadTimeout):
+            own.timeout = httpx.Timeout(30, read=1)
+            ask(own, timeout_ms=60_000)
+        assert arrived.wait(30) and left.wait(30)
+        assert errors(client)[1] == 0
 
 
 def test_too_many_requests_at_once_get_the_control(tmp_path):

@@ -1,1 +1,0 @@
-"""Runs the requests of experiments through their arms."""
