@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import httpx
 import numpy as np
-from fastapi.routing import APIRoute
 from scipy import stats
 from starlette.routing import BaseRoute
 
@@ -19,6 +18,7 @@ from benchmarks.campaign.site import ADMIN_KEY, KEY, LLM_NAME, OTHER_KEY, Site
 from benchmarks.campaign.traffic import Body, history, text_bodies
 from recserve.config import ConfigError, ServerConfig
 from recserve.server.app import create_app
+from recserve.server.routing import OperationRoute
 
 # The routes that need no key, as docs/reference/http.md promises. This list stands here because the
 # code under test may be wrong.
@@ -87,7 +87,7 @@ def auth(site: Site, budget: Budget) -> Finding:
         open_to_all = 1
     except ConfigError:
         open_to_all = 0
-    routes = sum(isinstance(route, APIRoute) for route in app.routes)
+    routes = sum(isinstance(route, OperationRoute) for route in app.routes)
     return Finding(
         found.tried,
         (
