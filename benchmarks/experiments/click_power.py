@@ -163,18 +163,21 @@ def main() -> None:
         if "half" not in options.kinds:
             continue
         runs = [simulate(world, 0.5, options.answers, 0.1, drawn) for _ in range(options.runs // 5)]
-        found = sum(one.change is not None and one.change < 0 for one in runs)
+        found = sum(bool(one.change is not None and one.change < 0) for one in runs)
         middle = float(np.median([one.answers for one in runs]))
         rows.append({"world": world.name, "kind": "half", "found": found, "answers": middle})
         print(f"half {world.name}: {found} of {len(runs)} found, after {middle:.0f} answers")
     world, smallest = WORLDS[0], 0.3
-    measured = float(np.mean([spread(world, options.answers, drawn) for _ in range(20)]))
-    plan = plan_experiment(world.rate, smallest, 1.0, spread=measured)
+    answers = options.answers
+    for _ in range(3):  # the spread grows with the answers per user
+        measured = float(np.mean([spread(world, answers, drawn) for _ in range(20)]))
+        plan = plan_experiment(world.rate, smallest, 1.0, spread=measured)
+        answers = int(plan.answers)
     runs = [
         simulate(world, 1 + smallest, int(plan.answers), smallest, drawn)
         for _ in range(options.runs // 2)
     ]
-    found = sum(one.change is not None and one.change > 0 for one in runs)
+    found = sum(bool(one.change is not None and one.change > 0) for one in runs)
     rows.append({"world": world.name, "kind": "planned", "found": found, "answers": plan.answers})
     ok &= stats.binomtest(found, len(runs), POWER, alternative="less").pvalue > 0.01
     print(f"planned +30 %: {found} of {len(runs)} found in {plan.answers:.0f} answers")
@@ -186,7 +189,7 @@ def main() -> None:
             "runs": options.runs,
             "most": most,
             "rows": rows,
-            "ok": ok,
+            "ok": bool(ok),
         }
         options.json.write_text(json.dumps(found_json, indent=2))
     raise SystemExit(0 if ok else 1)
