@@ -117,6 +117,8 @@ class ServerConfig(BaseSettings):
         invariant: True makes every response bitwise independent of other requests, drafts and
             caches. CPU only.
         experiments: A/B experiments inside the server, see the guide to experiments.
+        experiments_dir: Folder for the counts of `experiments`, so that they survive a restart. By
+            default a folder next to the bundle, or `.experiments` in `bundles_dir`.
         access_log: True logs one line for each request, without paths and user ids.
         log_format: Format of the log: `text`, or `json` with one object per line.
         slate_log: Folder for a Parquet log of slates and of the events that they led to.
@@ -177,6 +179,7 @@ class ServerConfig(BaseSettings):
     graphs: bool | None = None
     invariant: bool = False
     experiments: tuple[dict[str, Any], ...] = ()
+    experiments_dir: Path | None = None
     access_log: bool = False
     log_format: Literal["text", "json"] = "text"
     slate_log: Path | None = None

@@ -19,8 +19,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 shrink_default_caches()
 
 
+def pytest_collection() -> None:
+    """Collection makes objects that stay, so there is no garbage to look for."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keeps garbage collections from traversing modules and collected tests again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -20,6 +20,7 @@ from recserve.batch.generate import Recommend
 from recserve.core.finite import NotFinite
 from recserve.engine.engine import Engine
 from recserve.schemas.items import RecommendRequest, RecommendResponse
+from recserve.search.strategy import strategy_classes
 from recserve.service import Service
 from recserve.service.auto_strategy import AUTO, BEAM
 from recserve.service.errors import UnknownModel
@@ -42,7 +43,12 @@ def together(service: Service) -> Recommend:
     engine = service.engine
 
     def begin(body: RecommendRequest) -> Callable[[], RecommendResponse]:
-        if body.strategy == AUTO and BEAM in engine.strategies:
+        chosen = service.recommender.auto_setting(body)
+        if chosen is not None:
+            body = structs.replace(body, strategy=chosen.strategy)
+            if strategy_classes()[chosen.strategy].dense_weight == "used":
+                body = structs.replace(body, dense_weight=chosen.dense_weight)
+        elif body.strategy == AUTO and BEAM in engine.strategies:
             body = structs.replace(body, strategy=BEAM)
         return service.recommender.begin(body).wait
 

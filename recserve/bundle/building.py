@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.bundle.new_folder import new_folder
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.filters import ItemFilters
-from recserve.features.catalog.semantic_ids import CodeReport, build_semantic_ids
+from recserve.features.catalog.semantic_ids import CodeReport, SemanticIds, build_semantic_ids
 from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.event_table import find_problems, read_events
 from recserve.features.tables.events import EventLog
@@ -166,26 +166,7 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     # Held-out events must influence neither vectors nor popularity.
     train = events.leave_one_out().train
     encoder, vectors = _vectors(options, items, bad_items, train)
-    popularity = train.popularity(len(items))
-    quantizer = fit_quantizer(
-        options.quantizer, vectors, options.levels, options.codes, options.seed
-    )
-    codes = quantizer.encode(vectors)
-    lost = reconstruction_error(vectors, quantizer.decode(codes))
-    index, codes_report = build_semantic_ids(items.ids, codes, quantizer.codebook_sizes, popularity)
-    log(f"vectors of {vectors.shape[1]} dimensions, {lost:.1%} of their variance lost in the codes")
-    for line in codes_report.lines():
-        log(line)
-
-    with new_folder(out) as folder:
-        bundle = Bundle.create(folder)
-        catalog = Catalog("", items, index, popularity, vectors)
-        catalog.save(folder / names.CATALOG, folder / names.VECTORS)
-        quantizer.save(folder / names.QUANTIZER)
-        if encoder is not None:
-            encoder.save(folder / names.TEXT)
-        pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
-        bundle.commit("build", _record(options, events, codes_report, lost))
+    bundle, index, codes_report, lost = _write(options, items, events, encoder, vectors, log)
     report = BuildReport(
         out,
         bundle.manifest.catalog_version,
@@ -202,6 +183,70 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     )
     log(f"catalogue {report.catalog_version} in {out}, {report.seconds:.1f} s")
     return report
+
+
+def rebuild_bundle(
+    bundle: Bundle, events: EventLog, out: Path, log: Callable[[str], None] = print
+) -> Bundle:
+    """Builds a bundle from the items and options of another one, and from other events.
+
+    The part of the vectors that comes from events, the codes and the popularity are made anew.
+
+    Args:
+        bundle: The bundle with items and options.
+        events: The new events, of the same items.
+        out: Folder of the new bundle.
+        log: Called with each line of progress.
+    """
+    recorded = bundle.manifest.build
+    known = {one.name for one in fields(BuildOptions)} & recorded.keys()
+    own = bundle.path(names.VECTORS) if recorded.get("own_vectors") else None
+    options = BuildOptions(bundle.path(names.CATALOG), bundle.path(names.EVENTS), out, own)
+    options = replace(options, **{name: recorded[name] for name in known})
+    catalog = bundle.catalog()
+    vectors, size = catalog.vectors, options.collaborative_dim
+    if size:
+        train = events.leave_one_out().train
+        new = collaborative_vectors(train, len(catalog), size, options.seed)
+        content = unit(vectors[:, : vectors.shape[1] - size])
+        vectors = join_vectors(content, new, options.collaborative_weight)
+    return _write(options, catalog.items, events, bundle.text_encoder(), vectors, log)[0]
+
+
+def _write(
+    options: BuildOptions,
+    items: ItemTable,
+    events: EventLog,
+    encoder: TextEncoder | None,
+    vectors: np.ndarray,
+    log: Callable[[str], None],
+) -> tuple[Bundle, SemanticIds, CodeReport, float]:
+    """Quantises the vectors and writes the bundle.
+
+    Returns:
+        The bundle, its semantic ids, the report on them, and the share of the variance that they
+        lose.
+    """
+    popularity = events.leave_one_out().train.popularity(len(items))
+    quantizer = fit_quantizer(
+        options.quantizer, vectors, options.levels, options.codes, options.seed
+    )
+    codes = quantizer.encode(vectors)
+    lost = reconstruction_error(vectors, quantizer.decode(codes))
+    index, report = build_semantic_ids(items.ids, codes, quantizer.codebook_sizes, popularity)
+    log(f"vectors of {vectors.shape[1]} dimensions, {lost:.1%} of their variance lost in the codes")
+    for line in report.lines():
+        log(line)
+    with new_folder(Path(options.out)) as folder:
+        bundle = Bundle.create(folder)
+        catalog = Catalog("", items, index, popularity, vectors)
+        catalog.save(folder / names.CATALOG, folder / names.VECTORS)
+        quantizer.save(folder / names.QUANTIZER)
+        if encoder is not None:
+            encoder.save(folder / names.TEXT)
+        pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
+        bundle.commit("build", _record(options, events, report, lost))
+    return Bundle.open(options.out), index, report, lost
 
 
 def _column_lines(report: BadRows, filterable: Sequence[str]) -> list[str]:

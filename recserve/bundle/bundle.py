@@ -39,7 +39,7 @@ UNTRAINED = "untrained"
 # was made, and changes no answer.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "build": ("type_names", "collaborative_dim", "own_vectors"),
-    "recommender": ("dense_weight",),
+    "recommender": ("dense_weight", "auto"),
     "retriever": ("recommender",),
     "drafters/nezha": ("recommender",),
     "drafters/speculative": ("recommender",),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -71,15 +73,34 @@ def evaluate(
     ] = "test",
     strategy: Annotated[
         str,
-        typer.Option(help="A strategy, auto or all; dense_head, exhaustive, sasrec, popularity."),
+        typer.Option(
+            help="A strategy, auto or all; dense_head, exhaustive; sasrec, popularity, "
+            "popularity_week, item_knn, transitions_2, transitions_3."
+        ),
     ] = "auto",
     baselines: Annotated[
         bool,
         typer.Option(
             "--baselines",
-            help="Show popularity and SASRec too. A SASRec that is missing is trained for it.",
+            help="Show baselines too. A SASRec that is missing is trained for it.",
         ),
     ] = False,
+    card: Annotated[
+        bool,
+        typer.Option(
+            "--card", help="Print an audit card in Markdown: baselines, groups, collisions."
+        ),
+    ] = False,
+    time_split: Annotated[
+        bool,
+        typer.Option(
+            "--time-split",
+            help="Train the recommender again on the first 90 % of the events, predict later ones.",
+        ),
+    ] = False,
+    max_minutes: Annotated[
+        float | None, typer.Option(help="Time limit of the training of --time-split.")
+    ] = None,
     k: Annotated[str, typer.Option("--k", "-k", help="Cut-offs, separated by commas.")] = "5,10",
     beam_width: Annotated[int, typer.Option(min=1, help="Beam width.")] = 50,
     dense_weight: Annotated[
@@ -92,28 +113,42 @@ def evaluate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the metrics to this file.")
     ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="With --card: write the card to this file too.")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="With --strategy all: plot quality over time as a PNG.")
+        Path | None,
+        typer.Option(help="PNG: the card, or with --strategy all quality over time."),
     ] = None,
 ) -> None:
-    """Measure leave-one-out NDCG and recall over all items.
+    """Measure leave-one-out NDCG and recall over all items, with 95 % intervals.
 
-    With --strategy all, compare the strategies.
+    With --strategy all, compare the strategies. With --card, compare with baselines in detail.
     """
     cutoffs = numbers(k, "--k")
-    if baselines and strategy == "all":
-        raise typer.BadParameter("--baselines needs one strategy; --strategy all compares several")
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
+    if strategy == "all" and (baselines or card or time_split):
+        flag = "--baselines" if baselines else "--card" if card else "--time-split"
+        raise typer.BadParameter(f"{flag} needs one strategy; --strategy all compares several")
+    if plot is not None and not (card or strategy == "all"):
+        raise typer.BadParameter("--plot has no effect without --card or --strategy all")
+    if markdown is not None and not card:
+        raise typer.BadParameter("--markdown has no effect without --card")
+    if max_minutes is not None and not time_split:
+        raise typer.BadParameter("--max-minutes has no effect without --time-split")
+    for path in (json_file, markdown, plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
     from recserve.bundle.bundle import Bundle
     from recserve.training.baselines import BaselineComparison, compare_with_baselines
+    from recserve.training.card import make_card
     from recserve.training.evaluation.evaluation import (
         Evaluation,
         EvaluationOptions,
         evaluate_bundle,
     )
-    from recserve.training.evaluation.fidelity import StrategyComparison, compare_strategies
+    from recserve.training.evaluation.fidelity import compare_strategies
     from recserve.training.options import TrainOptions
+    from recserve.training.time_split import TimeSplit, past_bundle
 
     opened, place = Bundle.open(bundle), TrainOptions(device=device).torch_device()
     if strategy == "all":
@@ -122,26 +157,46 @@ def evaluate(
         )
         if plot is not None:
             fidelity.save_plot(plot)
-        evaluation: Evaluation | StrategyComparison | BaselineComparison = fidelity
-    else:
-        options = EvaluationOptions(
-            split=split,
-            strategy=strategy,
-            k=cutoffs,
-            width=beam_width,
-            dense_weight=dense_weight,
-            users=users,
-            device=place,
-        )
-        evaluation = (
-            compare_with_baselines(opened, options)
-            if baselines
-            else evaluate_bundle(opened, options)
-        )
-    typer.echo(str(evaluation))
-    typer.echo(f"{evaluation.seconds:.1f} s")
+        _print(str(fidelity), fidelity.to_dict(), json_file)
+        return
+    options = EvaluationOptions(
+        split=split,
+        strategy=strategy,
+        k=cutoffs,
+        width=beam_width,
+        dense_weight=dense_weight,
+        users=users,
+        device=place,
+    )
+    past: TimeSplit | None = None
+    with ExitStack() as stack:
+        if time_split:
+            opened, options, past = stack.enter_context(past_bundle(opened, options, max_minutes))
+        if card:
+            made = make_card(opened, compare_with_baselines(opened, options), past)
+            if plot is not None:
+                made.save_plot(plot)
+            text, figures = made.to_markdown(), made.to_dict()
+            if markdown is not None:
+                markdown.write_text(text + "\n", encoding="utf-8")
+        else:
+            found: Evaluation | BaselineComparison = (
+                compare_with_baselines(opened, options)
+                if baselines
+                else evaluate_bundle(opened, options)
+            )
+            text, figures = str(found), found.to_dict()
+            if past is not None:
+                text, figures = f"{past}\n{text}", figures | {"time_split": asdict(past)}
+        _print(text, figures, json_file)
+
+
+def _print(text: str, figures: dict[str, Any], json_file: Path | None) -> None:
+    """Prints an evaluation, and writes its JSON if a file is given."""
+    typer.echo(text)
+    typer.echo(f"{figures['seconds']:.1f} s")
     if json_file is not None:
-        json_file.write_text(json.dumps(evaluation.to_dict(), indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
@@ -155,14 +210,42 @@ def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
 
 
 def calibrate(
-    path: Annotated[Path, typer.Argument(metavar="BUNDLE")], device: DeviceFlag = "auto"
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE")],
+    auto_for: Annotated[
+        Literal["quality", "latency"] | None,
+        typer.Option(
+            "--auto-for",
+            help="Choose strategy and dense weight of `auto` by validation, for this goal.",
+        ),
+    ] = None,
+    users: Annotated[
+        int | None, typer.Option(min=1, help="With --auto-for: most validation users; 2,000.")
+    ] = None,
+    device: DeviceFlag = "auto",
 ) -> None:
-    """Measure the benefit of the draft head again; training does this automatically."""
+    """Measure the benefit of the draft head again, or choose what `auto` serves.
+
+    Training measures the draft head automatically.
+    """
+    if users is not None and auto_for is None:
+        raise typer.BadParameter("--users has no effect without --auto-for")
     from recserve.bundle.bundle import Bundle
+    from recserve.training.auto_choice import USERS, choose_auto
     from recserve.training.item_drafters.calibration import recalibrate
     from recserve.training.options import TrainOptions
 
-    found = recalibrate(Bundle.open(path), TrainOptions(device=device).torch_device())
+    opened, place = Bundle.open(path), TrainOptions(device=device).torch_device()
+    if auto_for is not None:
+        for column, choice in choose_auto(opened, auto_for, place, users or USERS).items():
+            best, chosen = choice.candidates[0], choice.chosen
+            typer.echo(
+                f"auto, seen items {column}: {chosen.strategy}, dense weight "
+                f"{chosen.dense_weight:g}: NDCG@10 {chosen.ndcg} on {choice.users} validation "
+                f"users, {chosen.ms.value:.1f} ms; best: {best.strategy}, {best.dense_weight:g}, "
+                f"{best.ndcg.value:.4f}, {best.ms.value:.1f} ms"
+            )
+        return
+    found = recalibrate(opened, place)
     for (width, k), plans in found.plans.items():
         for plan in plans:
             typer.echo(

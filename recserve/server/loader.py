@@ -27,12 +27,22 @@ class ServiceLoader:
         config: Settings of the server.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, service: Service | None = None) -> None:
+        """Opens nothing yet.
+
+        Args:
+            config: Settings of the server.
+            service: The first service, if it is open already.
+        """
         self.config = config
+        self._given = service
         self._text: LoadedText | None = None
 
     def first(self) -> Service:
         """Opens the service that the settings name, with a running engine."""
+        given, self._given = self._given, None  # once replaced, it must not live on here
+        if given is not None:
+            return given
         config = self.config
         if config.llm is not None:
             settings = TextSettings(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
@@ -18,7 +20,6 @@ from fastapi import FastAPI
 
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
-from recserve.server.bundle_swaps import BundleSwaps
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.telemetry.logs import show_log
 from recserve.server.transport.connection import Connection, connection_class
@@ -30,8 +31,10 @@ log = logging.getLogger(__name__)
 
 # Time for a server to close engine and stores, after its requests have ended.
 CLOSE_S = 5.0
-# Time to accept connections whose handshake began before the server stopped listening.
-ACCEPT_S = 0.2
+# Time for handshakes that began before the server stopped listening.
+HANDSHAKE_S = 0.2
+# Time between two looks at the listening sockets, in which the event loop accepts.
+LOOK_S = 0.01
 
 
 class DrainingServer(uvicorn.Server):
@@ -92,11 +95,24 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts the last connections, stops listening, and waits for running requests."""
+        await self._accept_last()
+        await super().shutdown(sockets)
+
+    async def _accept_last(self) -> None:
+        """Waits until the kernel holds no connection to accept, for the drain timeout at most.
+
+        The event loop accepts: uvloop one connection in each turn, so a busy machine needs a while.
+        """
+        unaccepted = select.poll()
         for server in self.servers:
             for listener in server.sockets:
                 drop_handshakes(listener)
-        await asyncio.sleep(ACCEPT_S)
-        await super().shutdown(sockets)
+                unaccepted.register(listener.fileno(), select.POLLIN)
+        end_s = time.monotonic() + (self.config.timeout_graceful_shutdown or 0)
+        await asyncio.sleep(HANDSHAKE_S)
+        while unaccepted.poll(0) and time.monotonic() < end_s:
+            await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(LOOK_S)  # what was accepted last becomes a connection
 
 
 def end_process_in(seconds: float, end: Callable[[int], object] = os._exit) -> threading.Timer:
@@ -128,7 +144,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         host=config.host,
         port=config.port,
         log_level="info",
-        # The gate logs requests: uvicorn's line has user ids of paths and no request id.
+        # The middleware logs requests: uvicorn's line has user ids of paths and no request id.
         access_log=False,
         log_config=None,
         server_header=False,
@@ -141,9 +157,9 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-def reload(swaps: BundleSwaps) -> None:
+def reload(lifecycle: Lifecycle) -> None:
     """Starts a thread that loads the configured bundle again if it has changed."""
-    threading.Thread(target=swaps.reload, name="reload", daemon=True).start()
+    threading.Thread(target=lifecycle.reload, name="reload", daemon=True).start()
 
 
 def serve(config: ServerConfig) -> int:
@@ -162,13 +178,12 @@ def serve(config: ServerConfig) -> int:
     lifecycle: Lifecycle = app.state.lifecycle
     settings = uvicorn_config(app, config)
     if hasattr(signal, "SIGHUP"):
-        swaps: BundleSwaps = app.state.swaps
-        signal.signal(signal.SIGHUP, lambda *_: reload(swaps))
+        signal.signal(signal.SIGHUP, lambda *_: reload(lifecycle))
     # Uses uvloop if it is installed; plain asyncio.run would ignore that setting.
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         runner.run(DrainingServer(settings, lifecycle, config.drain_delay_s).serve())
     status = 1 if lifecycle.failure is not None or lifecycle.engine_stopped else 0
-    if lifecycle.replacing:
+    if lifecycle.swapping:
         log.info("a bundle was being loaded: the process ends without it")
         # Its thread cannot be stopped, and Python would end with native code running.
         os._exit(status)

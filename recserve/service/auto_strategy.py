@@ -9,18 +9,67 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from recserve.bundle.bundle import BundleError
 from recserve.search.strategy import strategy_classes
 
 AUTO = "auto"
 SPECULATIVE, BEAM = "speculative", "beam"
+COLUMNS = ("kept", "filtered")
+MAX_WEIGHT = 100
 # Weight of the newest answer in the running mean of answer times.
 MEAN_WEIGHT = 0.1
 # An answer is expected in time if its mean time, times this factor, fits into the time left.
 DEADLINE_MARGIN = 1.5
 # Each refusal lowers the expected time of the refused strategy, so that it is tried again.
 RETRY_DECAY = 0.98
+
+
+@dataclass(frozen=True)
+class AutoSetting:
+    """What validation chose for `auto`, for requests that keep or filter seen items.
+
+    Attributes:
+        strategy: Name of the strategy. `beam` stands for the exact strategy of the engine.
+        dense_weight: Weight of the dense head.
+    """
+
+    strategy: str
+    dense_weight: float
+
+
+def read_auto(recommender: Mapping[str, Any]) -> dict[str, AutoSetting]:
+    """Returns the settings of `auto` by column, `kept` or `filtered`; empty without a calibration.
+
+    Args:
+        recommender: The manifest's section of the recommender.
+
+    Raises:
+        BundleError: If the manifest has something else there.
+    """
+    settings = recommender.get("auto")
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict) or set(settings) != set(COLUMNS):
+        raise BundleError(
+            f"manifest.json: recommender.auto is {str(settings)[:80]!r}; expected settings for "
+            "kept and filtered"
+        )
+    found: dict[str, AutoSetting] = {}
+    for column, values in settings.items():
+        given = values if isinstance(values, dict) else {}
+        strategy, weight = given.get("strategy"), given.get("dense_weight", -1)
+        number = type(weight) in (int, float) and 0 <= weight <= MAX_WEIGHT
+        if not isinstance(strategy, str) or not number:
+            raise BundleError(
+                f"manifest.json: recommender.auto.{column} is {str(values)[:80]!r}; expected a "
+                f"strategy and a dense_weight of 0..{MAX_WEIGHT}"
+            )
+        found[column] = AutoSetting(strategy, float(weight))
+    return found
 
 
 class StrategyChooser:
@@ -46,25 +95,29 @@ class StrategyChooser:
         self._seconds: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()
 
-    def choose(self, width: int, deadline_s: float | None) -> tuple[str, bool]:
+    def choose(
+        self, width: int, deadline_s: float | None, chosen: str | None = None
+    ) -> tuple[str, bool]:
         """Chooses the strategy for a request.
 
         Args:
             width: Beam width.
             deadline_s: time.monotonic() value of the deadline; None means no deadline.
+            chosen: Strategy to use without time pressure; None means `exact`.
 
         Returns:
-            Name of the strategy, and True if the exact one was expected to miss the deadline.
+            Name of the strategy, and True if the chosen one was expected to miss the deadline.
         """
+        first = self.exact if chosen is None else chosen
         if deadline_s is None or not self.quick:
-            return self.exact, False
+            return first, False
         left = deadline_s - time.monotonic()
         with self._lock:
-            expected = self._expected(self.exact, width)
+            expected = self._expected(first, width)
             if not expected or expected * DEADLINE_MARGIN <= left:
-                return self.exact, False
+                return first, False
             # Without this decay a strategy that once was slow would never be measured again.
-            self._seconds[self.exact, width.bit_length()] = expected * RETRY_DECAY
+            self._seconds[first, width.bit_length()] = expected * RETRY_DECAY
             in_time = [n for n in self.quick if self._expected(n, width) * DEADLINE_MARGIN <= left]
         return (in_time or self.quick)[0], True
 

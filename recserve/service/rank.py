@@ -111,7 +111,8 @@ class RankService:
         scorer = self.scorers[name]
         sort_by = _sorting_task(scorer, name, body)
         snapshot = self._catalog.current
-        check_fields(body.fields, snapshot.items)
+        if body.fields:
+            check_fields(body.fields, snapshot.items)
         history = self._histories.read(body.user, body.history, snapshot)
         degraded = list(history.degraded)
         if not history.rows.size:

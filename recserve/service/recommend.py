@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,13 @@ from recserve.schemas.items import (
 )
 from recserve.search.strategy import strategy_classes
 from recserve.service.attribution import Envelope
-from recserve.service.auto_strategy import AUTO, BEAM, SPECULATIVE, StrategyChooser
+from recserve.service.auto_strategy import (
+    AUTO,
+    BEAM,
+    SPECULATIVE,
+    AutoSetting,
+    StrategyChooser,
+)
 from recserve.service.explanation import explanation
 from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
@@ -49,6 +55,7 @@ class RecommendService:
         prefixes: Builds the prefix from a history.
         dense_weight: Weight of the dense head for requests that do not set one.
         outcomes: Names of the outcomes that the retriever was trained on.
+        auto: What validation chose for `auto`, by column; empty without a calibration.
         chooser: Resolves the strategy `auto`.
         illegal_items: Number of excluded or missing items that the model has returned; must stay 0.
     """
@@ -62,6 +69,7 @@ class RecommendService:
         prefixes: RecommenderPrefixBuilder,
         dense_weight: float,
         outcomes: tuple[str, ...],
+        auto: Mapping[str, AutoSetting],
     ) -> None:
         """Connects the parts that a recommend request needs.
 
@@ -73,8 +81,10 @@ class RecommendService:
             prefixes: Builds the prefix from a history.
             dense_weight: Weight of the dense head for requests that do not set one.
             outcomes: Names of the outcomes that the retriever was trained on.
+            auto: What validation chose for `auto`, by column; empty without a calibration.
         """
         self.prefixes = prefixes
+        self.auto = auto
         self.dense_weight = dense_weight
         self.outcomes = outcomes
         self.chooser = StrategyChooser(engine.strategies)
@@ -128,7 +138,8 @@ class RecommendService:
         watch = Stopwatch()
         snapshot = self._catalog.current  # one version from start to end
         plan = self._plan(body, deadline_s)
-        check_fields(body.fields, snapshot.items)
+        if body.fields:
+            check_fields(body.fields, snapshot.items)
         allowed, hints = _read_filter(snapshot, body)
         from_list = plan.strategy in LISTS
         if from_list and body.user is None and body.history is None:
@@ -179,13 +190,20 @@ class RecommendService:
         width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
         if width < body.k:
             raise InvalidRequest("beam_width", f"at least k = {body.k}, got {width}")
-        strategy, hurried = self._strategy(body, width, deadline_s)
+        chosen = self.auto_setting(body)
+        strategy, hurried = self._strategy(body, width, deadline_s, chosen)
         outcome = self._outcome(body.outcome, strategy)
         dense_weight = self._dense_weight(body.dense_weight, strategy)
+        if chosen is not None and not hurried:
+            dense_weight = chosen.dense_weight
         return SlatePlan(strategy, width, outcome, dense_weight, hurried)
 
     def _strategy(
-        self, body: RecommendRequest, width: int, deadline_s: float | None
+        self,
+        body: RecommendRequest,
+        width: int,
+        deadline_s: float | None,
+        chosen: AutoSetting | None,
     ) -> tuple[str, bool]:
         """Returns the strategy, and whether the deadline has decided for a faster one."""
         there = self._engine.strategies
@@ -193,11 +211,25 @@ class RecommendService:
         if name == AUTO:
             if body.outcome is not None and self.outcomes:
                 return _outcome_strategy(), False
-            return self.chooser.choose(width, deadline_s)
+            # `beam` stands for the exact strategy, which may draft.
+            other = chosen.strategy if chosen and chosen.strategy != BEAM else None
+            return self.chooser.choose(width, deadline_s, other)
         if name not in there and name not in LISTS:
             listed = ", ".join((AUTO, *there, *LISTS))
             raise InvalidRequest("strategy", f"expected one of {listed}, got {body.strategy!r}")
         return name, False
+
+    def auto_setting(self, body: RecommendRequest) -> AutoSetting | None:
+        """Returns what validation chose for a request of `auto`; None if nothing was chosen.
+
+        A request with a dense weight or an outcome of its own has made the choice itself.
+        """
+        if not self.auto or body.strategy != AUTO:
+            return None
+        if body.dense_weight is not None or body.outcome is not None:
+            return None
+        chosen = self.auto["filtered" if body.exclude.seen else "kept"]
+        return chosen if chosen.strategy in self._engine.strategies else None
 
     def _outcome(self, weights: dict[str, float] | None, strategy: str) -> np.ndarray | None:
         """Returns weights [O] in the retriever's order; None means the retriever's own mix."""

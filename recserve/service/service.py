@@ -54,6 +54,7 @@ from recserve.schemas.items import (
 )
 from recserve.schemas.shorthand import AnyId, checked, checked_id
 from recserve.service.attribution import Envelope, Signer
+from recserve.service.auto_strategy import read_auto
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.event_types import EventTypes
 from recserve.service.histories import Histories
@@ -237,6 +238,7 @@ class Service:
                     item_prefixes,
                     dense_weight=float(manifest.recommender.get("dense_weight", 0.0)),
                     outcomes=() if retriever is None else retriever.config.outcomes,
+                    auto=read_auto(manifest.recommender),
                 )
             ranker = None
             if scorers:

@@ -1,28 +1,93 @@
-"""A bundle's model beside popularity and SASRec, on the same users and with the same metrics."""
+"""A bundle's model beside the baselines, on the same users and with the same metrics."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from recserve.bundle.bundle import Bundle
-from recserve.models.sasrec import SasRec
+from recserve.models.sasrec import SasRec, load_sasrec
+from recserve.training.evaluation.accuracy import ranks_of, user_metrics
 from recserve.training.evaluation.evaluation import (
+    COLUMNS,
     Evaluation,
+    EvaluationData,
     EvaluationOptions,
     evaluate_bundle,
     evaluate_sasrec,
-    sasrec_of,
+    evaluate_untrained,
 )
+from recserve.training.evaluation.intervals import (
+    DIFFERENCE_METHOD,
+    MEAN_METHOD,
+    difference_interval,
+)
+from recserve.training.evaluation.untrained import UNTRAINED, UnsuitableEvents
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.sasrec import PLAIN, SasRecRecipe, fit_sasrec
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its 95 % interval.
+
+    Attributes:
+        value: The figure.
+        low: Lower bound.
+        high: Upper bound.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
+
+
+def model_lead(
+    model: Evaluation,
+    other: Evaluation,
+    data: EvaluationData,
+    column: str,
+    inside: NDArray[np.bool_] | None = None,
+) -> dict[str, Figure]:
+    """Returns how far the model is ahead of another one on the same users, by metric.
+
+    Args:
+        model: Evaluation of the model.
+        other: Evaluation of the other one.
+        data: The cases of both.
+        column: `kept` or `filtered`.
+        inside: [n] which cases count; None means all.
+    """
+    cutoffs = cutoffs_of(model)
+    users = slice(None) if inside is None else inside
+    held = data.cases.held[users]
+    ours, theirs = (
+        user_metrics(ranks_of(found.slates[column][users], held), cutoffs)
+        for found in (model, other)
+    )
+    leads = {}
+    for name, values in ours.items():
+        differences = values - theirs[name]
+        leads[name] = Figure(float(differences.mean()), *difference_interval(differences))
+    return leads
+
+
+def cutoffs_of(evaluation: Evaluation) -> tuple[int, ...]:
+    """Returns the cut-offs of an evaluation's metrics."""
+    names = next(iter(evaluation.columns.values()))
+    return tuple(int(name.split("@")[1]) for name in names if name.startswith("recall@"))
 
 
 @dataclass(frozen=True)
@@ -32,47 +97,95 @@ class BaselineComparison:
     Attributes:
         model: The evaluated model.
         baselines: Evaluations of the baselines, by label.
+        omitted: Why a baseline is missing, by label.
+        data: The evaluated cases.
         trained: True if SASRec was trained for this comparison.
         seconds: Duration, with training.
     """
 
     model: Evaluation
     baselines: dict[str, Evaluation]
+    omitted: dict[str, str]
+    data: EvaluationData
     trained: bool
     seconds: float
+
+    @property
+    def label(self) -> str:
+        """What tables call the model."""
+        model = self.model
+        return (
+            UNTRAINED[model.model].label
+            if model.model in UNTRAINED
+            else (
+                f"{model.model}, {model.strategy}" if model.model != model.strategy else model.model
+            )
+        )
+
+    def leads(self, label: str) -> dict[str, dict[str, Figure]]:
+        """Returns how far the model is ahead of a baseline, by column and metric."""
+        other = self.baselines[label]
+        return {column: model_lead(self.model, other, self.data, column) for column in COLUMNS}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the model's evaluation as a JSON-ready dictionary, with those of the baselines
         under `baselines`.
         """
-        baselines = {label: found.to_dict() for label, found in self.baselines.items()}
-        return asdict(self.model) | {"baselines": baselines, "seconds": self.seconds}
+        baselines = {
+            label: found.to_dict()
+            | {
+                "model_ahead": {
+                    column: {name: vars(lead) for name, lead in leads.items()}
+                    for column, leads in self.leads(label).items()
+                }
+            }
+            for label, found in self.baselines.items()
+        }
+        return self.model.to_dict() | {
+            "baselines": baselines,
+            "omitted": self.omitted,
+            "difference_method": f"95 % {DIFFERENCE_METHOD}",
+            "seconds": self.seconds,
+        }
 
     def __rich__(self) -> Table:
         model = self.model
         table = Table(title=f"{model.split}, {model.users} users", title_justify="left")
         table.add_column("model")
         table.add_column("seen items")
-        rows = {f"{model.model}, {model.strategy}": model} | self.baselines
-        names = list(next(iter(model.columns.values())))
+        names = list(model.columns[COLUMNS[0]])
         for name in names:
             table.add_column(name, justify="right")
-        for label, found in rows.items():
-            for column, metrics in found.columns.items():
-                table.add_row(label, column, *(f"{metrics[name]:.4f}" for name in names))
+        table.add_column(f"model ahead by\n{names[-1]}", justify="right")
+        for label, found in ({self.label: model} | self.baselines).items():
+            leads = self.leads(label) if label in self.baselines else None
+            for column in found.columns:
+                lead = leads[column][names[-1]] if leads else None
+                shown = f"{lead.value:+.4f}\n{lead.low:+.4f} to {lead.high:+.4f}" if lead else ""
+                table.add_row(label, column, *found.cells(column), shown)
         return table
 
     def __str__(self) -> str:
-        console = Console(width=100, color_system=None)
+        console = Console(width=140, color_system=None)
         with console.capture() as capture:
             console.print(self)
-            if self.trained:
-                console.print(
-                    "SASRec was trained for this table and dropped; "
-                    "`recserve train sasrec --ids-only` keeps it in the bundle.",
-                    soft_wrap=True,
-                )
+            for line in self.notes():
+                console.print(line, soft_wrap=True)
         return capture.get().rstrip()
+
+    def notes(self) -> list[str]:
+        """Returns what a reader must know of the table."""
+        lines = [
+            f"below each figure: its 95 % interval ({MEAN_METHOD}; "
+            f"differences: {DIFFERENCE_METHOD})",
+            *(f"{label} is left out: {reason}" for label, reason in self.omitted.items()),
+        ]
+        if self.trained:
+            lines.append(
+                "SASRec was trained for this table and dropped; "
+                "`recserve train sasrec --ids-only` keeps it in the bundle."
+            )
+        return lines
 
 
 def compare_with_baselines(
@@ -81,7 +194,7 @@ def compare_with_baselines(
     recipe: SasRecRecipe = PLAIN,
     console: Console | None = None,
 ) -> BaselineComparison:
-    """Evaluates a bundle's model, popularity and SASRec.
+    """Evaluates a bundle's model and all baselines.
 
     SASRec is the bundle's. A bundle without one is not changed: a SASRec of ids alone is trained in
     a temporary folder.
@@ -97,23 +210,29 @@ def compare_with_baselines(
     """
     began = time.monotonic()
     model = evaluate_bundle(bundle, options)  # fails before minutes of training
+    data = EvaluationData.open(bundle, options)
     baselines: dict[str, Evaluation] = {}
-    trained = False
-    if model.model != "popularity":
-        popularity = EvaluationOptions(
-            options.split, "popularity", options.k, options.width, None, options.users
-        )
-        baselines["popularity"] = evaluate_bundle(bundle, popularity)
+    omitted: dict[str, str] = {}
+    for name, untrained in UNTRAINED.items():
+        if name == model.model:
+            continue
+        try:
+            baselines[untrained.label] = evaluate_untrained(name, data, options)
+        except UnsuitableEvents as missing:
+            omitted[untrained.label] = str(missing)
+    trained = model.model != "sasrec" and not bundle.has("sasrec")
     if model.model != "sasrec":
-        trained = not bundle.has("sasrec")
         sasrec = (
             _train(bundle, options, recipe, console)
             if trained
-            else sasrec_of(bundle, options.device)
+            else load_sasrec(
+                bundle.directory("sasrec"), torch.from_numpy(data.catalog.vectors), options.device
+            )
         )
         inputs = "ids and item vectors" if sasrec.config.vector_dim else "ids"
-        baselines[f"sasrec, {inputs}"] = evaluate_sasrec(sasrec, bundle.events(), options)
-    return BaselineComparison(model, baselines, trained, time.monotonic() - began)
+        baselines[f"sasrec, {inputs}"] = evaluate_sasrec(sasrec, data, options)
+    seconds = time.monotonic() - began
+    return BaselineComparison(model, baselines, omitted, data, trained, seconds)
 
 
 def _train(

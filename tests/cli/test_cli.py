@@ -145,6 +145,19 @@ def test_debug_shows_the_trace_back(tmp_path, monkeypatch):
         main()
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_missing_library_names_its_extra(debug, monkeypatch, capsys):
+    def fail():
+        raise ModuleNotFoundError("No module named 'sklearn.svm'", name="sklearn.svm")
+
+    monkeypatch.setitem(main.__globals__, "app", fail)
+    monkeypatch.setattr(sys, "argv", ["recserve", *["--debug"] * debug])
+    with pytest.raises(ModuleNotFoundError if debug else SystemExit):
+        main()
+    said = "" if debug else "this command needs scikit-learn: pip install 'recserve[train]'"
+    assert said in capsys.readouterr().err
+
+
 def test_recommend_gives_k_unseen_items(bundle, store):
     arguments = ["recommend", "--bundle", bundle, "--store", store, "--user", "user000001"]
     arguments += ["--strategy", "beam"]
@@ -295,9 +308,29 @@ def test_build_train_and_evaluate(tmp_path):
     assert beside.exit_code == 0, beside.output
     assert "popularity" in beside.stdout
     found = json.loads(figures.read_text())
-    assert found["columns"] == columns and set(found["baselines"]) == {"popularity"}
-    wrong = run("evaluate", "--bundle", out, "--strategy", "all", "--baselines")
-    assert wrong.exit_code == 2 and "--baselines needs one strategy" in wrong.stderr
+    assert found["columns"] == columns
+    assert {"popularity", "item-kNN"} <= set(found["baselines"])
+    low, high = found["intervals"]["kept"]["recall@20"]
+    assert low <= columns["kept"]["recall@20"] <= high
+    card = run(
+        *("evaluate", "--bundle", out, "--strategy", "sasrec", "--k", "1,20", "--card"),
+        *("--json", figures, "--plot", tmp_path / "new" / "card.png"),
+        *("--markdown", tmp_path / "new" / "card.md"),
+    )
+    assert card.exit_code == 0, card.output
+    assert card.stdout.startswith("# Audit card\n") and "| item-kNN | filtered |" in card.stdout
+    assert set(json.loads(figures.read_text())["rows"]) >= {"sasrec", "popularity", "item-kNN"}
+    assert (tmp_path / "new" / "card.png").stat().st_size
+    assert (tmp_path / "new" / "card.md").read_text() in card.stdout
+    for flags, message in (
+        (("--strategy", "all", "--baselines"), "--baselines needs one strategy"),
+        (("--strategy", "all", "--card"), "--card needs one strategy"),
+        (("--plot", "p.png"), "--plot has no effect without --card or --strategy all"),
+        (("--markdown", "m.md"), "--markdown has no effect without --card"),
+        (("--max-minutes", 1), "--max-minutes has no effect without --time-split"),
+    ):
+        wrong = run("evaluate", "--bundle", out, *flags)
+        assert wrong.exit_code == 2 and message in " ".join(wrong.stderr.split())
 
 
 def test_doctor_examines_bundle_and_store(bundle, store):

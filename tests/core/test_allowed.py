@@ -11,6 +11,7 @@ from recserve.core.request import LikelihoodQuery, SlateQuery
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import LeafFilter, build_trie
 from recserve.search.filters import RequestFilters, leaf_filter
+from tests.support.grids import covering
 from tests.support.leaf_counts import remaining
 from tests.support.recommenders import draw_root
 from tests.support.tries import SHAPES, Changed, engine_of
@@ -155,9 +156,10 @@ def _trie(codes):
     return build_trie(codes, (10,) * codes.shape[1])
 
 
-@pytest.mark.parametrize("kernels", PATHS)
-@pytest.mark.parametrize("shape", ["drawn", "deep", "narrow"])
-@pytest.mark.parametrize("dense_weight", [0.0, 0.5], ids=["plain", "dense"])
+@pytest.mark.parametrize(
+    "shape,kernels,dense_weight",
+    covering(("drawn", "deep", "narrow"), PATHS, {"plain": 0.0, "dense": 0.5}),
+)
 def test_slates_are_the_best_of_all_scored_items(shape, kernels, dense_weight, force_kernels):
     """In one batch: a filter, exclusions, both, another filter with few items, nothing at all;
     beams wide enough for all, and narrow ones that the filter must not starve.

@@ -133,7 +133,7 @@ def test_groups_of_many_items_are_those_of_each_alone(world):
 def test_searches_go_on_among_what_the_caps_leave_open(world, strategy):
     """As uncapped searches would, one after another; k items wherever k keep to the caps."""
     most, short = 0, 0
-    for seed in range(18):
+    for seed in range(9):
         request = world.drawn(seed, strategy=strategy)
         rows, scores, searches = world.plain(request)
         slate = world.engine.run(request)
@@ -152,7 +152,7 @@ def test_searches_go_on_among_what_the_caps_leave_open(world, strategy):
 
 
 def test_drafted_searches_are_those_of_beam(world):
-    for seed in range(18):
+    for seed in range(8):
         request = world.drawn(seed)
         beam = world.engine.run(request)
         other = world.engine.run(replace(request, strategy="speculative"))

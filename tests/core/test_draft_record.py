@@ -76,7 +76,12 @@ class Counting(TableDrafter):
 
 @pytest.mark.parametrize(
     "load_aware,verifier,temperature",
-    covering((False, True), ("sample", "rejection"), (0.0, 0.9)),
+    [
+        pytest.param(
+            *one.values, id=one.id, marks=[*one.marks, *[pytest.mark.slow] * one.values[0]]
+        )
+        for one in covering((False, True), ("sample", "rejection"), (0.0, 0.9))
+    ],
 )
 def test_a_drafter_that_is_always_wrong_is_paused(verifier, temperature, load_aware):
     """By its break-even, or by what its drafts cost. Drafts that shape a text are always made."""

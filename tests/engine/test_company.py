@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["auto", "torch"])
+@pytest.fixture(params=["auto", pytest.param("torch", marks=pytest.mark.slow)])
 def kernels(request, force_kernels):
     """Products in C where there is a compiler, and oneDNN's."""
     force_kernels(request.param)

@@ -26,7 +26,7 @@ SEARCH = {*FORWARD, "children_kernel"}
 CASES = [
     pytest.param("beam", "plain", "items", SEARCH, marks=pytest.mark.slow),
     ("beam", "filters", "codes", SEARCH),
-    ("beam", "live", "items", SEARCH),
+    pytest.param("beam", "live", "items", SEARCH, marks=pytest.mark.slow),
     pytest.param("speculative", "filters", "items", SEARCH, marks=pytest.mark.slow),
     pytest.param("nezha", "plain", "items", SEARCH, marks=pytest.mark.slow),
     pytest.param("likelihood", "plain", "codes", FORWARD, marks=pytest.mark.slow),
@@ -63,7 +63,10 @@ def test_rankings(launches):
 
 @pytest.mark.parametrize(
     "drafter,parameters,kernels",
-    [("none", "hot", FORWARD), ("medusa", "greedy", {*FORWARD, "head_kernel"})],
+    [
+        pytest.param("none", "hot", FORWARD, marks=pytest.mark.slow),
+        ("medusa", "greedy", {*FORWARD, "head_kernel"}),
+    ],
 )
 def test_texts(drafter, parameters, kernels, launches):
     names = () if drafter == "none" else (drafter,)

@@ -8,7 +8,8 @@ import torch
 
 from recserve.core.request import PrefixKeys
 from recserve.core.sequence import CachedPrefix
-from recserve.engine.kv_cache import OutOfPages, PageAllocator, PrefixCache
+from recserve.engine.kv_cache import KVCache, OutOfPages, PageAllocator, PrefixCache
+from recserve.kernels.cache.kv_pool import KVPool, KVShape
 
 SIZE = 4
 TAIL = torch.zeros(1)
@@ -60,6 +61,15 @@ def test_a_longer_root_finds_pages_and_the_partly_filled_one():
     assert found(cache, allocator, np.arange(9)) == (pages, 6, None)
     assert found(cache, allocator, keys(0, 1, 2, 3, 9)) == (pages[:1], 4, None)
     assert found(cache, allocator, keys(0, 1, 2, 9)) == ([], 0, None)
+
+
+def test_a_page_that_is_to_be_copied_gives_way():
+    """Cached 0..5 in all of two pages; to go on behind 5 takes the page that would be copied."""
+    cache = KVCache(KVPool(KVShape(1, 1, 4), 2, SIZE))
+    store(cache.prefixes, cache.allocator, np.arange(6))
+    pages, slots, length, cached = cache.place(PrefixKeys(np.arange(6)), 2, separate=False)
+    assert sorted(pages) == [0, 1] and len(slots) == 8 and (length, cached) == (0, None)
+    assert cache.num_available == 0
 
 
 def test_two_users_share_a_beginning():

@@ -66,6 +66,7 @@ def assert_fits(request, answer, wanted) -> None:
         assert len(answer.tokens) == len(wanted.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load_aware", chosen({"always": False, "load-aware": True}, "always"))
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_mixed_requests(count, load_aware):

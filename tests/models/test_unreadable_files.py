@@ -98,39 +98,35 @@ def valid(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("name", LOADERS)
-def test_other_json_is_refused_in_words(name, content, tmp_path):
+def test_other_json_is_refused_in_words(name, tmp_path):
     load, config, _ = LOADERS[name]
-    folder, text = valid(tmp_path / "model", name), CONTENTS[content]
-    path = folder / config
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=".") as refusal:
-        load(folder)
-    if name != "text encoder" or content not in ("a list", "a string", "null"):
-        assert config in str(refusal.value)  # the encoder's weights are refused there
+    folder = valid(tmp_path / "model", name)
+    for content, text in CONTENTS.items():
+        (folder / config).write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(ValueError, match=".") as refusal:
+            load(folder)
+        if name != "text encoder" or content not in ("a list", "a string", "null"):
+            assert config in str(refusal.value), content  # its weights are refused there
 
 
 @pytest.mark.parametrize("what", ["FIFO", "folder", "device"])
-@pytest.mark.parametrize("which", ["configuration", "weights"])
 @pytest.mark.parametrize("name", LOADERS)
-def test_what_is_no_file_is_refused_in_words(name, which, what, tmp_path):
+def test_what_is_no_file_is_refused_in_words(name, what, tmp_path):
+    """Configuration and weights, unless the loader refuses these words as a configuration."""
     load, config, weights = LOADERS[name]
-    folder = valid(tmp_path / "model", name)
-    path = folder / (config if which == "configuration" else weights or config)
-    path.unlink()
-    if what == "FIFO":
-        os.mkfifo(path)
-    elif what == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
-    if name in ("recommender", "sasrec", "self-draft", "ranker", "quantizer") and path.suffix != (
-        ".json"
-    ):
-        pytest.skip("its configuration is refused first")
-    with pytest.raises(ValueError, match=f"{path.name} is a {what}; a regular file is needed"):
-        load(folder)
+    own = name in ("recommender", "sasrec", "self-draft", "ranker", "quantizer")
+    for file in {config} if own else {config, weights or config}:
+        path = valid(tmp_path / file, name) / file
+        path.unlink()
+        if what == "FIFO":
+            os.mkfifo(path)
+        elif what == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to("/dev/zero")
+        with pytest.raises(ValueError, match=f"{path.name} is a {what}; a regular file is needed"):
+            load(path.parent)
 
 
 @given(

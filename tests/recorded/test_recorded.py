@@ -13,15 +13,18 @@ from recserve.schemas import validation
 from tests.recorded import record
 from tests.recorded.cases import ANSWERS, read_cases, write_cases
 from tests.recorded.compare import differences
-from tests.recorded.files_check import check_files
+from tests.recorded.files_check import JOBS, SLATES_JOB, check_files
 from tests.recorded.replay import Finding, replay_http, replay_service
 from tests.recorded.worlds import WORLDS, World
+from tests.support.grids import chosen
 
 # The default suite asks one world over HTTP, and all in process; `make replay` asks all of them.
 BY_WORLD = [
     pytest.param(name, marks=pytest.mark.slow) if name != "text" else name for name in WORLDS
 ]
-WITH_BUNDLE = [name for name, world in WORLDS.items() if world.bundle is not None]
+WITH_BUNDLE = chosen(
+    [name for name, world in WORLDS.items() if world.bundle is not None], "items", "codes"
+)
 SHOWN = 20
 
 
@@ -37,8 +40,9 @@ def test_service_gives_the_recorded_answers(name):
     assert not found, report(found)
 
 
-def test_recorded_files_can_be_used():
-    found = check_files()
+@pytest.mark.parametrize("jobs", [(SLATES_JOB,), pytest.param(JOBS, marks=pytest.mark.slow)])
+def test_recorded_files_can_be_used(jobs):
+    found = check_files(jobs=jobs)
     assert not found, report(found)
 
 

@@ -13,12 +13,11 @@ import typer.main
 from recserve.cli import app
 from recserve.config import ServerConfig
 from recserve.search.strategy import strategy_classes
+from tests.support.pages import PAGES, find_in_pages
 from tests.support.paths import ROOT
 
 # Typer carries its own copy of click; BadParameter is the public end of its errors.
 UsageError = typer.BadParameter.__mro__[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 FENCE = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(recserve [^`]*)`")
@@ -60,28 +59,31 @@ def parse(words):
         context = command.make_context(name, rest, parent=context)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_commands_parse(page):
+def wrong_commands(text):
     wrong = []
-    for words in fenced_commands(page.read_text(encoding="utf-8")):
+    for words in fenced_commands(text):
         try:
             parse(words[1:])
         except UsageError as error:
             wrong.append(f"{shlex.join(words)}: {error.format_message()}")
-    assert not wrong, "\n".join(wrong)
+    return wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_commands_in_a_sentence_exist(page):
-    """They may leave out what they need, but name no command or option that is not there."""
+def wrong_names(text):
+    """Commands in sentences may leave out what they need, but name nothing that is not there."""
     wrong = []
-    for command in INLINE.findall(page.read_text(encoding="utf-8")):
+    for command in INLINE.findall(text):
         try:
             parse(shlex.split(command)[1:])
         except UsageError as error:
             if type(error).__name__ not in ("MissingParameter", "NoArgsIsHelpError"):
                 wrong.append(f"{command}: {error.format_message()}")
-    assert not wrong, "\n".join(wrong)
+    return wrong
+
+
+@pytest.mark.parametrize("find", [wrong_commands, wrong_names])
+def test_commands_of_the_pages_exist(find):
+    assert find_in_pages(find) == {}
 
 
 @pytest.mark.parametrize(
@@ -124,9 +126,8 @@ def wrong_benchmarks(text):
     return wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_benchmarks_have_the_flags_that_a_page_names(page):
-    assert wrong_benchmarks(page.read_text(encoding="utf-8")) == []
+def test_benchmarks_have_the_flags_that_a_page_names():
+    assert find_in_pages(wrong_benchmarks) == {}
 
 
 def test_wrong_benchmarks_are_found():
@@ -159,9 +160,9 @@ def dead_links(page):
     return dead
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_links_lead_somewhere(page):
-    assert dead_links(page) == []
+def test_links_lead_somewhere():
+    found = {str(page): dead_links(page) for page in PAGES}
+    assert {page: dead for page, dead in found.items() if dead} == {}
 
 
 def test_dead_links_are_found(tmp_path):
@@ -172,9 +173,8 @@ def test_dead_links_are_found(tmp_path):
     assert dead_links(page) == ["#b", "page.md#c", "no.md"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_no_paths_of_one_machine(page):
-    assert MACHINE_PATH.findall(page.read_text(encoding="utf-8")) == []
+def test_no_paths_of_one_machine():
+    assert find_in_pages(MACHINE_PATH.findall) == {}
 
 
 def test_machine_paths_are_found():
@@ -187,10 +187,10 @@ def test_machine_paths_are_found():
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_python_examples_are_python(page):
-    for block in PYTHON.findall(page.read_text(encoding="utf-8")):
-        ast.parse(block)
+def test_python_examples_are_python():
+    for page in PAGES:
+        for block in PYTHON.findall(page.read_text(encoding="utf-8")):
+            ast.parse(block, str(page))
 
 
 def test_every_page_is_in_the_navigation():

@@ -2,10 +2,8 @@
 
 import ast
 import functools
-import io
 import re
 import subprocess
-import tokenize
 
 import pytest
 
@@ -18,6 +16,10 @@ NAMED = re.compile(
     rf"(?<![\w./-])((?:{'|'.join(TOPS)})/(?:[\w-]+/)*(?:[\w-]+\.\w+)?|test_\w+\.py)(?![\w*{{<-])"
 )
 MEMBER = re.compile(r"(?<![\w./])([A-Z]\w*)\.([A-Za-z_]\w*)")
+# Strings, which may hold a #, and comments, which are the group.
+COMMENT = re.compile(
+    r'''(?:"""[\s\S]*?"""|\'{3}[\s\S]*?\'{3}|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|(#.*)'''
+)
 PLAIN_BASES = {"ABC", "Protocol", "Generic", "object"}
 
 
@@ -31,6 +33,11 @@ def committed() -> tuple[str, ...]:
         check=True,
     )
     return tuple(done.stdout.split())
+
+
+@functools.cache
+def committed_names() -> frozenset[str]:
+    return frozenset(name.rpartition("/")[2] for name in committed())
 
 
 @functools.cache
@@ -61,18 +68,19 @@ def prose_of(name: str, text: str) -> str:
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = (node for node in ast.walk(trees()[name]) if isinstance(node, kinds))
     parts = [ast.get_docstring(node, clean=False) or "" for node in nodes]
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    parts += [token.string for token in tokens if token.type == tokenize.COMMENT]
-    return "\n".join(parts)
+    return "\n".join(parts + [found for found in COMMENT.findall(text) if found])
 
 
 def missing_files(text: str) -> list[str]:
     """Returns the paths in a text that name no file and no folder."""
-    names = {name.rpartition("/")[2] for name in committed()}
     found = []
     for path in NAMED.findall(text):
         places = (ROOT / path, ROOT / "recserve" / path, ROOT / "tests" / path)
-        if not (path in names if "/" not in path else any(place.exists() for place in places)):
+        if not (
+            path in committed_names()
+            if "/" not in path
+            else any(place.exists() for place in places)
+        ):
             found.append(path)
     return found
 

@@ -20,11 +20,11 @@ from recserve.config import KERNEL_KEYS, ServerConfig
 from recserve.experiments.serving.settings import parse_experiments
 from recserve.schemas import encoding, events, inference, items, scoring, text
 from recserve.server.errors import INTERNAL, ROUTING, TABLE
+from tests.support.pages import PAGES, find_in_pages
 from tests.support.paths import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-PAGES = [page for page in PAGES if page.name not in ("CHANGELOG.md", "redesign.md")]
-IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
+# History, which names what has gone.
+PAST = ("CHANGELOG.md", "redesign.md")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 SHELLS = ("bash", "sh", "console", "")
@@ -156,10 +156,11 @@ def find_fault(words: list[str]) -> str | None:
     return CHECKS[words[0]](words) if words[0] in CHECKS and len(words) > 1 else None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_commands_of_other_programs_name_what_is_there(page):
-    commands = read_commands(page.read_text(encoding="utf-8"))
-    assert [wrong for wrong in map(find_fault, commands) if wrong] == []
+def test_commands_of_other_programs_name_what_is_there():
+    assert (
+        find_in_pages(lambda page: [*filter(None, map(find_fault, read_commands(page)))], *PAST)
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,11 +182,10 @@ def test_a_wrong_command_is_found(command):
     assert find_fault(words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_environment_variables_are_settings(page):
-    named = set(re.findall(r"\bRECSERVE_[A-Z_]+\b", page.read_text(encoding="utf-8")))
-    settings = {f"RECSERVE_{name.upper()}" for name in (*SETTINGS, *KERNEL_KEYS)}
-    assert named - settings - OTHER_VARIABLES == set()
+def test_environment_variables_are_settings():
+    known = {f"RECSERVE_{name.upper()}" for name in (*SETTINGS, *KERNEL_KEYS)} | OTHER_VARIABLES
+    named = re.compile(r"\bRECSERVE_[A-Z_]+\b")
+    assert find_in_pages(lambda page: {*named.findall(page)} - known, *PAST) == {}
 
 
 @functools.cache
@@ -201,17 +201,19 @@ def list_metrics() -> str:
     return " ".join([site.GENERATORS["metrics"](), collector, *own])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_metrics_exist(page):
-    named = set(re.findall(r"\brecserve_[a-z_]+[a-z]\b", page.read_text(encoding="utf-8")))
-    assert [n for n in sorted(named) if n.removesuffix("_total") not in list_metrics()] == []
+def test_metrics_exist():
+    named, known = re.compile(r"\brecserve_[a-z_]+[a-z]\b"), list_metrics()
+
+    def missing(page: str) -> set[str]:
+        return {n for n in named.findall(page) if n.removesuffix("_total") not in known}
+
+    assert find_in_pages(missing, *PAST) == {}
 
 
 NOT_SERVED = {"POST /v1/responses"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_routes_exist(page):
+def test_routes_exist():
     """`POST /v1/rank` and the like, against the routes of the snapshot of the public API."""
     snapshot = (ROOT / "tests/repository/public_api.txt").read_text(encoding="utf-8")
     routes = {tuple(line.split()[1:3]) for line in snapshot.splitlines() if line[:5] == "http "}
@@ -219,17 +221,21 @@ def test_routes_exist(page):
         (method, re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path))))
         for method, path in routes
     ]
-    wrong = []
-    for named in INLINE.findall(page.read_text(encoding="utf-8")):
-        method, _, path = named.partition(" ")
-        if method not in ("GET", "POST", "PUT", "DELETE") or not path.startswith("/"):
-            continue
-        if "…" in path or path == "/" or path == "/openapi.json" or named in NOT_SERVED:
-            continue
-        path = path.partition("?")[0]
-        if not any(m == method and pattern.fullmatch(path) for m, pattern in served):
-            wrong.append(named)
-    assert wrong == []
+
+    def missing(page: str) -> list[str]:
+        wrong = []
+        for named in INLINE.findall(page):
+            method, _, path = named.partition(" ")
+            if method not in ("GET", "POST", "PUT", "DELETE") or not path.startswith("/"):
+                continue
+            if "…" in path or path == "/" or path == "/openapi.json" or named in NOT_SERVED:
+                continue
+            path = path.partition("?")[0]
+            if not any(m == method and pattern.fullmatch(path) for m, pattern in served):
+                wrong.append(named)
+        return wrong
+
+    assert find_in_pages(missing, *PAST) == {}
 
 
 def test_the_errors_of_the_page_are_those_of_the_server():
@@ -272,11 +278,11 @@ def test_the_page_has_every_field_of_the_bodies(name):
     assert sorted(fields - words) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_settings_of_yaml_blocks_are_valid(page, tmp_path, monkeypatch):
+def test_settings_of_yaml_blocks_are_valid(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("RECSERVE_")]:
         monkeypatch.delenv(name)
-    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES if page.name not in PAST)
+    for language, block in FENCE.findall(pages):
         if language != "yaml":
             continue
         file = tmp_path / "settings.yaml"
@@ -293,11 +299,11 @@ def test_settings_of_yaml_blocks_are_valid(page, tmp_path, monkeypatch):
             ServerConfig.load({}, file)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_bodies_of_json_blocks_are_valid(page):
+def test_bodies_of_json_blocks_are_valid():
     """Blocks that have a prompt or a user are bodies; others are parts, responses or lines."""
     kinds = {"prompt": text.CompletionRequest, "user": items.RecommendRequest}
-    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES if page.name not in PAST)
+    for language, block in FENCE.findall(pages):
         if language != "json":
             continue
         try:

@@ -67,12 +67,12 @@ def bounded_search(trie, gains, width: int, k: int) -> tuple[list[tuple[float, i
 
 
 def test_the_k_best_of_drawn_searches_stay():
-    """100 tries with ties: the first k are those of the plain search, and fewer prefixes are
+    """30 tries with ties: the first k are those of the plain search, and fewer prefixes are
     opened.
     """
     rng = np.random.default_rng(0)
     opened = np.zeros(2)
-    for _ in range(100):
+    for _ in range(30):
         trie = drawn_trie(rng, int(rng.integers(1, 120)), int(rng.integers(2, 6)), 5)
         gains = drawn_gains(rng, trie, 0.5)
         width = int(rng.integers(2, 12))

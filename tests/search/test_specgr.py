@@ -92,7 +92,7 @@ def drafts(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("lift", [1e-9, 1.0, 3.0, 8.0, 1e9], ids="lift{:g}".format)
+@pytest.mark.parametrize("lift", chosen((1e-9, 1.0, 3.0, 8.0, 1e9), "1e-09", "3.0", "1000000000.0"))
 def test_slates_equal_a_plain_loop_over_what_was_proposed(world, lift, drafts, monkeypatch):
     monkeypatch.setattr(specgr, "MIN_LIFT", lift)
     guided_drafts = 0

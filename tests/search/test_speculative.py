@@ -201,14 +201,15 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
     assert draft.trimmed and len(draft.nodes) == third[0].timing.nodes
 
 
-@pytest.mark.parametrize("trims", [True, False])
-@pytest.mark.parametrize("kind", ["from-target", "adversarial"])
-@pytest.mark.parametrize("form,normalization", FORMS)
-def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, trims):
+@pytest.mark.parametrize(
+    "trims,kind,way",
+    covering((True, False), ("from-target", "adversarial"), {"-".join(f): f for f in FORMS}),
+)
+def test_kept_drafts_and_new_ones_share_a_forward(way, kind, trims):
     """Some asked before, some not, one with a filter: every slate is beam search's, and what was
     kept is scored in one round, no node more than when asked alone.
     """
-    model, trie = make(CATALOGUES["ordinary"], form, normalization)
+    model, trie = make(CATALOGUES["ordinary"], *way)
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, kind))), SMALL)
     engine._strategies["speculative"].policy.only = DraftPlan(2.0, 0.0, 0.0, 1.0)
     allowed = np.ones(trie.num_rows, dtype=bool)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -158,7 +159,6 @@ SWAPPING = """
 import sys, threading
 from pathlib import Path
 from recserve.config import ServerConfig
-from recserve.server import bundle_swaps
 from recserve.server.loader import ServiceLoader
 from recserve.server.run import serve
 
@@ -201,44 +201,10 @@ def test_a_signal_while_a_bundle_is_loaded_does_not_wait_for_it(way, tmp_path):
             server.kill()
 
 
-def test_what_a_late_replacement_opens_is_closed_by_it():
-    """`close` returns while the next service is opened; that one is never published."""
-    closed: list[str] = []
-
-    class Named:
-        alive = True
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def close(self) -> None:
-            closed.append(self.name)
-
-    lifecycle = Lifecycle(lambda: Named("old"))
-    lifecycle.start()
-    assert lifecycle.loaded.wait(10)
-    begun, go, errors = threading.Event(), threading.Event(), []
-
-    def load(old):
-        begun.set()
-        go.wait(60)
-        return Named("new")
-
-    def swap():
-        try:
-            lifecycle.swap(load, lambda old, new, publish: publish())
-        except NotReady as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=swap)
-    thread.start()
-    assert begun.wait(10) and lifecycle.replacing
-    lifecycle.close()
-    assert closed == ["old"]
-    go.set()
-    thread.join(60)
-    assert closed == ["old", "new"] and errors == ["the server is shutting down"]
-    assert not lifecycle.replacing
+def loading(first):
+    """A lifecycle whose service a function opens."""
+    loader = SimpleNamespace(config=ServerConfig(bundle="b"), first=first)
+    return Lifecycle(loader, None)
 
 
 @pytest.mark.slow
@@ -253,7 +219,7 @@ def test_a_bundle_that_cannot_be_served_ends_the_process(tmp_path):
 
 def test_the_log_says_when_it_is_ready(caplog):
     with caplog.at_level("INFO", "recserve"):
-        lifecycle = Lifecycle(lambda: None)
+        lifecycle = loading(lambda: None)
         lifecycle.start()
         assert lifecycle.loaded.wait(10)
         lifecycle.close()
@@ -266,7 +232,7 @@ def test_only_what_nobody_foresaw_is_logged_with_its_trace(error, traced, caplog
         raise error
 
     caplog.set_level("INFO", "recserve")
-    lifecycle = Lifecycle(load)
+    lifecycle = loading(load)
     lifecycle.start()
     assert lifecycle.loaded.wait(10) and lifecycle.failure is error
     assert [bool(record.exc_info) for record in caplog.records] == [traced]
@@ -279,7 +245,7 @@ def test_worker_says_why_it_is_not_ready():
         gate.wait()
         raise ValueError("/secret/path is broken")
 
-    lifecycle = Lifecycle(load)
+    lifecycle = loading(load)
     lifecycle.start()
     with pytest.raises(NotReady, match="loading"):
         _ = lifecycle.service

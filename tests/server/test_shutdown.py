@@ -137,9 +137,19 @@ def test_a_kept_connection_is_answered_after_the_port_has_closed(tmp_path, monke
         assert not thread.is_alive()
 
 
-def test_a_connection_that_nobody_has_accepted_is_answered(tmp_path):
-    """It arrives in the kernel in the turn of the event loop in which the server ends."""
+def test_a_connection_that_nobody_has_accepted_is_answered(tmp_path, monkeypatch):
+    """It arrives in the kernel in the turn of the event loop in which the server ends.
+
+    A machine that pauses at each connection needs longer than a handshake to accept them all.
+    """
     waiting = []
+    made = connection.Connection.connection_made
+
+    def pause(self, transport):
+        time.sleep(0.01)
+        made(self, transport)
+
+    monkeypatch.setattr(connection.Connection, "connection_made", pause)
 
     class Late(DrainingServer):
         async def on_tick(self, counter):

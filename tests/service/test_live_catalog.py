@@ -285,7 +285,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     graphs = BeamSearchGraphs(
         lane.runner, strategy.model, None, SearchLimits(shapes, 64), EagerRecorder()
     )
-    engine.replay(graphs)
+    lane.searches = graphs
     engine.record(first.trie)
 
     def recorded(base):
@@ -294,7 +294,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
         found = slate(service, k=20, dense_weight=0.5, strategy="beam")
         assert graphs.counts["replayed"] == before + 1, graphs.counts
         with monkeypatch.context() as patch:
-            patch.setattr(strategy, "recorded", None)
+            patch.setattr(lane, "searches", None)
             launched = slate(service, k=20, dense_weight=0.5, strategy="beam")
         assert scores(found) == pytest.approx(scores(launched), abs=1e-5)
 

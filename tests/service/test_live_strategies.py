@@ -3,6 +3,7 @@
 import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,13 +26,14 @@ from recserve.service.snapshot import Snapshot
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.retriever import RetrieverRecipe, train_retriever
 from recserve.training.schedule import Schedule
+from tests.support.grids import chosen
+from tests.support.shared_folders import shared_folder
 from tests.support.tiny_bundle import shared_bundle
 
 
-@pytest.fixture
-def service(tmp_path):
-    """A bundle with a retriever, and level heads that were never trained."""
-    root = tmp_path / "bundle"
+def make_bundle(folder: Path) -> None:
+    """Makes a bundle with a retriever, and level heads that were never trained."""
+    root = folder / "bundle"
     shutil.copytree(shared_bundle(), root)
     bundle = Bundle.open(root)
     folder = bundle.directory("recommender")
@@ -48,7 +50,12 @@ def service(tmp_path):
     bundle = Bundle.open(root)
     recipe = RetrieverRecipe(drawn=64, in_batch=64, validation_users=5, schedule=Schedule(1, 1e-3))
     train_retriever(bundle, TrainOptions(device="cpu"), recipe, Console(quiet=True))
-    with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as opened:
+
+
+@pytest.fixture
+def service(tmp_path):
+    shutil.copytree(shared_folder("live-strategies", make_bundle), tmp_path, dirs_exist_ok=True)
+    with Service.open(tmp_path / "bundle", f"lmdb:{tmp_path}/store", "cpu") as opened:
         yield opened
 
 
@@ -315,7 +322,7 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
         check_dense(again)
 
 
-@pytest.mark.parametrize("strategy", ["rpg", "specgr", "dense"])
+@pytest.mark.parametrize("strategy", chosen(("rpg", "specgr", "dense"), "rpg", "specgr"))
 def test_the_model_fills_a_capped_slate(service, strategy):
     """k of its own items wherever so many keep to the cap, at most one of each group."""
     ids = service.catalog.current.catalog.items.ids

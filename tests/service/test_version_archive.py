@@ -53,7 +53,7 @@ def there(kept, count):
 
 @pytest.mark.parametrize("every_s", chosen((0.1, 7.0, 61.0, 3600.0), "7.0"))
 def test_dense_near_now_and_sparse_further_back(every_s):
-    count = 3000
+    count = 1500
     kept, bases = filled(count, every_s)
     numbers = there(kept, count)
     assert numbers[0] == 0 and numbers[-MAX_NEWEST:] == list(

@@ -234,7 +234,11 @@ TEMPERATURES |= {"dspark-gated": (0.0,), "dspark-rnn": (0.8,)}
 
 @pytest.mark.parametrize(
     "variant,temperature",
-    [(name, value) for name in VARIANTS for value in TEMPERATURES.get(name, (0.0, 0.8))],
+    [
+        pytest.param(name, value, marks=[pytest.mark.slow] * (number > 0))
+        for name in VARIANTS
+        for number, value in enumerate(TEMPERATURES.get(name, (0.8, 0.0)))
+    ],
 )
 @torch.inference_mode()
 def test_drafts_equal_the_transcription(variant, temperature, model):
@@ -318,7 +322,7 @@ def test_a_chain_is_the_published_walk(variant, model):
     "variant,names",
     [
         ("dflash2", SPREAD),
-        ("dflash", ("greedy", "everything")),
+        pytest.param("dflash", ("greedy", "everything"), marks=pytest.mark.slow),
         pytest.param("dspark-rnn", ("hot", "everything"), marks=pytest.mark.slow),
     ],
 )

@@ -287,7 +287,7 @@ def test_parallel_drafts_equal_the_transcription(model):
     assert_as_transcribed(notes, drafter, model, least=20, plain=PlainPeagle)
 
 
-@pytest.mark.parametrize("kind,window", covering(("eagle-3", "p-eagle"), (1, 3, 7, 2, 12)))
+@pytest.mark.parametrize("kind,window", covering(("eagle-3", "p-eagle"), (3, 12)))
 @torch.inference_mode()
 def test_windows_equal_the_masks_of_speculators(kind, window, model):
     """Texts longer than the window, in layers with and without one."""
@@ -353,7 +353,6 @@ def test_a_parallel_draft_takes_one_forward(model):
     chosen(
         {"deepseek": mtp, "qwen3-next": partial(mtp, qwen=True), "p-eagle": peagle},
         "deepseek",
-        "p-eagle",
     ),
 )
 @torch.inference_mode()

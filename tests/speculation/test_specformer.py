@@ -267,7 +267,7 @@ def test_a_network_for_another_hidden_size_is_refused(model):
         type(drafter)(drafter.network, other)
 
 
-@pytest.mark.parametrize("name", chosen(SPREAD, "top-k", "everything"))
+@pytest.mark.parametrize("name", chosen(SPREAD, "everything"))
 @torch.inference_mode()
 def test_texts_are_the_plain_texts(name):
     """Eight texts with different parameters; with few pages; again, from cached prefixes."""

@@ -19,7 +19,7 @@ from recserve.speculation.drafters.registry import (
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import covering
+from tests.support.grids import chosen
 from tests.support.model_folders import drawn as save_drawn
 from tests.support.text_loop import VOCABULARY, generate, tiny_model
 
@@ -85,7 +85,10 @@ MAKERS = {
 LENGTHS = {"right": (4.0, 6.0), "wrong": (0.0, 0.0), "beside": (3.0, 6.0)}
 
 
-@pytest.mark.parametrize("name,temperature", covering(tuple(MAKERS), (0.0, 0.7)))
+@pytest.mark.parametrize(
+    "name", chosen(tuple(MAKERS), "lookahead-alone", "all", "right", "wrong", "late", "beside")
+)
+@pytest.mark.parametrize("temperature", chosen((0.0, 0.7), "0.7"))
 def test_the_text_is_the_plain_text(name, temperature):
     model = tiny_model()
     params = SamplingParams(temperature, top_p=0.95, seed=3, max_tokens=20)
@@ -101,11 +104,16 @@ def test_the_text_is_the_plain_text(name, temperature):
 
 
 @pytest.mark.parametrize(
-    "name,rule",
-    covering(
+    "name",
+    chosen(
         [name for name in MAKERS if name not in ("right", "wrong", "late", "beside")],
-        ("rejection", "block", "multi_step", "typical"),
+        "suffix",
+        "specinfer",
     ),
+)
+@pytest.mark.parametrize(
+    "rule",
+    chosen(("rejection", "block", "multi_step", "typical"), "rejection", "multi_step"),
 )
 def test_every_rule_gets_drafts_that_it_takes(name, rule):
     """multi_step judges drawn drafts only; all others take every drafter's."""

@@ -1,6 +1,8 @@
 """Text that a target model writes, and how many draft tokens it accepts from a trained drafter."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.training.options import TrainReport
 from recserve.training.schedule import Schedule
 
 WINDOW, ROWS = 24, 160
@@ -32,6 +35,18 @@ def write_text(model, rows: int, length: int, temperature: float) -> np.ndarray:
     """Returns the text of `rows` rows that begin with different tokens, one after another."""
     first = torch.arange(rows) % model.config.vocab_size
     return write_rows(model, first, length, temperature).flatten().numpy()
+
+
+def write_lengths(folder: Path, report: TrainReport) -> None:
+    """Writes the accept lengths after the first epoch and at the end of a training."""
+    lengths = [report.history[0].metrics["accept_length"], report.metrics["accept_length"]]
+    (folder / "accept-lengths.json").write_text(json.dumps(lengths))
+
+
+def read_lengths(folder: Path) -> list[float]:
+    """Returns what `write_lengths` has written."""
+    lengths: list[float] = json.loads((folder / "accept-lengths.json").read_text())
+    return lengths
 
 
 def accepted_per_draft(

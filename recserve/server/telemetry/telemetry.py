@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from recserve.config import ConfigError, ServerConfig
 from recserve.metrics import Gauges
 from recserve.server.telemetry.logs import log_request
 from recserve.server.telemetry.traces import Tracing, open_tracing
-from recserve.server.transport.trace import Recorder
+from recserve.server.trace import Recorder
 from recserve.service.slate_log.slate_log import SlateLog, SlateLogSettings
 
 log = logging.getLogger(__name__)
@@ -43,17 +42,11 @@ class Telemetry:
             recorders = (*recorders, tracing.record)
         return Telemetry(recorders, slate_log, tracing)
 
-    def gauges(self, engine: Callable[[], Gauges | None]) -> Callable[[], Gauges | None]:
-        """Returns a function that adds the figures of the slate log to those of the engine."""
-        slate_log = self.slate_log
-        if slate_log is None:
-            return engine
-
-        def read() -> Gauges | None:
-            found = engine()
-            return None if found is None else replace(found, slate_log=slate_log.counts)
-
-        return read
+    def add_slate_log(self, gauges: Gauges | None) -> Gauges | None:
+        """Returns the engine's figures with those of the slate log."""
+        if gauges is None or self.slate_log is None:
+            return gauges
+        return replace(gauges, slate_log=self.slate_log.counts)
 
     def close(self) -> None:
         """Writes and sends what is left."""

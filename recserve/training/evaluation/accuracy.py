@@ -35,40 +35,37 @@ def ranks_of(rows: ArrayLike, held: ArrayLike) -> Ints:
     return np.where(hits.any(axis=1), hits.argmax(axis=1), NOT_FOUND)
 
 
-def recall(ranks: ArrayLike, k: int) -> float:
-    """Returns the share of users whose held-out item is among the first k.
+def user_metrics(ranks: ArrayLike, cutoffs: Sequence[int]) -> dict[str, Floats]:
+    """Returns `recall@k` and `ndcg@k` of each user for each cut-off.
+
+    With one relevant item, recall is 1 or 0, and NDCG is 1 / log2(rank + 2), or 0 for an item
+    beyond the first k.
 
     Args:
         ranks: [n] ranks of `ranks_of`.
-        k: Cut-off.
-    """
-    return float((np.asarray(ranks) < k).mean())
+        cutoffs: Cut-offs of the metrics.
 
-
-def ndcg(ranks: ArrayLike, k: int) -> float:
-    """Returns the NDCG of a single relevant item per user.
-
-    This is the mean of 1 / log2(rank + 2), with 0 for items beyond the first k.
-
-    Args:
-        ranks: [n] ranks of `ranks_of`.
-        k: Cut-off.
+    Returns:
+        [n] float64 values by name.
     """
     ranks = np.asarray(ranks)
-    within = ranks < k
-    return float(np.where(within, 1 / np.log2(np.where(within, ranks, 0) + 2), 0).mean())
+    values: dict[str, Floats] = {}
+    for k in cutoffs:
+        within = ranks < k
+        values[f"recall@{k}"] = within.astype(np.float64)
+        values[f"ndcg@{k}"] = np.where(within, 1 / np.log2(np.where(within, ranks, 0) + 2), 0.0)
+    return values
 
 
 def slate_metrics(ranks: ArrayLike, cutoffs: Sequence[int]) -> dict[str, float]:
-    """Returns `recall@k` and `ndcg@k` for each cut-off.
+    """Returns the means of `user_metrics` over users.
 
     Raises:
         ValueError: If there are no users.
     """
     if not np.asarray(ranks).size:
         raise ValueError("no user has a held-out item; events need at least three per user")
-    both = (("recall", recall), ("ndcg", ndcg))
-    return {f"{name}@{k}": metric(ranks, k) for k in cutoffs for name, metric in both}
+    return {name: float(values.mean()) for name, values in user_metrics(ranks, cutoffs).items()}
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:

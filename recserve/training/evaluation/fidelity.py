@@ -22,12 +22,22 @@ from rich.table import Table
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.core.request import Slate
 from recserve.search.strategy import strategy_classes
-from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.training.evaluation.accuracy import ranks_of, user_metrics
 from recserve.training.evaluation.bundle_slates import BundleSlates
 from recserve.training.evaluation.cases import Cases, leave_one_out_cases
+from recserve.training.evaluation.intervals import (
+    COUNT_METHOD,
+    MEAN_METHOD,
+    QUANTILE_METHOD,
+    Range,
+    count_interval,
+    mean_interval,
+    quantile_interval,
+)
 from recserve.training.evaluation.slates import SlateOptions, rows_of
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 REFERENCE = "beam"
 BATCH = 256
 
@@ -42,13 +52,14 @@ class StrategyFigures:
         overlap: Share of the items that beam search also returns, at the largest cut-off.
         identical: Share of slates with the same items in the same order as beam search's.
         exact: Share of slates that the strategy reports as exact.
-        illegal: Share of returned items that were excluded, repeated or not in the catalogue.
+        illegal: Share of a slate's items that were excluded, repeated or not in the catalogue.
         rounds: Mean number of tree rounds per request.
         forwards: Mean number of forward passes over trees per request.
         nodes: Mean number of tree nodes per request.
         warm_ms: Median time of one request at a time, with its prefix cached.
         warm_p99_ms: 99th percentile of the same.
         cold_ms: Median time of one request at a time, with its prefix not cached.
+        intervals: 95 % interval of each figure and metric, by name.
     """
 
     strategy: str
@@ -63,6 +74,13 @@ class StrategyFigures:
     warm_ms: float
     warm_p99_ms: float
     cold_ms: float
+    intervals: dict[str, Range]
+
+    def cell(self, name: str, digits: int) -> str:
+        """Returns a figure with its interval below it."""
+        value = self.metrics[name] if name in self.metrics else getattr(self, name)
+        low, high = self.intervals[name]
+        return f"{value:.{digits}f}\n{low:.{digits}f}-{high:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -72,14 +90,14 @@ class StrategyRun:
     Attributes:
         strategy: Name of the strategy.
         slates: Slate of each case, in the order of the cases.
-        illegal: Share of returned items that the strategy must not return.
+        illegal: [n] share of each slate's items that the strategy must not return.
         cold_ms: Time of each timed case with an empty prefix cache.
         warm_ms: Time of each timed case with its prefix cached.
     """
 
     strategy: str
     slates: list[Slate]
-    illegal: float
+    illegal: Floats
     cold_ms: list[float]
     warm_ms: list[float]
 
@@ -106,7 +124,13 @@ class StrategyComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as a JSON-ready dictionary."""
-        return asdict(self)
+        return asdict(self) | {
+            "interval_methods": {
+                "metrics and shares": f"95 % {MEAN_METHOD}",
+                "rounds, forwards, nodes": f"95 % {COUNT_METHOD}",
+                "times": f"95 % {QUANTILE_METHOD}",
+            }
+        }
 
     def __rich__(self) -> Table:
         title = f"{self.split}, {self.users} users, beam {self.width}, seen items filtered"
@@ -117,23 +141,25 @@ class StrategyComparison:
         for name in [*heads, "nodes", "warm ms", "p99", "cold ms"]:
             table.add_column(name, justify="right")
         for s in self.strategies:
-            shares = (s.overlap, s.identical, s.exact, s.illegal)
-            work = (s.rounds, s.forwards)
-            times = (s.warm_ms, s.warm_p99_ms, s.cold_ms)
             table.add_row(
                 s.strategy,
-                *(f"{s.metrics[name]:.4f}" for name in metrics),
-                *(f"{share:.3f}" for share in shares),
-                *(f"{value:.2f}" for value in work),
-                f"{s.nodes:.0f}",
-                *(f"{value:.1f}" for value in times),
+                *(s.cell(name, 4) for name in metrics),
+                *(s.cell(name, 3) for name in ("overlap", "identical", "exact", "illegal")),
+                *(s.cell(name, 2) for name in ("rounds", "forwards")),
+                s.cell("nodes", 0),
+                *(s.cell(name, 1) for name in ("warm_ms", "warm_p99_ms", "cold_ms")),
             )
         return table
 
     def __str__(self) -> str:
-        console = Console(width=170, color_system=None)
+        console = Console(width=220, color_system=None)
         with console.capture() as capture:
             console.print(self)
+            console.print(
+                f"below each figure: its 95 % interval (metrics and shares: {MEAN_METHOD}; rounds, "
+                f"forwards and nodes: {COUNT_METHOD}; times: {QUANTILE_METHOD})",
+                soft_wrap=True,
+            )
         return capture.get().rstrip()
 
     def save_plot(self, path: Path) -> None:
@@ -201,8 +227,8 @@ def compare_strategies(
         options = answers.options(name, width, True)
         slates = _slates(answers, cases, max(k), options, name)
         reference = reference or slates
-        cold, warm = _times(answers, timed, max(k), options)
-        illegal = illegal_share(cases, rows_of(slates, max(k)), answers.slates.trie.num_items)
+        cold, warm = measure_times(answers, timed, max(k), options)
+        illegal = illegal_shares(cases, rows_of(slates, max(k)), answers.slates.trie.num_items)
         run = StrategyRun(strategy=name, slates=slates, illegal=illegal, cold_ms=cold, warm_ms=warm)
         found.append(_figures(run, reference, cases, k))
     seconds = time.monotonic() - began
@@ -222,7 +248,7 @@ def _slates(
     return [slate for slate in slates if slate is not None]
 
 
-def _times(
+def measure_times(
     answers: BundleSlates, cases: Cases, k: int, options: SlateOptions
 ) -> tuple[list[float], list[float]]:
     """Returns the milliseconds of each case alone: with a cold prefix, then with it cached."""
@@ -245,35 +271,54 @@ def _figures(
     rows, best = rows_of(run.slates, most), rows_of(reference, most)
     # Items of the slate that the reference has anywhere in its own: [n, k, 1] against [n, 1, k].
     shared = ((rows[:, :, None] == best[:, None, :]) & (rows >= 0)[:, :, None]).any(-1).sum(1)
+    shared = shared / np.maximum((best >= 0).sum(1), 1)
     timings = [slate.timing for slate in run.slates]
+    metrics = user_metrics(ranks_of(rows, cases.held), k)
+    shares = {
+        "overlap": shared,
+        "identical": (rows == best).all(1),
+        "exact": np.array([slate.exact for slate in run.slates]),
+        "illegal": run.illegal,
+    }
+    counts = {
+        "rounds": [slate.rounds for slate in run.slates],
+        "forwards": [timing.forwards for timing in timings],
+        "nodes": [timing.nodes for timing in timings],
+    }
+    times = {
+        "warm_ms": (run.warm_ms, 0.5),
+        "warm_p99_ms": (run.warm_ms, 0.99),
+        "cold_ms": (run.cold_ms, 0.5),
+    }
     return StrategyFigures(
         strategy=run.strategy,
-        metrics=slate_metrics(ranks_of(rows, cases.held), k),
-        overlap=float((shared / np.maximum((best >= 0).sum(1), 1)).mean()),
-        identical=float((rows == best).all(1).mean()),
-        exact=float(np.mean([slate.exact for slate in run.slates])),
-        illegal=run.illegal,
-        rounds=float(np.mean([slate.rounds for slate in run.slates])),
-        forwards=float(np.mean([timing.forwards for timing in timings])),
-        nodes=float(np.mean([timing.nodes for timing in timings])),
-        warm_ms=float(np.median(run.warm_ms)),
-        warm_p99_ms=float(np.percentile(run.warm_ms, 99)),
-        cold_ms=float(np.median(run.cold_ms)),
+        metrics={name: float(values.mean()) for name, values in metrics.items()},
+        **{name: float(np.mean(values)) for name, values in (shares | counts).items()},
+        **{name: float(np.quantile(values, share)) for name, (values, share) in times.items()},
+        intervals={
+            **{name: mean_interval(values) for name, values in (metrics | shares).items()},
+            **{name: count_interval(values) for name, values in counts.items()},
+            **{name: quantile_interval(values, share) for name, (values, share) in times.items()},
+        },
     )
 
 
-def illegal_share(cases: Cases, rows: Ints, num_items: int) -> float:
-    """Returns the share of items that are in the history, repeated, or not in the catalogue.
+def illegal_shares(cases: Cases, rows: Ints, num_items: int) -> Floats:
+    """Returns each slate's share of items that are in the history, repeated, or not in the
+    catalogue.
 
     Args:
         cases: n cases.
         rows: [n, k] returned item rows, -1 after the end of a shorter slate.
         num_items: Number of items in the catalogue.
+
+    Returns:
+        [n] shares; 0 for an empty slate.
     """
-    returned = illegal = 0
+    shares = np.zeros(len(rows))
     for case, slate in enumerate(rows):
         items = slate[slate >= 0]
         bad = np.isin(items, cases.history(case)) | (items >= num_items)
-        illegal += int(bad.sum()) + len(items) - len(np.unique(items))
-        returned += len(items)
-    return illegal / max(returned, 1)
+        illegal = int(bad.sum()) + len(items) - len(np.unique(items))
+        shares[case] = illegal / max(len(items), 1)
+    return shares

@@ -189,28 +189,6 @@ def sasrec_slates(model: SasRec, cases: Cases, which: Ints, k: int, filtered: bo
     return best_items(model.scores(hidden), cases, which, k, filtered)
 
 
-def popularity_slates(
-    counts: NDArray[np.float32], cases: Cases, which: Ints, k: int, filtered: bool
-) -> Ints:
-    """Returns slates of the most frequent items, the same for every user unless filtered.
-
-    Args:
-        counts: [I] training events of each item. Equally frequent items keep their order.
-        cases: The cases.
-        which: Numbers of n cases.
-        k: Number of items in a slate.
-        filtered: True excludes the items of the history.
-
-    Returns:
-        [n, k] item rows, best first.
-    """
-    scores = torch.empty(len(counts))
-    scores[torch.from_numpy(np.argsort(-counts, kind="stable"))] = -torch.arange(
-        len(counts)
-    ).float()
-    return best_items(scores.repeat(len(which), 1), cases, which, k, filtered)
-
-
 def best_items(scores: Tensor, cases: Cases, which: Ints, k: int, filtered: bool) -> Ints:
     """Returns the rows of the best items.
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from recserve.bundle.bundle import Bundle
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.events import EventLog
 from recserve.kernels.trie.trie import Trie, build_trie
@@ -274,6 +274,27 @@ def recipe_for(
         recipe = PARALLEL if options.input == "items" else None
     recipe = recipe or RECIPES[options.input]
     return replace(recipe, schedule=recipe.schedule.with_options(options))
+
+
+def recorded_recipe(bundle: Bundle) -> RecommenderRecipe:
+    """Returns the recipe that a bundle's recommender was trained with.
+
+    Raises:
+        BundleError: If the manifest has no such recipe.
+    """
+    try:
+        values = dict(bundle.manifest.recommender["recipe"])
+        schedule = dict(values["schedule"])
+        schedule["betas"] = tuple(schedule["betas"])
+        schedule["rates"] = tuple((name, rate) for name, rate in schedule["rates"])
+        schedule["orthogonal"] = tuple(schedule["orthogonal"])
+        values |= {"schedule": Schedule(**schedule), "objective": Objective(**values["objective"])}
+        return RecommenderRecipe(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BundleError(
+            f"{bundle.root}: recommender.recipe in the manifest is not a recipe ({error}); "
+            "train the recommender again"
+        ) from error
 
 
 def section(

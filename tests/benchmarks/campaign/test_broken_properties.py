@@ -54,6 +54,7 @@ def items_server(tmp_path, **settings):
         yield it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, tables",
     [
@@ -75,6 +76,7 @@ def test_r14_finds_rules_that_are_told_another_draft():
     assert count_missed() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, path",
     [
@@ -99,6 +101,7 @@ R8_FIGURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", chosen({str(n): n for n in R8_FIGURES}, "None", "lossy_store"))
 def test_r8_counts_lost_events_and_refused_batches(name, tmp_path):
     with broken(name), items_server(tmp_path) as client:
@@ -125,6 +128,7 @@ def test_r8(name, tmp_path):
     assert found - {"slowest restart beyond the first start, in s"} == R8_FIGURES[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "leaking_filters"])
 def test_r13_compares_slates_and_filters(name, tmp_path):
     items, random, found = read_items(shared_bundle()), np.random.default_rng(0), Losses()
@@ -140,6 +144,7 @@ def test_r13_compares_slates_and_filters(name, tmp_path):
     assert (found.misfits > 0) == (name is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, rule",
     [

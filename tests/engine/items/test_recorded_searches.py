@@ -17,7 +17,7 @@ from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.item_heads import DraftPlan
 from tests.support.device_worlds import ITEMS, SIZES, recommending
-from tests.support.grids import chosen, covering
+from tests.support.grids import chosen
 from tests.support.recorded_searches import SHAPES, assert_same, with_searches
 from tests.support.recorded_steps import Counted
 
@@ -53,7 +53,17 @@ def assert_no_leak(engine):
 
 @pytest.mark.parametrize(
     "strategy,variant",
-    covering(("beam", "nezha"), ("plain", "filters", "diversity", "weighed", "live")),
+    [
+        pytest.param(strategy, variant, marks=[] if strategy == own else [pytest.mark.slow])
+        for strategy in ("beam", "nezha")
+        for variant, own in (
+            ("plain", ""),
+            ("filters", "nezha"),
+            ("diversity", "beam"),
+            ("weighed", ""),
+            ("live", "beam"),
+        )
+    ],
 )
 def test_replays_find_what_is_launched(strategy, variant, worlds):
     """Together, alone, and again with the root in the prefix cache. What caps leave too short is

@@ -24,7 +24,7 @@ MORE_MAKERS = {
     ),
 }
 EVERY_MAKER = MAKERS | MORE_MAKERS
-SOME = ("eagle", "model_and_ngram")
+SOME = ("model_and_ngram",)
 
 
 def drawn_request(random, drafter: str, rule: str):

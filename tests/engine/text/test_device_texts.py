@@ -39,8 +39,7 @@ def both(names, requests, pages=200):
 
 # Greedy texts upload least, so the other drafters draw.
 SHOWN = {
-    "none": ("everything",), "ngram": ("truncated",), "medusa": ("greedy",), "eagle3": ("hot",),
-    "lookahead": ("everything",), "draft_model": ("hot",),
+    "none": ("everything",), "medusa": ("greedy",), "draft_model": ("hot",),
 }  # fmt: skip
 
 
@@ -61,11 +60,11 @@ def test_texts_are_the_cpu_s(drafter, parameters):
     "drafter,rule",
     [
         ("draft_model", "rejection"),
-        ("ngram", "block"),
-        ("specinfer", "multi_step"),
         *(
             pytest.param(drafter, rule, marks=pytest.mark.slow)
             for drafter, rule in (
+                ("ngram", "block"),
+                ("specinfer", "multi_step"),
                 ("draft_model", "block"),
                 ("draft_model", "typical"),
                 ("ngram", "rejection"),

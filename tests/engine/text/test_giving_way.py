@@ -39,8 +39,7 @@ def slow_turns(monkeypatch):
 
 # Drafters and parameters that run by default; the others are slow.
 SHOWN = {
-    "none": "warm", "ngram": "everything", "draft_model": "frequency", "eagle3": "everything",
-    "block": "warm", "mask_tokens": "everything",
+    "none": "warm", "draft_model": "frequency", "mask_tokens": "everything",
 }  # fmt: skip
 
 

@@ -84,9 +84,7 @@ def engines(request, model):
     return engine_for(model, drafters={"medusa": launching}), launching, replaying, recorded
 
 
-@pytest.mark.parametrize(
-    "name", chosen(("greedy", "warm", "everything", "stops"), "greedy", "everything")
-)
+@pytest.mark.parametrize("name", chosen(("greedy", "warm", "everything", "stops"), "everything"))
 def test_drafts_are_those_of_launched_heads(name, engines, model):
     """Alone and eight together."""
     launched, launching, replaying, recorded = engines
@@ -162,6 +160,7 @@ def test_texts_of_two_drafters_with_heads_step_without_them(model):
     assert min(drafter.num_contexts for drafter in drafters.values()) > 2
 
 
+@pytest.mark.slow
 def test_the_host_waits_once_a_step(monkeypatch, force_kernels):
     """On a pretended device: one look, no upload that is waited for, whatever is drafted."""
     from tests.support import triton_interpreter

@@ -70,6 +70,7 @@ WITHOUT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", WITHOUT)
 def test_each_parameter_changes_a_text_of_the_spread(field, model):
     """So that tests of the spread alone notice a parameter that is ignored."""

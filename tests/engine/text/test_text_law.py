@@ -79,10 +79,10 @@ class DrawingDrafter(Drafter):
 @pytest.mark.parametrize(
     "rule, drawing",
     [
-        ("sample", "chain"),
+        pytest.param("sample", "chain", marks=pytest.mark.slow),
         ("rejection", "chain"),
         ("block", "chain"),
-        ("multi_step", "chain"),
+        pytest.param("multi_step", "chain", marks=pytest.mark.slow),
         ("multi_step", "independent"),
         ("multi_step", "distinct"),
         ("rejection", "lying"),

@@ -15,7 +15,7 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers import path
 from tests.support import recorder
-from tests.support.grids import covering
+from tests.support.grids import chosen, covering
 from tests.support.recorded_steps import SHAPES, Counted, with_graphs
 from tests.support.text_engines import (
     PARAMETERS,
@@ -50,7 +50,13 @@ def recorded(model):
 
 
 @pytest.mark.parametrize(
-    "kind,name", covering(("none", "right", "auxiliary", "mixed"), tuple(PARAMETERS))
+    "kind,name",
+    [
+        pytest.param(*one.values, id=one.id, marks=[*one.marks, *[pytest.mark.slow] * (number % 3)])
+        for number, one in enumerate(
+            covering(("none", "right", "auxiliary", "mixed"), tuple(PARAMETERS))
+        )
+    ],
 )
 def test_replays_write_the_plain_text(name, kind, recorded, expected):
     """Alone, and eight together with neighbours of other parameters."""
@@ -91,9 +97,9 @@ def test_paths_that_fork_are_moved(model, expected):
     keys = scheduler.runner.pool.keys
     commit = scheduler._commit
 
-    def watched(group, kept, *outputs):
-        moved.append(any(node != place for place, node in enumerate(kept.paths[0])))
-        return commit(group, kept, *outputs)
+    def watched(group, outputs):
+        moved.append(any(node != place for place, node in enumerate(outputs.paths().paths[0])))
+        return commit(group, outputs)
 
     scheduler._commit = watched
     for _ in range(4):
@@ -125,7 +131,7 @@ def test_what_fits_no_bucket_steps_as_before(model, expected):
     assert counted.replays > before
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+@pytest.mark.parametrize("rule", chosen(("rejection", "block", "typical"), "block"))
 def test_other_rules_judge_chosen_drafts_in_a_record(rule, model):
     """Where no drafter draws there are no rows of probs, and their rules are recorded all the
     same: the text is that of launched steps.

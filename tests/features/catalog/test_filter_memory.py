@@ -5,6 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.item_records import SEGMENT, ItemRecord, RecordLog
@@ -40,6 +41,7 @@ def log_of(count):
     return log
 
 
+@pytest.mark.slow
 def test_a_log_of_one_record_does_not_grow_with_the_filters():
     log, number = log_of(1), iter(range(10**9))
 
@@ -64,6 +66,7 @@ def test_small_filters_over_full_segments_leave_nothing_behind():
     assert growth_bytes(ask) < 50_000
 
 
+@pytest.mark.slow
 def test_filters_over_the_bundles_items_leave_nothing_behind():
     table = pa.table({"price": [1.0, 2.0]})
     filters = ItemFilters(ItemTable(["i0", "i1"], ["", ""], [[], []], table))

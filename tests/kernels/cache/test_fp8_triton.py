@@ -97,7 +97,6 @@ def compare(batch, query, pool, activation=SOFTMAX, **tolerance):
         SHAPES[:-1],
         {"whole": False, "split": True},
         {"put-together": False, "native": True},
-        pairs=True,
     ),
 )
 def test_attention(shape, split, native, monkeypatch, poisoned):

@@ -170,7 +170,12 @@ def test_triton_matches_torch(codes, form, blocks, monkeypatch):
 
 @pytest.mark.parametrize(
     "blocks,name,form",
-    covering(("one", "many"), ("one-item", "all-share-a-prefix", "deep", "drawn"), FORMS),
+    [
+        pytest.param(*one.values, id=one.id, marks=[*one.marks, *[pytest.mark.slow] * (number % 3)])
+        for number, one in enumerate(
+            covering(("one", "many"), ("one-item", "all-share-a-prefix", "deep", "drawn"), FORMS)
+        )
+    ],
 )
 def test_triton_matches_torch_with_insertions(name, form, blocks, monkeypatch):
     """Later ids below every level, as they come and in a place with room to spare; and none."""

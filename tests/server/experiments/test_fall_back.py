@@ -83,7 +83,9 @@ def send_until(client, condition, seconds=60.0):
     [
         ("fail", "errors", "arm nezha: error share 1.0000"),
         ("slow", "p99", "arm nezha: p99 "),
-        ("empty", "empty", "arm nezha: share of empty answers 1.0000"),
+        pytest.param(
+            "empty", "empty", "arm nezha: share of empty answers 1.0000", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_bad_arm_is_replaced_by_the_control(client, fault, caplog, kind, cause, words):

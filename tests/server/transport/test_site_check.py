@@ -29,37 +29,37 @@ def code_of(answer):
     return answer.status_code, answer.json()["error"]["code"] if answer.is_error else None
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("evil.example", 403),
-        ("evil.example:{port}", 403),
-        ("127.0.0.1.evil.example", 403),
-        ("localhost.evil.example", 403),
-        ("10.0.0.7:{port}", 403),
-        ("evil@localhost", 200),
-        ("", 403),
-        ("[::1", 403),
-        ("localhost", 200),
-        ("LOCALHOST.:{port}", 200),
-        ("app.localhost:1", 200),
-        ("127.0.0.1:{port}", 200),
-        ("127.1.2.3", 200),
-        ("[::1]:{port}", 200),
-        ("models.internal:9", 200),
-    ],
-)
+HOSTS = [
+    ("evil.example", 403),
+    ("evil.example:{port}", 403),
+    ("127.0.0.1.evil.example", 403),
+    ("localhost.evil.example", 403),
+    ("10.0.0.7:{port}", 403),
+    ("evil@localhost", 200),
+    ("", 403),
+    ("[::1", 403),
+    ("localhost", 200),
+    ("LOCALHOST.:{port}", 200),
+    ("app.localhost:1", 200),
+    ("127.0.0.1:{port}", 200),
+    ("127.1.2.3", 200),
+    ("[::1]:{port}", 200),
+    ("models.internal:9", 200),
+]
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_the_host_must_be_ours(toy, host, status, method):
+def test_the_host_must_be_ours(toy, method):
     with live(toy, allowed_hosts=("Models.Internal",)) as client:
         path = "/v1/models" if method == "GET" else "/v1/completions"
-        headers = {"Host": host.format(port=client.base_url.port)}
-        answer = client.request(
-            method, path, headers=headers, json=BODY if path[4] == "c" else None
-        )
-        assert code_of(answer) == (status, "cross_site" if status == 403 else None)
-        # Orchestrators probe by any name.
-        assert client.get("/health/ready", headers=headers).status_code == 200
+        for host, status in HOSTS:
+            headers = {"Host": host.format(port=client.base_url.port)}
+            answer = client.request(
+                method, path, headers=headers, json=BODY if path[4] == "c" else None
+            )
+            assert code_of(answer) == (status, "cross_site" if status == 403 else None), host
+            # Orchestrators probe by any name.
+            assert client.get("/health/ready", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_browser_keeps_its_key_from_other_pages(toy, tmp_path):
     ):
         target = str(client.base_url).rstrip("/")
         seen = []
-        client.app.state.metrics.failure = seen.append
+        client.app.state.metrics.failure = lambda reason, code: seen.append(reason)
         tab.open(f"{target.replace('//', f'//me:{KEY}@')}/version")
         tab.open(target)
         tab.until("!document.getElementById('text-go').disabled")

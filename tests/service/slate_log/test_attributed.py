@@ -1,11 +1,14 @@
 """Outcomes that name a slate: their time, their user, and what stands for their event."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from recserve.schemas.events import EventInput
-from recserve.service.attribution import BadToken, Signer
+from recserve.schemas.items import UserRef
+from recserve.service.attribution import BadToken, Envelope, Signer
+from recserve.service.pending import Stopwatch
 from recserve.service.slate_log.records import attributed
 from tests.support.slate_records import SIGNER, slate
 
@@ -53,6 +56,15 @@ def test_the_key_of_an_event_belongs_to_its_user():
     other = EventInput(user_id="u2", item_id="i", event_id="e", attribution_token=anonymous)
     (fourth,), _ = attributed([other], set(), SIGNER, "id")
     assert fourth.key not in (None, first)
+
+
+@pytest.mark.parametrize("user", [None, UserRef(id="u1")])
+def test_an_answer_is_signed_for_its_user(user):
+    catalog = SimpleNamespace(items=SimpleNamespace(name="c1"))
+    fields = Envelope(SIGNER, "m1").fields("r1", user, catalog, (), Stopwatch(), None)
+    token = SIGNER.read(fields["attribution_token"])
+    assert token.user == ("" if user is None else SIGNER.user("u1"))
+    assert (token.model_version, token.catalog_version) == ("m1", "c1")
 
 
 def test_every_bit_of_a_token_counts():

@@ -5,7 +5,6 @@ loader, which the doctor reports. A fault that leaves the files readable is foun
 drafter is trained first, and the report names a reading that accepts more.
 """
 
-import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.support.drafter_folders import (
     write_trained,
 )
 from tests.support.grids import chosen
+from tests.support.shared_folders import shared_folder
 from tests.support.text_plain import VOCABULARY
 from tests.support.tiny_tokenizer import tiny_tokenizer
 
@@ -196,12 +196,15 @@ TRAPS = (
 )
 
 
-@functools.cache
-def good_files(root: Path, base: str) -> Path:
-    """Returns good files, written once."""
+def good_files(base: str) -> Path:
+    """Returns good files, written once for all processes."""
     kind = base.removeprefix("trained ")
     write = write_drawn if kind == base else write_trained
-    return write(kind, root / base)
+
+    def make(folder: Path) -> None:
+        write(kind, folder / kind)
+
+    return shared_folder(base.replace(" ", "-") + "-drafter", make) / kind
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +237,7 @@ def short_trials(request, monkeypatch):
 
 @pytest.mark.parametrize("trap", [marked(trap) for trap in TRAPS])
 def test_a_trap_is_named(trap, root, tmp_path):
-    faulty = changed_copy(good_files(root, trap.base), tmp_path / "faulty", trap.change)
+    faulty = changed_copy(good_files(trap.base), tmp_path / "faulty", trap.change)
     found = report(faulty, root)
     named = [one for one in found[trap.finding] if trap.state in (one.state, None)]
     said = [f"{one.name} {one.state} {one.detail}" for own in found.values() for one in own]
@@ -247,7 +250,7 @@ def test_every_trap_is_in_the_table():
 
 def test_a_pickled_mask_is_refused(root, tmp_path):
     """Trap 13: DFlash may lay its mask's embedding beside the weights."""
-    faulty = changed_copy(good_files(root, "dflash"), tmp_path / "faulty", fields_of())
+    faulty = changed_copy(good_files("dflash"), tmp_path / "faulty", fields_of())
     (faulty / "mask_embedding.pt").write_bytes(b"")
     assert "mask_embedding.pt" in report(faulty, root)["files"][0].detail
 
@@ -255,7 +258,7 @@ def test_a_pickled_mask_is_refused(root, tmp_path):
 def test_heads_without_matrices_read_the_targets(root, tmp_path):
     """Trap 14: heads of the published trainer have no output matrix, and are no fault."""
     change = without(*(f"{head}.1.weight" for head in range(3)))
-    found = report(changed_copy(good_files(root, "medusa"), tmp_path / "legacy", change), root)
+    found = report(changed_copy(good_files("medusa"), tmp_path / "legacy", change), root)
     assert found["files"][0].state == "ok"
 
 
@@ -271,7 +274,7 @@ def test_heads_without_matrices_read_the_targets(root, tmp_path):
 )
 def test_good_files_load_under_every_reading(base, root):
     """The loader reads every view that the doctor makes of them."""
-    found = report(good_files(root, base), root)
+    found = report(good_files(base), root)
     assert found["kind"][0].state == found["files"][0].state == "ok"
     readings = [one for name in found if name.startswith("reading") for one in found[name]]
     assert not [one for one in readings if "is refused" in one.detail], readings
@@ -281,6 +284,6 @@ def test_good_files_load_under_every_reading(base, root):
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["eagle3", "mtp", "dflash", "jetspec"])
 def test_a_good_drafter_passes(base, root):
-    found = report(good_files(root, f"trained {base}"), root)
+    found = report(good_files(f"trained {base}"), root)
     assert not [one for own in found.values() for one in own if one.state == "fail"], found
     assert "tokens per step" in found["acceptance"][0].detail

@@ -10,10 +10,9 @@ from recserve.training.evaluation.accuracy import (
     NOT_FOUND,
     auc,
     gauc,
-    ndcg,
     ranks_of,
-    recall,
     slate_metrics,
+    user_metrics,
 )
 
 
@@ -22,14 +21,17 @@ def test_slate_by_hand() -> None:
     rows = np.array([[7, 1, 2], [1, 2, 7], [1, 2, -1]])
     ranks = ranks_of(rows, np.array([7, 7, 7]))
     assert ranks.tolist() == [0, 2, NOT_FOUND]
-    assert recall(ranks, 1) == pytest.approx(1 / 3)
-    assert recall(ranks, 3) == pytest.approx(2 / 3)
-    assert ndcg(ranks, 3) == pytest.approx((1 + 1 / math.log2(4)) / 3)
-    assert ndcg(ranks, 2) == pytest.approx(1 / 3)
+    values = user_metrics(ranks, (1, 2, 3))
+    assert values["recall@1"].tolist() == [1, 0, 0]
+    assert values["recall@3"].tolist() == [1, 1, 0]
+    assert values["ndcg@3"] == pytest.approx([1, 1 / math.log2(4), 0])
+    assert values["ndcg@2"].tolist() == [1, 0, 0]
+    assert slate_metrics(ranks, (3,))["ndcg@3"] == pytest.approx((1 + 1 / math.log2(4)) / 3)
 
 
 def test_empty_slates_find_nothing_and_no_users_is_an_error() -> None:
-    assert recall(ranks_of(np.zeros((2, 0)), np.array([1, 2])), 10) == 0
+    ranks = ranks_of(np.zeros((2, 0)), np.array([1, 2]))
+    assert slate_metrics(ranks, (10,)) == {"recall@10": 0, "ndcg@10": 0}
     with pytest.raises(ValueError, match="no user has a held-out item"):
         slate_metrics(np.zeros(0), (10,))
     with pytest.raises(ValueError, match="held-out item is -1"):
@@ -42,8 +44,9 @@ def test_ndcg_is_that_of_scikit_learn() -> None:
     held = noise.integers(0, 30, 200)
     ranks = ranks_of(np.argsort(-scores, axis=1), held)
     relevant = np.eye(30)[held]
-    assert ndcg(ranks, 10) == pytest.approx(ndcg_score(relevant, scores, k=10))
-    assert set(slate_metrics(ranks, (5, 10))) == {"recall@5", "ndcg@5", "recall@10", "ndcg@10"}
+    found = slate_metrics(ranks, (5, 10))
+    assert found["ndcg@10"] == pytest.approx(ndcg_score(relevant, scores, k=10))
+    assert set(found) == {"recall@5", "ndcg@5", "recall@10", "ndcg@10"}
 
 
 def test_auc_is_that_of_scikit_learn_with_ties() -> None:

@@ -16,14 +16,14 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.attention import DenseAttention
 from recserve.models.recommender import Recommender
 from recserve.training.baselines import compare_with_baselines
-from recserve.training.evaluation.cases import Cases, leave_one_out_cases
+from recserve.training.evaluation.cases import leave_one_out_cases
 from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.training.evaluation.slates import (
     SlateOptions,
     Slates,
     dense_slates,
-    popularity_slates,
 )
+from recserve.training.evaluation.untrained import UNTRAINED
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.objectives import Objective
 from recserve.training.recommender.recommender import (
@@ -35,15 +35,14 @@ from recserve.training.recommender.recommender import (
 from recserve.training.recommender.sasrec import PLAIN, train_sasrec
 from recserve.training.schedule import Schedule
 from tests.support.grids import chosen
+from tests.support.shared_folders import shared_folder
 
 CPU = TrainOptions(device="cpu", precision="float32")
 SMALL = {"hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 64}
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_ring(folder: Path) -> None:
     """60 items in a ring; each of 80 users walks along it, so that the next item is certain."""
-    folder = tmp_path_factory.mktemp("ring")
     items = [f"i{row:02}" for row in range(60)]
     words = [f"word{row // 6} item{row % 6}" for row in range(60)]
     pq.write_table(pa.table({"item_id": items, "title": words}), folder / "items.parquet")
@@ -68,7 +67,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         log=lambda line: None,
     )
-    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    return shared_folder("ring", make_ring) / "bundle"
 
 
 def model_of(bundle: Bundle, **values: object) -> RecommenderTrainee:
@@ -202,14 +205,6 @@ def test_popularity_counts_training_events_only(built: Path) -> None:
     assert hits["filtered"] > hits["kept"] > 0
 
 
-def test_equally_popular_items_keep_their_order() -> None:
-    counts = np.array([2, 5, 2, 0, 5, 2])
-    cases = Cases(np.array([4, 0]), np.array([0]), np.array([2]), np.array([1]), np.array([0]))
-    kept = popularity_slates(counts, cases, np.array([0, 0]), 5, False)
-    assert kept.tolist() == [[1, 4, 0, 2, 5]] * 2
-    assert popularity_slates(counts, cases, np.array([0]), 3, True).tolist() == [[1, 2, 5]]
-
-
 def test_baselines_stand_beside_the_model(built: Path, copied: Callable[[Path], Path]) -> None:
     """A SASRec that is missing is trained elsewhere; one of the bundle is used."""
     path = copied(built)
@@ -224,10 +219,14 @@ def test_baselines_stand_beside_the_model(built: Path, copied: Callable[[Path], 
     quiet = Console(quiet=True)
     compared = compare_with_baselines(bundle, options, recipe, quiet)
     assert sorted((file, file.stat().st_mtime_ns) for file in path.rglob("*")) == before
-    assert compared.trained and set(compared.baselines) == {"popularity", "sasrec, ids"}
+    untrained = {each.label for name, each in UNTRAINED.items() if name != "popularity_week"}
+    assert compared.trained and set(compared.baselines) == untrained | {"sasrec, ids"}
+    assert set(compared.omitted) == {"popularity of the last week"}
     assert compared.model.columns == evaluate_bundle(bundle, options).columns
     shown = str(compared)
-    assert shown.count("kept") == shown.count("filtered") == 3 and "--ids-only` keeps it" in shown
+    assert (
+        shown.count(" kept ") == shown.count(" filtered ") == 6 and "--ids-only` keeps it" in shown
+    )
     baselines = compared.to_dict()["baselines"]
     assert {found["users"] for found in baselines.values()} == {30}
 
@@ -237,7 +236,7 @@ def test_baselines_stand_beside_the_model(built: Path, copied: Callable[[Path], 
     of_bundle = evaluate_bundle(bundle, replace(options, strategy="sasrec"))
     assert compared.baselines["sasrec, ids and item vectors"].columns == of_bundle.columns
     alone = compare_with_baselines(bundle, replace(options, strategy="sasrec"), recipe, quiet)
-    assert set(alone.baselines) == {"popularity"}
+    assert set(alone.baselines) == untrained
 
 
 def test_interrupted_training_goes_on_as_if_it_had_not_been(

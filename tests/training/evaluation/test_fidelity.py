@@ -15,7 +15,7 @@ from recserve.training.evaluation.fidelity import (
     StrategyRun,
     _figures,
     compare_strategies,
-    illegal_share,
+    illegal_shares,
 )
 from tests.support.tiny_bundle import shared_bundle
 
@@ -30,19 +30,23 @@ def test_shares_are_counted_as_they_are_named():
     reference = [slate(7, 5, 6), slate(3, 1, 9)]
     drafted = [slate(5, 7, 8), slate(3, 1, 9)]
     run = StrategyRun(
-        strategy="x", slates=drafted, illegal=0.0, cold_ms=[3.0, 1.0, 2.0], warm_ms=[1.0]
+        strategy="x", slates=drafted, illegal=np.zeros(2), cold_ms=[3.0, 1.0, 2.0], warm_ms=[1.0]
     )
     found = _figures(run, reference, CASES, (3,))
     assert found.overlap == pytest.approx((2 / 3 + 1) / 2)
     assert found.identical == 0.5
     assert found.cold_ms == 2.0
+    assert found.intervals["cold_ms"] == (1.0, 3.0)
     assert found.metrics["ndcg@3"] == pytest.approx(1 / np.log2(3))
 
 
 def test_seen_repeated_and_missing_items_are_illegal():
-    assert illegal_share(CASES, np.array([[5, 6, 7], [0, 1, 2]]), 10) == 0
-    assert illegal_share(CASES, np.array([[5, 5, 7], [0, 4, 10]]), 10) == pytest.approx(3 / 6)
-    assert illegal_share(CASES, np.array([[5, -1, -1], [0, -1, -1]]), 10) == 0
+    for rows, shares in (
+        ([[5, 6, 7], [0, 1, 2]], [0, 0]),
+        ([[5, 5, 7], [0, 4, 10]], [1 / 3, 2 / 3]),
+        ([[5, -1, -1], [-1, -1, -1]], [0, 0]),
+    ):
+        assert illegal_shares(CASES, np.array(rows), 10) == pytest.approx(shares)
 
 
 def test_every_strategy_of_the_bundle_is_compared(tmp_path):
@@ -61,6 +65,12 @@ def test_every_strategy_of_the_bundle_is_compared(tmp_path):
         assert rows[name]["overlap"] == rows[name]["identical"] == rows[name]["exact"] == 1
         assert rows[name]["metrics"] == rows["beam"]["metrics"]
     assert all(row["illegal"] == 0 for row in rows.values())
+    for row in rows.values():
+        values = row["metrics"] | {name: v for name, v in row.items() if isinstance(v, float)}
+        assert set(row["intervals"]) == set(values) and len(values) == 14
+        for name, value in values.items():
+            low, high = row["intervals"][name]
+            assert low - 1e-9 <= value <= high + 1e-9, name
     assert all(name in result.output for name in rows)
     assert Image.open(tmp_path / "a.png").size[0] > 400
 

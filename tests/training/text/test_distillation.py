@@ -28,6 +28,7 @@ from recserve.training.text.distilled_text import (
 )
 from recserve.training.text.drafters import kinds
 from recserve.training.text.language_model import LanguageRecipe, encode, train_language_model
+from tests.support.shared_folders import shared_folder
 from tests.support.text_plain import plain
 
 CPU = torch.device("cpu")
@@ -48,19 +49,32 @@ RHYME = "the cat sat on the mat and the dog ran to the log, then the cat ran aft
 SMALL = DistillationSettings(tokens=300, prompt_tokens=6, length=20, seed=7, batch=4)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
-    path.write_text(RHYME * 300)
-    return path
+def make_folders(folder: Path) -> None:
+    """Makes a text, a target whose texts end now and then, and what it has written.
+
+    Three parts: 104, 104 and the rest of 300 tokens, or a little more.
+    """
+    text, target = folder / "rhyme.txt", folder / "target"
+    text.write_text(RHYME * 300)
+    train_language_model([RHYME] * 600, target, TrainOptions(device="cpu"), RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distilled_text, "PART_TOKENS", 100)
+        distill(target, [text], folder / "written", SMALL, CPU)
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory) -> Path:
-    """A target whose texts end now and then, because its own texts are short."""
-    folder = tmp_path_factory.mktemp("models") / "target"
-    train_language_model([RHYME] * 600, folder, TrainOptions(device="cpu"), RECIPE)
-    return folder
+def folders() -> Path:
+    return shared_folder("distillation", make_folders)
+
+
+@pytest.fixture(scope="module")
+def text(folders) -> Path:
+    return folders / "rhyme.txt"
+
+
+@pytest.fixture(scope="module")
+def llm(folders) -> Path:
+    return folders / "target"
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +83,8 @@ def small_parts(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def written(llm, text, tmp_path_factory) -> Path:
-    """A folder of three parts: 104, 104 and the rest of 300 tokens, or a little more."""
-    before, distilled_text.PART_TOKENS = distilled_text.PART_TOKENS, 100
-    out = tmp_path_factory.mktemp("distilled") / "text"
-    distill(llm, [text], out, SMALL, CPU)
-    distilled_text.PART_TOKENS = before
-    return out
+def written(folders) -> Path:
+    return folders / "written"
 
 
 def rows(folder: Path) -> list[tuple[list[int], list[int]]]:
@@ -110,8 +119,8 @@ def test_the_target_continues_passages_of_the_text(llm, text, written):
         assert [*tokens, *([] if stop is None else [stop])] == continuation
 
 
-def test_an_interrupted_run_ends_with_the_same_bytes(llm, text, written, monkeypatch):
-    out, console = written.parent / "interrupted", Console(record=True, width=200)
+def test_an_interrupted_run_ends_with_the_same_bytes(llm, text, written, tmp_path, monkeypatch):
+    out, console = tmp_path / "interrupted", Console(record=True, width=200)
     honest = TextWriter.part
 
     def stop(self, number, tokens, wrote):

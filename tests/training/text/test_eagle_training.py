@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +11,16 @@ from recserve.models.drafters.eagle_files import load_eagle
 from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.training.options import TrainOptions
 from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee, train_eagle
-from tests.support.drafter_training import FAST, ROWS, WINDOW, accepted_per_draft
+from tests.support.drafter_training import (
+    FAST,
+    ROWS,
+    WINDOW,
+    accepted_per_draft,
+    read_lengths,
+    write_lengths,
+)
 from tests.support.eagle_transcription import eagle_outputs
+from tests.support.shared_folders import shared_folder
 
 OPTIONS = TrainOptions(device="cpu", precision="float32")
 
@@ -22,14 +30,16 @@ def recipe(kind: str, words: int | None = None) -> EagleRecipe:
 
 
 @pytest.fixture(scope="module")
-def trained(model, text, tmp_path_factory):
-    """By kind and words: the folder of a trained network, and the report of its training."""
+def trained(model, text):
+    """By kind and words: the folder of a trained network."""
 
-    @cache
-    def train(kind: str, words: int | None = None):
-        folder, cut = tmp_path_factory.mktemp(kind), (ROWS - 20) * WINDOW
-        own = recipe(kind, words)
-        return folder, train_eagle(model, text[:cut], text[cut:], folder, OPTIONS, own)
+    def train(kind: str, words: int | None = None) -> Path:
+        def make(folder: Path) -> None:
+            cut, own = (ROWS - 20) * WINDOW, recipe(kind, words)
+            report = train_eagle(model, text[:cut], text[cut:], folder, OPTIONS, own)
+            write_lengths(folder, report)
+
+        return shared_folder(f"trained-{kind}-{words}", make)
 
     return train
 
@@ -58,7 +68,11 @@ def eagle_drafter(network, model) -> EagleDrafter:
 
 @pytest.mark.parametrize(
     "kind,words",
-    [("eagle", None), ("eagle3", 30), pytest.param("eagle3", None, marks=pytest.mark.slow)],
+    [
+        pytest.param("eagle", None, marks=pytest.mark.slow),
+        ("eagle3", 30),
+        pytest.param("eagle3", None, marks=pytest.mark.slow),
+    ],
 )
 def test_training_makes_drafts_longer(kind, words, model, text, trained):
     own = recipe(kind, words)
@@ -66,8 +80,9 @@ def test_training_makes_drafts_longer(kind, words, model, text, trained):
     torch.manual_seed(0)
     fresh = EagleTrainee(own, model, text[:cut], text[cut:], seed=0).model.requires_grad_(False)
     before = accepted_per_draft(model, eagle_drafter(fresh.eval(), model))
-    folder, report = trained(kind, words)
-    assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
+    folder = trained(kind, words)
+    first, last = read_lengths(folder)
+    assert last > first
     network = load_eagle(folder, model)
     if words is not None:
         assert network.token_map.shape == (30,)
@@ -78,7 +93,7 @@ def test_an_older_network_is_the_start(model, text, trained, tmp_path):
     """The target was trained again: its old head is a better start than a new one."""
     cut = (ROWS - 20) * WINDOW
     one = recipe("eagle")
-    old, _ = trained("eagle")
+    old = trained("eagle")
     later = copy.deepcopy(model)
     torch.manual_seed(0)
     for weight in later.decoder.layers.parameters():

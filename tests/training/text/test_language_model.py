@@ -23,6 +23,7 @@ from recserve.training.text.language_model import (
     standard_library,
     train_language_model,
 )
+from tests.support.shared_folders import shared_folder
 
 TINY = LanguageRecipe(
     vocab_size=280,
@@ -40,15 +41,17 @@ TINY = LanguageRecipe(
 RHYME = "the cat sat on the mat and the dog ran to the log, then the cat ran after the dog. "
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("lm")
+def train_rhyme(folder: Path) -> None:
     report = train_language_model([RHYME * 60] * 5, folder, TrainOptions(device="cpu"), TINY)
     assert (
         report.history[-1].metrics["log_likelihood"] > report.history[0].metrics["log_likelihood"]
     )
     assert report.metrics["log_likelihood"] > -1.0  # -5.6 by chance
-    return folder
+
+
+@pytest.fixture(scope="module")
+def trained() -> Path:
+    return shared_folder("rhyme-model", train_rhyme)
 
 
 @torch.inference_mode()

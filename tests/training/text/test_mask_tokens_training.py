@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +20,17 @@ from recserve.training.text.drafters.mask_tokens import (
     MaskTokensTrainee,
     train_mask_tokens,
 )
-from tests.support.drafter_training import ROWS, WINDOW, accepted_per_draft, write_text
+from tests.support.drafter_training import (
+    ROWS,
+    WINDOW,
+    accepted_per_draft,
+    read_lengths,
+    write_lengths,
+    write_text,
+)
 from tests.support.mask_tokens_drafter import mask_network
 from tests.support.paths import reference
+from tests.support.shared_folders import shared_folder
 
 HELD_OUT = 20
 OPTIONS = TrainOptions(device="cpu", precision="float32")
@@ -38,10 +47,15 @@ RECIPE = MaskTokensRecipe(
 
 
 @pytest.fixture(scope="module")
-def trained(model, text, tmp_path_factory):
-    """The folder of trained mask tokens, and the report of their training."""
-    folder, cut = tmp_path_factory.mktemp("trained"), (ROWS - HELD_OUT) * WINDOW
-    return folder, train_mask_tokens(model, text[:cut], text[cut:], folder, OPTIONS, RECIPE)
+def trained(model, text) -> Path:
+    """The folder of trained mask tokens."""
+
+    def make(folder: Path) -> None:
+        cut = (ROWS - HELD_OUT) * WINDOW
+        report = train_mask_tokens(model, text[:cut], text[cut:], folder, OPTIONS, RECIPE)
+        write_lengths(folder, report)
+
+    return shared_folder("trained-mask-tokens", make)
 
 
 @torch.inference_mode()
@@ -77,9 +91,9 @@ def test_training_makes_drafts_longer(model, text, trained):
     cut = (ROWS - HELD_OUT) * WINDOW
     fresh = MaskTokensTrainee(RECIPE, model, text[:cut], text[cut:], seed=0).model
     before = accepted_per_draft(model, MaskTokensDrafter(fresh.requires_grad_(False).eval(), model))
-    folder, report = trained
-    assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
-    network = load_mask_tokens(folder, model)
+    first, last = read_lengths(trained)
+    assert last > first
+    network = load_mask_tokens(trained, model)
     quadratic = accepted_per_draft(model, MaskTokensDrafter(network, model))
     assert quadratic > before + 0.3
     # A rejection costs the linear layout a step without a draft.
@@ -94,7 +108,7 @@ def test_older_mask_tokens_are_the_start(model, text, trained, tmp_path):
     torch.manual_seed(0)
     for weight in later.decoder.layers.parameters():
         weight.add_(0.03 * torch.randn(weight.shape))
-    once, old = replace(OPTIONS, epochs=1), trained[0]
+    once, old = replace(OPTIONS, epochs=1), trained
     reports = [
         train_mask_tokens(later, text[:cut], text[cut:], tmp_path / name, own, RECIPE)
         for name, own in (("new", once), ("healed", replace(once, start_from=old)))

@@ -1,0 +1,184 @@
+"""Chooses what `auto` serves, on validation users.
+
+    recserve bundle calibrate BUNDLE --auto-for quality|latency
+
+Each candidate is a strategy with a weight of the dense head. Requests that keep seen items and
+requests that filter them are chosen for separately. The bundle stores the choice and its evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from recserve.bundle.bundle import Bundle
+from recserve.search.strategy import strategy_classes
+from recserve.service.auto_strategy import BEAM, StrategyChooser
+from recserve.training.baselines import Figure
+from recserve.training.evaluation.accuracy import ranks_of, user_metrics
+from recserve.training.evaluation.bundle_slates import BundleSlates
+from recserve.training.evaluation.cases import Cases, leave_one_out_cases
+from recserve.training.evaluation.evaluation import COLUMNS, make_slates
+from recserve.training.evaluation.fidelity import measure_times
+from recserve.training.evaluation.intervals import (
+    difference_interval,
+    mean_interval,
+    quantile_interval,
+)
+
+WEIGHTS = (0.0, 0.5, 1.0, 2.0, 5.0, 20.0, 100.0)
+K, WIDTH = 10, 50
+USERS, TIMED_USERS = 2000, 50
+Goal = Literal["quality", "latency"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with a weight, as measured on validation users.
+
+    Attributes:
+        strategy: Name of the strategy.
+        dense_weight: Weight of the dense head.
+        ndcg: NDCG@10.
+        behind: How far its NDCG@10 is behind the best candidate's, on the same users.
+        ms: Median time of one request at a time, with its prefix cached.
+    """
+
+    strategy: str
+    dense_weight: float
+    ndcg: Figure
+    behind: Figure
+    ms: Figure
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """What `auto` serves for one treatment of seen items.
+
+    Attributes:
+        goal: `quality` took the highest NDCG@10. `latency` took the fastest candidate that is at
+            most one standard error behind it.
+        users: Number of validation users.
+        chosen: The chosen candidate.
+        candidates: All candidates, best first.
+    """
+
+    goal: Goal
+    users: int
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+
+
+def choose_auto(
+    bundle: Bundle,
+    goal: Goal,
+    device: torch.device | str = "cpu",
+    users: int = USERS,
+    timed_users: int = TIMED_USERS,
+    console: Console | None = None,
+) -> dict[str, AutoChoice]:
+    """Chooses for `kept` and `filtered`, and records choice and evidence in the bundle.
+
+    Args:
+        bundle: A bundle with a recommender.
+        goal: What counts.
+        device: Where the model runs.
+        users: Maximum number of validation users.
+        timed_users: Maximum number of users whose requests are timed.
+        console: Where progress is printed; None means standard error.
+
+    Raises:
+        BundleError: If no recommender was trained.
+    """
+    console = console or Console(stderr=True)
+    answers = BundleSlates.open(bundle, device)
+    cases = leave_one_out_cases(bundle.events(), "valid").sample(users)
+    choices = {
+        column: _choose(answers, cases, column, goal, timed_users, console) for column in COLUMNS
+    }
+    settings = {
+        column: {"strategy": found.chosen.strategy, "dense_weight": found.chosen.dense_weight}
+        for column, found in choices.items()
+    }
+    evidence = {column: asdict(found) for column, found in choices.items()}
+    section: dict[str, Any] = {"auto": settings, "auto_evidence": evidence}
+    bundle.commit("recommender", bundle.manifest.recommender | section)
+    return choices
+
+
+def _choose(
+    answers: BundleSlates,
+    cases: Cases,
+    column: str,
+    goal: Goal,
+    timed_users: int,
+    console: Console,
+) -> AutoChoice:
+    """Measures all candidates of one column and takes one."""
+    gains: list[NDArray[np.float64]] = []
+    found: list[Candidate] = []
+    nothing = Figure(0.0, 0.0, 0.0)
+    timed = cases.sample(timed_users)
+    for strategy, weight in _candidates(answers):
+        options = answers.options(strategy, WIDTH, column == "filtered", weight)
+
+        def slates(which: NDArray[np.int64], filtered: bool) -> NDArray[np.int64]:
+            return answers.slates(cases, which, K, options)  # noqa: B023  # called below
+
+        label = f"{strategy}, dense weight {weight:g}, seen items {column}"
+        made = make_slates(cases, slates, column == "filtered", shown=label)
+        values = user_metrics(ranks_of(made, cases.held), (K,))[f"ndcg@{K}"]
+        # `auto` serves `beam` by the engine's exact strategy, which may draft.
+        served = StrategyChooser(answers.slates.engine.strategies).exact
+        served = served if strategy == BEAM else strategy
+        _, warm = measure_times(answers, timed, K, replace(options, strategy=served))
+        ndcg = Figure(float(values.mean()), *mean_interval(values))
+        ms = Figure(float(np.median(warm)), *quantile_interval(warm, 0.5))
+        gains.append(values)
+        found.append(Candidate(strategy, options.dense_weight, ndcg, nothing, ms))
+        console.print(f"{label}: NDCG@{K} {ndcg}, {ms.value:.1f} ms", soft_wrap=True)
+    best = max(range(len(found)), key=lambda one: found[one].ndcg.value)
+    for one, candidate in enumerate(found):
+        difference = gains[best] - gains[one]
+        behind = Figure(float(difference.mean()), *difference_interval(difference))
+        found[one] = replace(candidate, behind=behind)
+    chosen = best if goal == "quality" else fastest_near(best, gains, [c.ms.value for c in found])
+    ordered = sorted(found, key=lambda one: -one.ndcg.value)
+    return AutoChoice(goal, len(cases), found[chosen], tuple(ordered))
+
+
+def fastest_near(best: int, gains: Sequence[NDArray[np.float64]], ms: Sequence[float]) -> int:
+    """Returns the fastest candidate that is at most one standard error behind the best.
+
+    Args:
+        best: Number of the best candidate.
+        gains: NDCG of each user, for each candidate.
+        ms: Time of each candidate.
+    """
+    near = []
+    for one, gain in enumerate(gains):
+        behind = gains[best] - gain
+        if behind.mean() <= behind.std() / np.sqrt(len(behind)):
+            near.append(one)
+    return min(near, key=lambda one: ms[one])
+
+
+def _candidates(answers: BundleSlates) -> list[tuple[str, float]]:
+    """Returns the strategies of the bundle, with each weight of the dense head that they can use.
+
+    Strategies that equal `beam` are no candidates of their own.
+    """
+    there = answers.slates.engine.strategies
+    weights = WEIGHTS if answers.slates.model.config.dense_head else (0.0,)
+    return [
+        (name, weight)
+        for name, each in strategy_classes().items()
+        if name in there and (name == BEAM or not each.exact)
+        for weight in (weights if each.dense_weight == "used" else (0.0,))
+    ]

@@ -1,0 +1,165 @@
+"""`auto` serves what validation has chosen, apart for requests that keep and filter seen items."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from recserve.batch.together import together
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.cli.app import app
+from recserve.schemas.items import Exclude, RecommendRequest, RecommendResponse
+from recserve.service import Service
+from recserve.service.auto_strategy import read_auto
+from recserve.training.auto_choice import choose_auto, fastest_near
+from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
+from tests.support.tiny_bundle import shared_bundle
+
+CHOSEN = {
+    "kept": {"strategy": "nezha", "dense_weight": 5.0},
+    "filtered": {"strategy": "beam", "dense_weight": 20.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def few_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recserve.training.auto_choice.WEIGHTS", (0.0, 2.0, 20.0))
+
+
+def copy_bundle(folder: Path) -> Bundle:
+    return Bundle.open(shutil.copytree(shared_bundle(), folder / "bundle"))
+
+
+def record(bundle: Bundle, auto: object) -> None:
+    bundle.commit("recommender", bundle.manifest.recommender | {"auto": auto})
+
+
+def test_the_choice_is_the_best_of_its_evidence(tmp_path: Path) -> None:
+    """Recomputed with `evaluate`, which then shows and measures what a server serves."""
+    bundle = copy_bundle(tmp_path)
+    version = bundle.manifest.model_version
+    quiet = Console(quiet=True)
+    choices = choose_auto(bundle, "quality", users=25, timed_users=3, console=quiet)
+    opened = Bundle.open(bundle.root)
+    opened.verify()
+    assert opened.manifest.model_version != version
+    assert set(choices) == set(read_auto(opened.manifest.recommender)) == {"kept", "filtered"}
+    evidence = opened.manifest.recommender["auto_evidence"]
+    for column, choice in choices.items():
+        assert choice.chosen == choice.candidates[0] and choice.users == 25
+        values = [each.ndcg.value for each in choice.candidates]
+        assert values == sorted(values, reverse=True)
+        assert {each.strategy for each in choice.candidates} >= {"beam", "nezha"}
+        assert {e.dense_weight for e in choice.candidates if e.strategy == "beam"} >= {0.0, 2.0}
+        for each in (choice.candidates[0], choice.candidates[-1]):
+            assert each.behind.value == pytest.approx(values[0] - each.ndcg.value)
+            assert each.ms.low <= each.ms.value <= each.ms.high
+            options = EvaluationOptions("valid", each.strategy, (10,), 50, None, 25)
+            options = replace(options, dense_weight=each.dense_weight)
+            found = evaluate_bundle(opened, options).columns[column]["ndcg@10"]
+            assert found == pytest.approx(each.ndcg.value)
+        assert evidence[column]["candidates"][0]["ndcg"]["value"] == values[0]
+    measured = evaluate_bundle(opened, EvaluationOptions("valid", "auto", (10,), 50, None, 25))
+    for column, choice in choices.items():
+        assert measured.columns[column]["ndcg@10"] == pytest.approx(choice.chosen.ndcg.value)
+        assert f"{column}: {choice.chosen.strategy}, dense weight" in measured.strategy
+
+
+def test_latency_takes_the_fastest_that_is_near() -> None:
+    noise = np.random.default_rng(0)
+    best = noise.random(400)
+    near = best + noise.normal(0, 0.1, 400) - 0.001
+    far = best + noise.normal(0, 0.1, 400) - 0.05
+    gains = [near, best, far]
+    assert fastest_near(1, gains, [2.0, 3.0, 1.0]) == 0
+    assert fastest_near(1, gains, [4.0, 3.0, 1.0]) == 1
+    assert fastest_near(1, [best, best], [1.0, 1.0]) == 0
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    bundle = copy_bundle(tmp_path)
+    record(bundle, CHOSEN)
+    with Service.open(bundle.root, f"lmdb:{tmp_path}/store", "cpu") as opened:
+        yield opened
+
+
+def test_a_server_serves_the_choice(service: Service) -> None:
+    history = list(service.catalog.current.catalog.items.ids[:6])
+
+    def answer(**fields: object) -> RecommendResponse:
+        body = RecommendRequest(history=history, k=8, **fields)  # type: ignore[arg-type]
+        return service.recommender.begin(body).wait()
+
+    def shown(found: RecommendResponse) -> list[tuple[str, float]]:
+        return [(item.item_id, item.score) for item in found.items]
+
+    kept = Exclude(seen=False)
+    explicit = answer(exclude=kept, strategy="nezha", dense_weight=5.0)
+    auto = answer(exclude=kept)
+    assert auto.strategy == "nezha" and shown(auto) == shown(explicit)
+    filtered = answer()
+    assert filtered.exact and filtered.strategy in ("beam", "speculative")
+    assert [i for i, _ in shown(filtered)] == [
+        i for i, _ in shown(answer(strategy="beam", dense_weight=20.0))
+    ]
+    # A request that sets the weight has chosen, and so has one that names the strategy.
+    own = answer(exclude=kept, dense_weight=0.0)
+    assert own.exact and [i for i, _ in shown(own)] == [
+        i for i, _ in shown(answer(exclude=kept, strategy="beam", dense_weight=0.0))
+    ]
+    named = answer(exclude=kept, strategy="nezha")
+    assert shown(named) != shown(explicit)  # the bundle's weight
+    bodies = [RecommendRequest(history=history, k=8, exclude=e) for e in (kept, Exclude())]
+    batch = together(service)(bodies)
+    assert [found.strategy for found in batch if isinstance(found, RecommendResponse)] == [
+        "nezha",
+        "beam",
+    ]
+
+
+@pytest.mark.parametrize(
+    "auto",
+    [
+        [],
+        {"kept": CHOSEN["kept"]},
+        {**CHOSEN, "other": CHOSEN["kept"]},
+        {**CHOSEN, "kept": 3},
+        {**CHOSEN, "kept": {"strategy": 1, "dense_weight": 1}},
+        {**CHOSEN, "kept": {"strategy": "beam", "dense_weight": -1}},
+        {**CHOSEN, "kept": {"strategy": "beam", "dense_weight": True}},
+        {**CHOSEN, "kept": {"strategy": "beam", "dense_weight": float("nan")}},
+        {**CHOSEN, "kept": {"strategy": "beam"}},
+    ],
+)
+def test_a_damaged_choice_is_refused(auto: object) -> None:
+    with pytest.raises(BundleError, match=r"manifest\.json: recommender\.auto"):
+        read_auto({"auto": auto})
+
+
+def test_a_strategy_that_is_gone_leaves_auto_as_it_was(tmp_path: Path) -> None:
+    bundle = copy_bundle(tmp_path)
+    record(bundle, {**CHOSEN, "filtered": {"strategy": "gone", "dense_weight": 1.0}})
+    with Service.open(bundle.root, f"lmdb:{tmp_path}/store", "cpu") as service:
+        history = list(service.catalog.current.catalog.items.ids[:6])
+        assert service.recommender.begin(RecommendRequest(history=history, k=3)).wait().exact
+
+
+def test_the_command_says_what_it_chose(tmp_path: Path) -> None:
+    bundle = copy_bundle(tmp_path)
+    command = ["bundle", "calibrate", str(bundle.root), "--auto-for", "latency", "--users", "5"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "auto, seen items kept: " in result.output and "5 validation users" in result.output
+    auto = json.loads((bundle.root / "manifest.json").read_text())["sections"]["recommender"]
+    assert auto["auto_evidence"]["kept"]["goal"] == "latency"
+    wrong = CliRunner().invoke(app, ["bundle", "calibrate", str(bundle.root), "--users", "5"])
+    assert wrong.exit_code == 2 and "--users has no effect" in wrong.output
