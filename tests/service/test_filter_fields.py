@@ -47,7 +47,7 @@ def test_without_such_a_column_category_means_the_paths():
 def test_an_unknown_field_names_the_known_ones():
     for name, words in (
         ("colr", "did you mean colour"),
-        ("zzz", "known fields: categories, item_id, colour"),
+        ("zzz", "known fields: categories, item_id, available_from, expires_at, colour"),
         ("category", "cannot read the type of this column, binary"),
     ):
         filters = filters_with(PATHS, colour=["red"] * 4, category=[b"x"] * 4)

@@ -133,7 +133,7 @@ def test_the_cache_is_bounded_by_bytes():
     def kept():
         items = AllowedItems.of(np.arange(900) % 2 == 0)
         items.leaves(trie)
-        return CachedFilter(*(weakref.ref(x) for x in (version, trie)), items)
+        return CachedFilter(*(weakref.ref(x) for x in (version, trie)), items, items)
 
     size = kept().allowed.num_bytes + 1 + ENTRY_BYTES
     cache = FilterCache(3 * size)

@@ -151,9 +151,9 @@ def check_dense(service) -> None:
     for k in (3, 20, served.items.num_rows - served.items.removed_rows.size):
         found = dense_slate(service, k)
         assert len(found) == k
-        catalog.current = replace(served, index=Exhaustive(service))
+        catalog._current = replace(served, index=Exhaustive(service))
         expected = dense_slate(service, k)
-        catalog.current = served
+        catalog._current = served
         assert list(found) == list(expected)
         assert found == pytest.approx(expected, abs=1e-4)
 
