@@ -151,7 +151,7 @@ class EvaluationOptions:
         split: `valid` holds out the last event but one of each user, `test` the last.
         strategy: A strategy of the engine, or one of these:
 
-            - `auto`: what `recserve bundle calibrate --auto-for` chose; without it beam search, or
+            - `auto`: what `recserve bundle calibrate` chose for it; without a choice beam search, or
               `exhaustive` for a model that is not autoregressive.
             - `exhaustive`: `rpg` on all items.
             - `dense_head`: the recommender's dense head alone.
