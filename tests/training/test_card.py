@@ -50,7 +50,7 @@ def build(folder: Path) -> Bundle:
     popular[100:] = 0
     users, items, times = [], [], []
     for user in range(90):
-        size = int(noise.integers(1, 15))
+        size = int(noise.integers(1, 15)) if user % 3 else 2
         users += [f"u{user:02}"] * size
         items += noise.choice(ids, size, p=popular / popular.sum()).tolist()
         times += np.sort(1_600_000_000 + noise.integers(0, 60 * 86_400, size)).tolist()
@@ -186,7 +186,7 @@ def test_the_past_ends_at_one_time(bundle: Bundle) -> None:
     past, at, split = split_by_time(events)
     assert split.past_events == int((events.times < at).sum())
     assert 0.85 < split.past_events / events.num_events <= 0.9
-    held = 0
+    held, short = 0, 0
     for user in range(events.num_users):
         before, after = (
             [*zip(log.item_rows[part].tolist(), log.times[part].tolist(), strict=True)]
@@ -198,7 +198,8 @@ def test_the_past_ends_at_one_time(bundle: Bundle) -> None:
         keeps = len(early) >= 2 and bool(late)
         assert after == early + late[:keeps]
         held += keeps
-    assert held == split.users > 0
+        short += len(early) == 1 and bool(late)
+    assert held == split.users > 0 and short > 0
     flat = replace(events, times=np.zeros_like(events.times))
     with pytest.raises(ValueError, match="no user has two events before"):
         split_by_time(flat)

@@ -151,8 +151,8 @@ class EvaluationOptions:
         split: `valid` holds out the last event but one of each user, `test` the last.
         strategy: A strategy of the engine, or one of these:
 
-            - `auto`: what `recserve bundle calibrate --auto-for` chose; without it beam search, or
-              `exhaustive` for a model that is not autoregressive.
+            - `auto`: what `recserve bundle calibrate` chose for it. Without a choice it is beam
+              search, or `exhaustive` for a model that is not autoregressive.
             - `exhaustive`: `rpg` on all items.
             - `dense_head`: the recommender's dense head alone.
             - `sasrec`: the SASRec baseline.

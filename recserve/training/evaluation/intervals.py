@@ -42,7 +42,8 @@ def mean_interval(values: ArrayLike) -> Range:
         size *= max(1.0, mean * (1 - mean) / variance)
     centre = (mean + Z**2 / (2 * size)) / (1 + Z**2 / size)
     half = Z * np.sqrt(mean * (1 - mean) / size + Z**2 / (4 * size**2)) / (1 + Z**2 / size)
-    return max(0.0, float(centre - half)), min(1.0, float(centre + half))
+    # Rounding moves no bound past the mean.
+    return max(0.0, min(mean, float(centre - half))), min(1.0, max(mean, float(centre + half)))
 
 
 def difference_interval(differences: ArrayLike) -> Range:

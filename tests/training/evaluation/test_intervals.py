@@ -59,6 +59,15 @@ def test_differences_are_covered(better: float, worse: float) -> None:
     assert inside / SAMPLES > 0.935
 
 
+def test_hits_have_the_interval_of_bonett_and_price() -> None:
+    """7 users with a hit of the first model alone, 3 of the second alone, of 50."""
+    differences = np.array([1.0] * 7 + [-1.0] * 3 + [0.0] * 40)
+    first, second = 8 / 52, 4 / 52
+    half = 1.959964 * ((first + second - (first - second) ** 2) / 52) ** 0.5
+    middle = first - second
+    assert difference_interval(differences) == pytest.approx((middle - half, middle + half))
+
+
 def test_equal_models_do_not_differ_for_sure() -> None:
     low, high = difference_interval(np.zeros(100))
     assert -0.05 < low < 0 < high < 0.05
