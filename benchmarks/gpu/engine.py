@@ -91,7 +91,7 @@ def recorded(
     limits = SearchLimits(shapes, room, seconds=float("inf"), bytes=2**35)
     recorder = recorder or recorder_for(model.tokens.weight.device)
     graphs = BeamSearchGraphs(lane.runner, model, nezha.head, limits, recorder)
-    engine.replay(graphs)
+    lane.searches = graphs
     engine.record(trie)
     return graphs
 

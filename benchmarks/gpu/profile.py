@@ -107,15 +107,15 @@ def appends(
     engine: Engine, model: Recommender, events: int, device: str
 ) -> Iterator[dict[str, Any]]:
     """Yields the time to add one event to a cached history: launched, and captured on CUDA."""
-    runner = engine.schedulers["recommender"].runner
+    scheduler: Any = engine.schedulers["recommender"]
     yield attempted("append", lambda: appended(engine, model, events, device, "launched"))
-    graphs = cuda_prefills(runner, model, None)
+    graphs = cuda_prefills(scheduler.runner, model, None)
     if graphs is None:
         return
-    launched, runner.prefills = runner.prefills, graphs
+    launched, scheduler.prefills = scheduler.prefills, graphs
     row = attempted("append", lambda: appended(engine, model, events, device, "replayed"))
     yield row | {"replays": graphs.counts["replayed"], "captured": len(graphs.captured)}
-    runner.prefills = launched
+    scheduler.prefills = launched
 
 
 def appended(

@@ -100,12 +100,13 @@ def prefill_checks(device: str, smoke: bool = False) -> Iterator[Task]:
 
     def compared(strategy: str, form: str) -> float:
         launching, world = recommending(device, form), recommending(device, form)
-        runner = world.engine.schedulers["recommender"].runner
+        scheduler: Any = world.engine.schedulers["recommender"]
+        runner = scheduler.runner
         with complaints() as heard:
             recorder = recorder_for(torch.device(device))
             buckets = PrefillBucket(17), PrefillBucket(65)
-            graphs = PrefillGraphs(runner, world.model, recorder, buckets)
-        runner.prefills = graphs
+            graphs = PrefillGraphs(runner, world.model, recorder, buckets=buckets)
+        scheduler.prefills = graphs
         spoil(runner)
         worst = 0.0
         for events in (2, 3, 4, 9, 2, 12):

@@ -308,7 +308,8 @@ def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
 
 def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
     """Lists the captured searches of an engine with seconds and memory, and the other ones."""
-    found = _records("searches", "searches", "requests x beams", stats)
+    what = "searches and prefills" if stats.graph_prefills else "searches"
+    found = _records("searches", what, "requests x beams", stats)
     return replace(found, detail=f"{found.detail}; {_launched(strategies)}")
 
 
@@ -318,7 +319,9 @@ def _launched(strategies: Seq[str]) -> str:
     from recserve.search.strategy import strategy_classes
 
     limits = SearchLimits()
-    others = ", ".join(sorted(n for n in strategies if strategy_classes()[n].replays is None))
+    others = ", ".join(
+        sorted(n for n in strategies if strategy_classes()[n].captured_search is None)
+    )
     reasons = [
         f"more than {limits.most_requests} requests or {limits.most_beams} beams (size)",
         f"versions with more than {limits.capacity:,} new items (version)",

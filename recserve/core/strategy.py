@@ -48,10 +48,13 @@ class Strategy(ABC):
         placeholders: Auxiliary nodes after the root, computed in the root's own forward. Their
             states stay with the cached root. None: there are none.
         policy: Decides about its drafts. None: it drafts nothing.
+        captured_search: Name of the captured search that can compute its results. None: there is
+            none.
     """
 
     placeholders: NodeInputs | None = None
     policy: DraftPolicy | None = None
+    captured_search: str | None = None
 
     def tree_capacity(self, request: Any) -> int:
         """Returns the most tree nodes that a request can have computed, over all rounds."""
@@ -60,6 +63,14 @@ class Strategy(ABC):
     @abstractmethod
     def start(self, sequences: Seq[SearchSequence]) -> Any:
         """Returns the state of requests whose roots are computed."""
+
+    def can_replay(self, sequences: Seq[SearchSequence]) -> bool:
+        """Returns whether the captured search may compute these requests."""
+        return self.captured_search is not None
+
+    def after_replay(self, sequences: Seq[SearchSequence], search: Any) -> Any:
+        """Returns the state of requests whose search is a replayed one, with its leaves."""
+        return search
 
     @abstractmethod
     def finished(self, state: Any) -> bool:

@@ -102,7 +102,8 @@ def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:
         adapters.append(RankerAdapter(models.ranker))
     graph_bytes = 0
     if config.graphs is not False:
-        graph_bytes += config.search_limits.bytes * (models.recommender is not None)
+        of_items = config.search_limits.bytes + config.prefill_limits.bytes
+        graph_bytes += of_items * (models.recommender is not None)
         graph_bytes += config.graph_limits.bytes * (models.text is not None)
     device = adapters[0].device if adapters else torch.device("cpu")
     return replace(config, kv_bytes=cache_bytes(device, len(adapters), graph_bytes))
@@ -139,7 +140,7 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
     config = engine.config
     runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)
-    engine.schedulers["recommender"] = _item_scheduler(runner)
+    engine.schedulers["recommender"] = scheduler = _item_scheduler(runner)
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}
@@ -147,11 +148,9 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
     for name, strategy in {**strategies, "likelihood": likelihood_strategy(model)}.items():
         engine.offer(name, strategy)
     if not config.invariant:
-        limits = config.search_limits
-        engine.replay(cuda_searches(runner, model, heads.nezha, config.graphs, limits))
-        prefills = cuda_prefills(runner, model, config.graphs)
-        if prefills is not None:
-            runner.prefills = prefills
+        wanted = config.graphs
+        scheduler.searches = cuda_searches(runner, model, heads.nezha, wanted, config.search_limits)
+        scheduler.prefills = cuda_prefills(runner, model, wanted, config.prefill_limits)
 
 
 def _add_text(engine: Engine, model: LanguageModel) -> None:

@@ -26,7 +26,6 @@ from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.beam_search_graph import BeamSearchGraphs
 from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.runtime.cuda_graphs import GraphSet
 from recserve.engine.runtime.request_queue import (
     Cancellations,
     RequestQueue,
@@ -50,7 +49,6 @@ class Engine:
         schedulers: One scheduler for each kind of request, by model name.
         drafters: Drafters of text requests, by name.
         strategies: Names that a SlateQuery may use.
-        searches: Searches that are replayed as CUDA graphs. None replays none.
         queue: Requests that wait for admission.
         stopped_by: The error that ended the engine's thread; None while it runs.
     """
@@ -61,7 +59,6 @@ class Engine:
         self.drafters: dict[str, Drafter] = {}
         self.strategies: tuple[str, ...] = ()
         self._strategies: dict[str, Strategy] = {}
-        self.searches: BeamSearchGraphs | None = None
         self.queue = RequestQueue(config.max_queue, config.queue_share, self.schedulers)
         self._changed = threading.Condition()
         self._stepping = StepLock()
@@ -131,11 +128,11 @@ class Engine:
         """Adds a strategy under a name, or replaces the strategy of that name."""
         self._strategies[name] = strategy
 
-    def replay(self, searches: BeamSearchGraphs | None) -> None:
-        """Uses captured searches for the requests that fit them. None launches all searches."""
-        self.searches = searches
-        if searches is not None:
-            searches.serve(self._strategies)
+    @property
+    def searches(self) -> BeamSearchGraphs | None:
+        """Searches that are replayed as CUDA graphs. None replays none."""
+        scheduler = self.schedulers.get("recommender")
+        return scheduler.searches if isinstance(scheduler, ItemScheduler) else None
 
     def record(self, trie: Trie) -> None:
         """Captures searches over a catalogue and its later changes, if this engine captures
@@ -144,8 +141,8 @@ class Engine:
         The engine answers requests between two captures. The method is safe to call from any
         thread.
         """
-        if self.searches is not None:
-            self.searches.capture_for(trie, self._stepping, lambda: not self._closing)
+        if (searches := self.searches) is not None:
+            searches.capture_for(trie, self._stepping, lambda: not self._closing)
 
     def run(self, request: Request) -> Result:
         """Returns the result of one request. Steps the engine itself if `start` was not called."""
@@ -226,10 +223,10 @@ class Engine:
 
         Figures of different components may be one step apart.
         """
-        sets = self._graph_sets()
-        counts = {kind: dict(graphs.counts) for kind, graphs in sets.items()}
-        captured = [graph for graphs in sets.values() for graph in graphs.captured]
         schedulers, begun = list(self.schedulers.values()), self.queue.num_background_begun
+        sets = [item for scheduler in schedulers for item in scheduler.graph_sets.items()]
+        counts = {kind: dict(graphs.counts) for kind, graphs in sets}
+        captured = [graph for _, graphs in sets for graph in graphs.captured]
         # Caches that schedulers share count once.
         caches = list({id(scheduler.kv): scheduler.kv for scheduler in schedulers}.values())
         text = self.schedulers.get("text")
@@ -248,9 +245,10 @@ class Engine:
             background=len(self.queue.background) + begun,
             graph_steps=counts.get("steps", {}),
             graph_searches=counts.get("searches", {}),
+            graph_prefills=counts.get("prefills", {}),
             graph_seconds={graph.bucket.name: graph.seconds for graph in captured},
             graph_bytes={graph.bucket.name: graph.bytes for graph in captured},
-            unrecorded=[name for graphs in sets.values() for name in graphs.missing],
+            unrecorded=[name for _, graphs in sets for name in graphs.missing],
             drafts=drafts,
             device=schedulers[0].runner.pool.keys.device.type,
         )
@@ -294,16 +292,6 @@ class Engine:
         """
         schedulers = self.schedulers.values()
         return any([one.num_running for one in schedulers if isinstance(one, ItemScheduler)])
-
-    def _graph_sets(self) -> dict[str, GraphSet[Any]]:
-        """Returns the captured text steps and searches, where this engine has them.
-
-        Prefills belong to their runner and are not part of the statistics.
-        """
-        text = self.schedulers.get("text")
-        steps = text.graphs if isinstance(text, TextScheduler) else None
-        sets: dict[str, GraphSet[Any] | None] = {"steps": steps, "searches": self.searches}
-        return {kind: graphs for kind, graphs in sets.items() if graphs is not None}
 
     def _loop(self) -> None:
         try:

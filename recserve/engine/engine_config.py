@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recserve.engine.items.beam_search_graph import SearchLimits
+from recserve.engine.runtime.cuda_graphs import PREFILL_LIMITS, CaptureLimits
 from recserve.engine.text.text_step_graph import GraphLimits
 
 
@@ -26,10 +27,11 @@ class EngineConfig:
         load_aware: Drafts text only as deep as pays under the current load: the throughput of the
             server counts. False drafts whenever drafts are accepted at all: the latency of one text
             on a machine with nothing else to do counts.
-        graphs: Captures text steps and searches as CUDA graphs at start. None captures them on CUDA
-            devices.
+        graphs: Captures text steps, searches and prefills as CUDA graphs at start. None captures
+            them on CUDA devices.
         graph_limits: Which text steps are captured, and how much time and memory that may take.
         search_limits: Which searches are captured, and how much time and memory that may take.
+        prefill_limits: How much time and memory the captures of prefills may take.
         invariant: Makes every bit of a result independent of other requests, drafts and the cache
             (see runtime/invariance.py). It needs packed models on a CPU and offers only the
             strategies that allow it.
@@ -45,4 +47,5 @@ class EngineConfig:
     graphs: bool | None = None
     graph_limits: GraphLimits = GraphLimits()
     search_limits: SearchLimits = SearchLimits()
+    prefill_limits: CaptureLimits = PREFILL_LIMITS
     invariant: bool = False

@@ -24,6 +24,7 @@ class EngineStats:
         background: Background requests, waiting or running. The other figures exclude them.
         graph_steps: Text steps by outcome (engine/text/text_step_graph.py).
         graph_searches: Searches by outcome (engine/items/beam_search_graph.py).
+        graph_prefills: Prefills by outcome (engine/runtime/cuda_graphs.py).
         graph_seconds: Capture time of each graph, by its name.
         graph_bytes: Memory of each graph, by its name.
         unrecorded: Names of the graphs that could not be captured.
@@ -41,6 +42,7 @@ class EngineStats:
     background: int = 0
     graph_steps: Mapping[str, int] = field(default_factory=dict)
     graph_searches: Mapping[str, int] = field(default_factory=dict)
+    graph_prefills: Mapping[str, int] = field(default_factory=dict)
     graph_seconds: Mapping[str, float] = field(default_factory=dict)
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
     unrecorded: Seq[str] = ()

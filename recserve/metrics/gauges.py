@@ -174,6 +174,11 @@ class Gauges:
         "Searches for items replayed as a CUDA graph, or the reason why not",
         "result",
     )
+    graph_prefills: Mapping[str, int] = _counters(
+        "recserve_graph_prefills",
+        "Forward passes with item histories replayed as a CUDA graph, or the reason why not",
+        "result",
+    )
     graph_seconds: Mapping[str, float] = _gauges(
         "recserve_graph_record_seconds", "Seconds that capturing a CUDA graph took", "bucket"
     )

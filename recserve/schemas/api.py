@@ -493,6 +493,10 @@ class Pages:
     def samples(self) -> Json:
         """Returns sample users and items, for stores that list no users."""
 
+    @operation("GET /playground/recent", described=False)
+    def recent(self) -> list[Any]:
+        """Returns the metrics of the last ten minutes."""
+
     @operation("GET /playground/{name}", described=False)
     def static(self, name: str) -> str:
         """Returns a file of the playground."""

@@ -6,20 +6,17 @@ A new strategy is one file in search/strategies/ and one line in `BUILT_IN`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
 from typing import ClassVar, Literal, Self
 
 from recserve.core.plugins import Pluggable, with_plugins
-from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Strategy
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.search.beam_search import BeamSearch
 
 ENTRY_POINTS = "recserve.strategies"
 # Reports list strategies in this order.
@@ -52,7 +49,6 @@ class Heads:
 
 AutoRole = Literal["preferred", "default", "fallback", "hurried"]
 DenseWeight = Literal["used", "ignored", "refused"]
-Searching = Callable[[Seq[SearchSequence]], BeamSearch | None]
 
 
 class RecommendStrategy(Strategy, Pluggable):
@@ -69,9 +65,7 @@ class RecommendStrategy(Strategy, Pluggable):
             mode.
         auto: When `auto` selects it. `preferred` goes before `default`, and `fallback` comes last;
             `hurried` is for requests with a near deadline. None: never.
-        replays: Name of the captured search that can replace it. None: there is none.
         missing: Advice for bundles for which `from_models` returns None.
-        recorded: Replays a captured search. None: searches are not captured.
     """
 
     exact: ClassVar[bool] = False
@@ -79,9 +73,7 @@ class RecommendStrategy(Strategy, Pluggable):
     outcome: ClassVar[bool] = False
     invariant: ClassVar[bool] = False
     auto: ClassVar[AutoRole | None] = None
-    replays: ClassVar[str | None] = None
     missing: ClassVar[str] = "this bundle lacks a model that the strategy needs"
-    recorded: Searching | None = None
 
     @classmethod
     @abstractmethod

@@ -29,12 +29,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ServerConfig
-from recserve.metrics import Metrics
+from recserve.metrics import Metrics, RecentMetrics
 from recserve.search.strategy import strategy_classes
 from recserve.server import playground, routes
 from recserve.server.access import Access, AccessKeys
 from recserve.server.context import AppState, answer_items
-from recserve.server.errors import REASONS
+from recserve.server.errors import CODES, REASONS
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
 from recserve.server.openapi import describe
@@ -45,8 +45,8 @@ from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
-from recserve.service.recommend import POPULAR
 from recserve.service.service import SCORERS
+from recserve.service.snapshot import LISTS
 
 log = logging.getLogger(__name__)
 HANDLERS = (routes, playground)  # these register the handlers of all operations
@@ -66,24 +66,30 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     if config.experiments:
         from recserve.server.experiments import Arms, ExperimentCollector
 
-        arms = Arms(config.experiments)
+        arms = Arms(config)
 
     telemetry = Telemetry.open(config)
     # All registered names, so that dashboards have the same series for every bundle.
-    strategies = (*strategy_classes(), POPULAR, *SCORERS)
+    strategies = (*strategy_classes(), *LISTS, *SCORERS)
     metrics = Metrics(
         strategies,
         REASONS,
         lambda: telemetry.add_slate_log(lifecycle.gauges()),
         vllm_model(config),
+        CODES,
     )
     loader = ServiceLoader(config, service)
     lifecycle = Lifecycle(loader, metrics.bundle_swaps, None if arms is None else arms.check)
+    recent = RecentMetrics(metrics, lifecycle.gauges)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lifecycle.start()
+        recent.start()
+        if arms is not None:
+            arms.start()
         yield
+        recent.close()
         if arms is not None:
             await arms.close()
         await asyncio.to_thread(lifecycle.close)
@@ -104,6 +110,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         metrics,
         answer_items,
         write_texts,
+        recent,
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
@@ -139,6 +146,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
+    app.state.recent = recent
     return app
 
 

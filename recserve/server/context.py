@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope
 
 from recserve.core.errors import DeadlineExceeded
-from recserve.metrics import Metrics
+from recserve.metrics import Metrics, RecentMetrics
 from recserve.schemas.api import Models, Operation, is_admin
 from recserve.schemas.browse import LISTS, split_texts
 from recserve.schemas.items import (
@@ -96,6 +96,7 @@ class AppState:
         metrics: Counters and histograms of the application.
         answer_items: Answers recommend and rank requests.
         write_texts: Answers text requests.
+        recent: The metrics of the last ten minutes.
         max_body_bytes: Upper bound on the size of a request body.
         default_timeout_ms: Timeout of an item request that does not set one.
         text_timeout_ms: Timeout of a text request that does not set one.
@@ -110,6 +111,7 @@ class AppState:
     metrics: Metrics
     answer_items: AnswerItems
     write_texts: WriteTexts
+    recent: RecentMetrics
     max_body_bytes: int
     default_timeout_ms: int
     text_timeout_ms: int

@@ -130,7 +130,8 @@ class EventStream(Response):
             raise
         except Exception as error:
             self.error = error
-            self.context.trace.failure = row_of(error).reason
+            trace, row = self.context.trace, row_of(error)
+            trace.failure, trace.error_code = row.reason, row.code
             yield _event(error_answer(error))
         yield DONE
 

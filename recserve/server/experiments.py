@@ -12,17 +12,18 @@ application's state, `answer_items` and `write_texts`, by the methods of `Arms`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from recserve.config import ConfigError
+from recserve.config import ConfigError, ServerConfig
 from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.serving.arm_fields import ArmFields
 from recserve.experiments.serving.arm_tally import ArmResult
@@ -33,6 +34,7 @@ from recserve.experiments.serving.experiment import (
     ServingArm,
 )
 from recserve.experiments.serving.registry import Draw, Experiments
+from recserve.experiments.serving.saved_counts import SavedCounts
 from recserve.experiments.serving.settings import parse_experiments
 from recserve.experiments.serving.team_draft import team_draft
 from recserve.schemas.experiments import Use
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=RecommendRequest | RankRequest)
 A = TypeVar("A", bound=RecommendResponse | RankResponse)
 T = TypeVar("T", bound=TextRequest)
+log = logging.getLogger(__name__)
+COUNTS_FOLDER = ".experiments"  # in bundles_dir, or the end of a name next to the bundle
 MAX_COPIES = 8  # of mode `shadow` at the same time
 
 
@@ -73,28 +77,38 @@ class Arms:
         experiments: The experiments.
         remote: The arms that another server answers, by label.
         copies: Requests of mode `shadow` in progress.
+        counts: Saves the counts of the experiments; None keeps them in memory.
     """
 
-    def __init__(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Opens no connection yet.
+    def __init__(self, config: ServerConfig) -> None:
+        """Restores the counts and opens no connection yet.
 
         Args:
-            settings: The setting `experiments`.
+            config: Settings of the server, with experiments.
 
         Raises:
-            InvalidRequest: If a setting is out of range.
-            ConfigError: If an arm has an address and the extra `client` is missing, or its key
-                cannot be read.
+            InvalidRequest: If a setting of an experiment is out of range.
+            ConfigError: If an arm has an address and the extra `client` is missing, its key cannot
+                be read, or `experiments_dir` cannot be used.
         """
-        self.experiments = Experiments(Experiment(one) for one in parse_experiments(settings))
+        settings = parse_experiments(config.experiments)
+        self.experiments = Experiments(Experiment(one) for one in settings)
         remote = (arm for one in self.experiments for arm in one.arms if arm.remote)
         self.remote = {arm.label: _open_remote(arm) for arm in remote}
         self.copies: set[asyncio.Task[None]] = set()
+        self.counts = _open_counts(config, self.experiments)
+
+    def start(self) -> None:
+        """Starts to save the counts."""
+        if self.counts is not None:
+            self.counts.start()
 
     async def close(self) -> None:
-        """Closes the connections to other servers."""
+        """Closes the connections to other servers and saves the last counts."""
         for arm in self.remote.values():
             await arm.close()
+        if self.counts is not None:
+            await asyncio.to_thread(self.counts.close)
 
     def check(self, service: Service) -> None:
         """Starts a request of every arm that needs no model, so that its fields are checked.
@@ -105,9 +119,15 @@ class Arms:
             service: The open service.
 
         Raises:
-            ValueError: If an arm does not fit the models; the message names experiment and arm.
+            ValueError: If an arm does not fit the models, or a goal is no event type of the
+                service; the message names the experiment.
         """
         for one in self.experiments:
+            for goal in one.settings.goal_types:
+                try:
+                    service.histories.types.number(goal)
+                except ValueError as error:
+                    raise ValueError(f"experiment {one.settings.name}, goals: {error}") from None
             for arm in (arm for arm in one.arms if not arm.remote):
                 try:
                     _probe(service, one.settings.use, arm.fields)
@@ -149,8 +169,10 @@ class Arms:
             answer = await drawn.ask_control(draw.experiment)
             assert draw.arm is not None
             _record_refusal(draw.experiment, draw.arm, error)
-        signer = context.service.signer
-        token = signer.labelled(answer.attribution_token, label.name, label.arm or "")
+        draw.experiment.count_answer(label, trace.request_id if user is None else user)
+        # The token of an answer that does not count names no arm, so its events do not count.
+        arm = "" if label.reason is not None or label.arm is None else label.arm
+        token = context.service.signer.labelled(answer.attribution_token, label.name, arm)
         labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
         return context.record(labelled)
 
@@ -184,6 +206,30 @@ class Arms:
             reason = f"the arm does not fit: {error}"
         trace.experiment = msgspec.structs.replace(draw.label, arm=None, reason=reason)
         return await write_texts(context, begin, body)
+
+
+def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts | None:
+    """Restores the counts of the experiments; None without a folder that can be used.
+
+    Raises:
+        ConfigError: If `experiments_dir` cannot be used.
+    """
+    folder = config.experiments_dir
+    if folder is None and config.bundles_dir is not None:
+        folder = config.bundles_dir.resolve() / COUNTS_FOLDER
+    if folder is None and config.bundle is not None:
+        bundle = config.bundle.resolve()
+        folder = bundle.with_name(bundle.name + COUNTS_FOLDER)
+    if folder is None:
+        return None
+    try:
+        return SavedCounts(folder, experiments)
+    except OSError as error:
+        message = f"experiments_dir: {folder} cannot be used: {error}"
+        if config.experiments_dir is not None:
+            raise ConfigError(message) from None
+        log.warning("%s; the counts of experiments end with this process", message)
+        return None
 
 
 @dataclass(frozen=True)

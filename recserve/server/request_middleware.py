@@ -78,7 +78,7 @@ class RequestMiddleware:
     def _note(self, context: RequestContext, error: Exception) -> None:
         """Records a failure in the trace, and logs what the operator has to know."""
         row, trace = row_of(error), context.trace
-        trace.failure = row.reason
+        trace.failure, trace.error_code = row.reason, row.code
         trace.status = trace.status or row.status
         if row.status == 500:
             log.error("request %s failed", trace.request_id, exc_info=error)
@@ -92,7 +92,7 @@ class RequestMiddleware:
         seconds = time.monotonic() - trace.began_s
         metrics.request(trace.route, trace.strategy, seconds, trace.arm)
         if trace.failure is not None and not context.open:
-            metrics.failure(trace.failure)
+            metrics.failure(trace.failure, trace.error_code)
         if trace.timing_ms is not None:
             stages = {n: getattr(trace.timing_ms, n) for n in trace.timing_ms.__struct_fields__}
             metrics.stages(stages)

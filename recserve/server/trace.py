@@ -39,6 +39,7 @@ class Trace:
         strategy: Strategy of the answer; "none" until a model has answered.
         timing_ms: Times of the stages; None until a model has answered.
         failure: Label of the failure counter; None unless the request failed.
+        error_code: Code of the error; empty unless the request failed.
         status: HTTP status of the response; 0 before it starts.
         answered_s: time.monotonic() value at the answer of the service; None without one.
         experiment: Experiment and arm of the request; None outside experiments.
@@ -52,6 +53,7 @@ class Trace:
     strategy: str = "none"
     timing_ms: TimingMs | None = None
     failure: str | None = None
+    error_code: str = ""
     status: int = 0
     answered_s: float | None = None
     experiment: ExperimentLabel | None = None

@@ -109,8 +109,8 @@ class LogitsProcessor:
         depth: Most levels below node 0.
         table: Sampling parameters of the B sequences.
         past: Committed tokens as the parameters need them; None if `table.plain`.
-        fixed: True to avoid every host synchronisation, so that shapes depend on T, B, V and depth
-            alone.
+        fixed_shapes: True to avoid every host synchronisation, so that shapes depend on T, B, V and
+            depth alone.
     """
 
     logits: Tensor
@@ -118,7 +118,7 @@ class LogitsProcessor:
     depth: int
     table: SamplingTable
     past: Past | None
-    fixed: bool = False
+    fixed_shapes: bool = False
 
     def __call__(self, nodes: Tensor) -> Tensor:
         """Returns the processed logits of some nodes.
@@ -145,7 +145,7 @@ class LogitsProcessor:
         temperature = table.temperature[owners]
         rows = sampling.temper(rows, temperature)
         if table.truncates:
-            cut = sampling.truncate_fixed if self.fixed else sampling.truncate
+            cut = sampling.truncate_fixed if self.fixed_shapes else sampling.truncate
             rows = cut(rows, table.top_k[owners], table.top_p[owners], table.min_p[owners])
         return sampling.keep_only_best(rows, temperature == 0)
 

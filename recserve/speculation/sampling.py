@@ -1,4 +1,4 @@
-"""Pure functions on rows of logits: the effect of each sampling parameter, and the argmax.
+"""Pure functions on rows of logits: the effect of each sampling parameter.
 
 Every function takes one parameter value per row. A row with neutral values stays the same bit for
 bit, so a row's result does not depend on its neighbours.
@@ -14,35 +14,6 @@ from recserve.kernels.tree import TokenTree
 BANNED = float("-inf")
 # top_p first examines this many likeliest tokens; they nearly always hold enough probability.
 HEAD = 1024
-
-
-def largest(rows: Tensor) -> Tensor:
-    """Returns the index of each row's largest entry, the lowest index if entries are equal.
-
-    Args:
-        rows: [m, V] any float dtype. On a CPU, numpy does the search.
-
-    Returns:
-        [m] int64 indices.
-    """
-    return rows.argmax(-1) if rows.is_cuda else torch.tensor(largest_on_host(rows))
-
-
-def largest_on_host(rows: Tensor) -> list[int]:
-    """Returns the same indices for rows on a CPU, as a list.
-
-    numpy is several times faster than torch here. bfloat16 values are compared by their bits.
-    """
-    if rows.dtype == torch.bfloat16:
-        bits = rows.view(torch.int16).numpy()
-        places: list[int] = bits.argmax(-1).tolist()
-        # Among positive numbers, larger values have larger bits. All others compare as smaller:
-        # zero has no bits set, and the sign bit makes int16 negative.
-        if all(bits.item(row, place) > 0 for row, place in enumerate(places)):
-            return places
-        rows = rows.float()
-    found: list[int] = rows.numpy().argmax(-1).tolist()
-    return found
 
 
 def path_tokens(tree: TokenTree, nodes: Tensor, depth: int) -> Tensor:

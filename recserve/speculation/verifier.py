@@ -41,8 +41,8 @@ class ScoredTrees:
         logits: [T, V] raw logits if p is softmax(logits / temperature); None if other sampling
             parameters matter.
         temperatures: [B] temperatures for `logits`; None together with it.
-        everywhere: True to draw at all nodes, so that no shape depends on a draw and the host does
-            not synchronise. False draws only along the path.
+        fixed_shapes: True to draw at all nodes, so that no shape depends on a draw and the host
+            does not synchronise. False draws only along the path.
         rules: [B] int64 number of each tree's rule if the rules differ (verifiers/registry.py).
     """
 
@@ -56,7 +56,7 @@ class ScoredTrees:
     greedy: bool = False
     logits: Tensor | None = None
     temperatures: Tensor | None = None
-    everywhere: bool = False
+    fixed_shapes: bool = False
     rules: Tensor | None = None
 
 

@@ -12,7 +12,9 @@ from recserve.engine.runtime.cuda_graphs import (
 from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
+from recserve.metrics import Metrics
 from recserve.models.inputs import NodeInputs
+from recserve.service.service import gauges_of
 from tests.support.device_worlds import assert_same, recommending
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recorded_steps import POISON
@@ -46,15 +48,15 @@ def test_replays_compute_what_is_launched(kind):
     g = torch.Generator().manual_seed(0)
     launched, replaying = runner_of(model), runner_of(model)
     graphs = PrefillGraphs(replaying, model, EagerRecorder(), buckets=BUCKETS)
-    replaying.prefills = graphs
     tokens = torch.randint(0, 12, (30,), generator=g)
     slots = torch.randperm(48, generator=g)[:30]
     cases = [(0, 5, 1), (5, 6, 1), (6, 9, 3), (9, 10, 1), (10, 26, 2), (0, 3, 3), (3, 20, 1)]
     for start, stop, states in cases:
-        made = [
-            runner.forward([piece_of(tokens[:stop], slots[:stop], start, states)])[0]
-            for runner in (launched, replaying)
-        ]
+        pieces = [piece_of(tokens[:stop], slots[:stop], start, states) for _ in range(2)]
+        found = graphs.replay(pieces[0])
+        if found is None:
+            (found,) = replaying.forward(pieces[:1])
+        made = found, launched.forward(pieces[1:])[0]
         assert made[0].shape == made[1].shape
         torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
     replayed = [stop - start < 17 for start, stop, _ in cases]
@@ -70,8 +72,9 @@ def test_what_is_no_chain_is_launched():
     model = drawn_model(1)
     graphs = PrefillGraphs(runner_of(model), model, EagerRecorder(), buckets=BUCKETS)
     tokens, slots = torch.arange(4), torch.arange(4)
-    assert graphs(piece_of(tokens, slots, 0, None)) is None
-    assert graphs(piece_of(tokens, slots, 0, 1)) is not None
+    assert graphs.replay(piece_of(tokens, slots, 0, None)) is None
+    assert graphs.replay(piece_of(tokens, slots, 0, 1)) is not None
+    assert graphs.counts == {"replayed": 1, "company": 0, "size": 1}
 
 
 def test_a_replay_waits_for_nothing(force_kernels):
@@ -88,20 +91,45 @@ def test_a_replay_waits_for_nothing(force_kernels):
         assert not device.syncs, device.table()
 
 
+def with_prefills(world):
+    """Captures the prefills of a world's engine."""
+    scheduler = world.engine.schedulers["recommender"]
+    scheduler.prefills = PrefillGraphs(
+        scheduler.runner,
+        world.model,
+        EagerRecorder(),
+        buckets=(PrefillBucket(17), PrefillBucket(65)),
+    )
+    return scheduler.prefills
+
+
 @pytest.mark.parametrize("strategy", ["beam", "nezha"])
 def test_engines_answer_alike_with_replayed_prefills(strategy):
     """Histories of several lengths, one of them twice; `nezha` has placeholders behind them."""
     launching, world = recommending("cpu", "codes"), recommending("cpu", "codes")
-    runner = world.engine.schedulers["recommender"].runner
-    runner.prefills = graphs = PrefillGraphs(
-        runner, world.model, EagerRecorder(), buckets=(PrefillBucket(17), PrefillBucket(65))
-    )
+    graphs = with_prefills(world)
+    both = launching.ask(strategy, events=(5, 6))
     for events in (2, 9, 2, 12):
         asked = launching.ask(strategy, events=(events,))
         assert_same(world.engine.run_many(asked), launching.engine.run_many(asked))
     assert graphs.counts["replayed"] >= 3  # one of the four may be cached
+    assert_same(world.engine.run_many(both), launching.engine.run_many(both))
+    assert graphs.counts["company"] == 1
+
+
+def test_prefills_are_counted():
+    """By their outcome, with the time and the memory of each capture."""
+    world = recommending("cpu", "codes")
+    with_prefills(world)
+    world.engine.run_many(world.ask("beam", events=(2,)))
+    world.engine.run_many(world.ask("beam", events=(3, 4)))
+    stats = world.engine.stats()
+    assert stats.graph_prefills == {"replayed": 1, "company": 1, "size": 0}
+    assert set(stats.graph_seconds) == set(stats.graph_bytes) == {"prefill 16", "prefill 64"}
+    page = Metrics((), (), lambda: gauges_of(stats)).page().decode()
+    assert 'recserve_graph_prefills_total{result="company"} 1.0' in page
+    assert 'recserve_graph_record_seconds{bucket="prefill 16"}' in page
 
 
 def test_a_cpu_captures_no_prefills():
-    engine = recommending("cpu").engine
-    assert not isinstance(engine.schedulers["recommender"].runner.prefills, PrefillGraphs)
+    assert recommending("cpu").engine.stats().graph_prefills == {}

@@ -322,7 +322,7 @@ def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
     head = engine._strategies["nezha"].head
     with torch.inference_mode():
         graphs = BeamSearchGraphs(scheduler.runner, world.model, head, limits, EagerRecorder())
-        engine.replay(graphs)
+        scheduler.searches = graphs
         engine.record(world.trie)
     requests = world.ask("beam", variant)
     wanted = outcomes(engine, requests)
@@ -359,7 +359,7 @@ def test_a_recorded_search_from_roots_that_are_not_finite_tells(which, plain_ker
         head = engine._strategies["nezha"].head
         with torch.inference_mode():
             graphs = BeamSearchGraphs(scheduler.runner, world.model, head, limits, EagerRecorder())
-            engine.replay(graphs)
+            scheduler.searches = graphs
             engine.record(world.trie)
         for strategy in ("beam", "nezha"):
             requests = world.ask(strategy)

@@ -32,6 +32,7 @@ FULL = Gauges(
     prefix_tokens={"hit": 30, "miss": 10},
     graph_steps={"replayed": 7, "size": 1},
     graph_searches={"replayed": 5},
+    graph_prefills={"replayed": 3},
     graph_seconds={"4x2": 0.5},
     graph_bytes={"4x2": 1024},
     background=4,
@@ -70,7 +71,7 @@ def value(found, name: str, **labels: str) -> float:
 
 
 def served(vllm_model: str | None = None) -> Metrics:
-    metrics = Metrics(("beam",), ("invalid", "other"), lambda: GAUGES, vllm_model)
+    metrics = Metrics(("beam",), ("invalid", "other"), lambda: GAUGES, vllm_model, ("other",))
     metrics.routes = frozenset({"/v1/completions", "/v1/recommend"})
     counts = SpeculationCounts()
     for accepted in (2, 0, 3):
@@ -157,7 +158,7 @@ def test_random_input_adds_no_series():
         word = "".join(rng.choices(string.printable, k=rng.randrange(1, 30)))
         metrics.request(word, rng.choice(("beam", word)), rng.random())
         metrics.request("/v1/recommend", word, rng.random())
-        metrics.failure(word)
+        metrics.failure(word, word)
         metrics.count_degraded([word])
         metrics.texts_ended([word, None, "stop"], rng.random(), rng.random())
     assert set(samples(metrics)) == before

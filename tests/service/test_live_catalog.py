@@ -160,12 +160,13 @@ def test_a_new_vector_gives_a_new_place_and_keeps_the_history(service):
     ids = base_of(service).items.ids
     far = base_of(service).vectors[300]
     service.add_events(EventsRequest(events=[EventInput(user_id="me", item_id=ids[4])]))
+    popularity = service.item(ids[4]).popularity
     counts = rank(service, ids[4], scorer="ranker").items[0].score
     put(service, {"item_id": ids[4], "embedding": far.tolist()})
     now = service.item(ids[4])
     assert now.semantic_id[:2] == base_of(service).index.codes[300, :2].tolist()
     assert now.title == base_of(service).items.titles[4]
-    assert now.popularity == base_of(service).popularity[4]
+    assert now.popularity == popularity == base_of(service).popularity[4] + 1
     assert [e.item_id for e in service.history("me").events] == [ids[4]]
     everything = scores(slate(service))
     assert len(everything) == 500 and ids[4] in everything
@@ -284,7 +285,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     graphs = BeamSearchGraphs(
         lane.runner, strategy.model, None, SearchLimits(shapes, 64), EagerRecorder()
     )
-    engine.replay(graphs)
+    lane.searches = graphs
     engine.record(first.trie)
 
     def recorded(base):
@@ -293,7 +294,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
         found = slate(service, k=20, dense_weight=0.5, strategy="beam")
         assert graphs.counts["replayed"] == before + 1, graphs.counts
         with monkeypatch.context() as patch:
-            patch.setattr(strategy, "recorded", None)
+            patch.setattr(lane, "searches", None)
             launched = slate(service, k=20, dense_weight=0.5, strategy="beam")
         assert scores(found) == pytest.approx(scores(launched), abs=1e-5)
 

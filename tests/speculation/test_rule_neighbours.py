@@ -80,7 +80,7 @@ def test_a_tree_is_judged_as_it_is_alone(rule):
 def test_drawing_at_all_nodes_gives_the_same_tokens(rule):
     """Steps with fixed shapes draw everywhere; the others draw along the path."""
     step = together(drawn_steps(RULES[rule]))
-    assert results(verify(rule, step)) == results(verify(rule, replace(step, everywhere=True)))
+    assert results(verify(rule, step)) == results(verify(rule, replace(step, fixed_shapes=True)))
 
 
 PARAMS = [

@@ -15,6 +15,7 @@ import torch
 from scipy import stats
 
 from recserve.engine.text.trees import TreePacker
+from recserve.kernels.acceptance import acceptance
 from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.acceptance.noise import DRAFT, TARGET, gumbel_of_tokens, step_keys
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
@@ -22,7 +23,7 @@ from recserve.speculation.draft import TextDraft, chain_draft
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.verifier import ScoredTrees
 from recserve.speculation.verifiers.block import accept_block
-from recserve.speculation.verifiers.path import follow, follow_chosen, path_of
+from recserve.speculation.verifiers.path import follow, follow_chosen
 from recserve.speculation.verifiers.registry import check_rule, verifiers, verify
 from recserve.speculation.verifiers.rejection import reject
 from recserve.speculation.verifiers.typical import TypicalRule
@@ -445,12 +446,14 @@ def test_the_walk_on_the_host_is_the_walk_on_the_device(kinds):
         walks = follow_chosen(scored, chosen), follow(scored, lambda nodes, _, c=chosen: c[nodes])
         for name in ("nodes", "lengths", "bonus"):
             assert torch.equal(getattr(walks[0], name), getattr(walks[1], name))
-        starts = tree.offsets.tolist()
-        for row, (start, draft) in enumerate(zip(starts, drafts, strict=False)):
-            path = path_of(chosen.tolist(), draft, start)
-            assert path == [n for n in walks[0].nodes[row].tolist() if n >= 0]
-            assert int(chosen[path[-1]]) == int(walks[0].bonus[row])
-            longest = max(longest, len(path))
+        # Greedy texts follow logits, in C where there is a compiler.
+        logits = torch.zeros(tree.num_nodes, 3).scatter_(1, chosen[:, None], 1.0)
+        found = acceptance.greedy_paths(logits, tree, depth)
+        wanted = torch.cat(
+            [walks[0].nodes, walks[0].lengths[:, None], walks[0].bonus[:, None]], dim=1
+        )
+        assert torch.equal(found[:, : depth + 3], wanted)
+        longest = max(longest, int(walks[0].lengths.max()) + 1)
     assert longest >= 4
 
 

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.trees import TreePacker
+from recserve.kernels.acceptance.acceptance import largest
 from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.loading import load_language_model
 from recserve.speculation import sampling
@@ -138,7 +139,7 @@ def test_shapes_that_depend_on_no_value_change_no_bit(batch):
     for seed in range(12):
         contexts, drafts, tree, logits = drawn_case(seed, batch)
         target = target_of(contexts, drafts, tree, logits)
-        fixed = replace(target, fixed=True)
+        fixed = replace(target, fixed_shapes=True)
         nodes = torch.arange(tree.num_nodes)
         assert torch.equal(target(nodes), fixed(nodes))
         lazy = ScoredTrees(
@@ -149,7 +150,7 @@ def test_shapes_that_depend_on_no_value_change_no_bit(batch):
             torch.tensor([len(c.tokens) for c in contexts]),
             VOCABULARY,
         )
-        everywhere = replace(lazy, target=fixed, everywhere=True)
+        everywhere = replace(lazy, target=fixed, fixed_shapes=True)
         wanted, found = verify("sample", lazy), verify("sample", everywhere)
         for name in ("nodes", "lengths", "bonus"):
             assert torch.equal(getattr(wanted, name), getattr(found, name))
@@ -171,7 +172,7 @@ def test_temperature_alone_needs_no_target(temperature):
     one = replace(one, greedy=temperature == 0)
     other = replace(one, logits=logits, temperatures=target.table.temperature)
     wanted = verify("sample", one)
-    for scored in (other, replace(other, everywhere=True, greedy=False)):
+    for scored in (other, replace(other, fixed_shapes=True, greedy=False)):
         found = verify("sample", scored)
         assert torch.equal(wanted.nodes, found.nodes) and torch.equal(wanted.bonus, found.bonus)
 
@@ -303,7 +304,7 @@ def test_largest_is_argmax(size, dtype):
     rows[3::5] = -rows[3::5]
     rows[4::5] = torch.where(torch.rand(8, size, generator=g) < 0.5, 0.0, -0.0).to(dtype)
     for own in (rows, rows[2::5], rows[1::5], rows[::3, size // 2 :], rows.t().contiguous().t()):
-        assert torch.equal(sampling.largest(own), own.argmax(-1))
+        assert torch.equal(largest(own), own.argmax(-1))
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])

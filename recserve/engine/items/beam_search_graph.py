@@ -12,7 +12,7 @@ one by one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from torch import Tensor
 from recserve.core.finite import flaws_of
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence, request_of
-from recserve.core.strategy import Strategy
 from recserve.engine.runtime.cuda_graphs import (
     CapturedGraph,
     CaptureLimits,
@@ -51,7 +50,6 @@ from recserve.models.recommender import Recommender
 from recserve.search.beam_search import Beams, BeamSearch
 from recserve.search.dense_candidates import add_candidates
 from recserve.search.filters import RequestFilters, excluded_ranks, leaf_filter
-from recserve.search.strategy import RecommendStrategy
 from recserve.search.trie_prefixes import level_scores
 
 # The outcome of a search. `replayed` used a graph. The others were launched, because of
@@ -805,33 +803,30 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
                 self._trie = trie
                 self.use(made, buckets)
 
-    def serve(self, strategies: Mapping[str, Strategy]) -> None:
-        """Connects the strategies to the graphs captured for them."""
-        for strategy in strategies.values():
-            if isinstance(strategy, RecommendStrategy) and strategy.replays is not None:
-                strategy.recorded = partial(self.search, strategy.replays)
-
-    def search(self, strategy: str, sequences: Seq[SearchSequence]) -> BeamSearch | None:
-        """Returns the finished search of requests over one version, or None if no graph holds
-        them.
+    def find(self, strategy: str, sequences: Seq[SearchSequence]) -> list[BeamSearchGraph]:
+        """Returns the graphs that hold requests over one version one after another. [] if none do.
 
         Requests that are more than a graph holds run in several replays of equal width.
         """
         if self._trie is None:
-            return None
+            return []
         found = self._fitting(strategy, sequences)
         if isinstance(found, str):
             self.counts[found] += 1
-            return None
+            return []
+        return found
+
+    def replay(self, graphs: Seq[BeamSearchGraph], sequences: Seq[SearchSequence]) -> BeamSearch:
+        """Returns the finished search of requests that `graphs` hold."""
         self.counts["replayed"] += 1
         search = BeamSearch.start(self.model, sequences, bounded=False, filtered=False)
         add_candidates(search)
         start, parts = 0, list[SearchLeaves]()
-        for graph in found:
+        for graph in graphs:
             part = slice(start, start + graph.shape.requests)
             graph.load(search, part)
             leaves, loaded = graph.replay(), search.sequences[part]
-            parts.append(leaves if len(found) == 1 else leaves.copy(len(loaded)))
+            parts.append(leaves if len(graphs) == 1 else leaves.copy(len(loaded)))
             graph.account(loaded)
             start += len(loaded)
         set_leaves(search, SearchLeaves.cat(parts))

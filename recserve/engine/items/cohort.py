@@ -19,6 +19,7 @@ from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.request import Continuation, PromptScores, Result, Scores, Slate
 from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Strategy
+from recserve.engine.items.beam_search_graph import BeamSearchGraph
 from recserve.engine.runtime.runner import BatchSlice
 from recserve.kernels.cache.kv_pool import KVPool
 
@@ -52,10 +53,10 @@ class Round:
 
     def _next(self, most: int | None) -> BatchSlice:
         piece, start = self.piece, self.num_computed
-        stop = len(piece.inputs)
+        count = stop = len(piece.inputs)
         if most is not None:
-            stop = min(stop, start + most)
-        if stop - start == len(piece.inputs):
+            stop = min(count, start + most)
+        if stop - start == count:
             return piece
         counts = None
         if piece.counts is not None:
@@ -83,14 +84,16 @@ class SearchBatch:
     Attributes:
         strategy: The strategy of all requests.
         sequences: The requests.
-        state: The strategy's state of the search.
+        state: The strategy's state of the search. None before a replay.
         round: The draft that is being computed. None between two rounds.
+        graphs: Captured searches that the next step replays instead of rounds, one after another.
     """
 
     strategy: Strategy
     sequences: list[SearchSequence]
-    state: Any
+    state: Any = None
     round: Round | None = None
+    graphs: Seq[BeamSearchGraph] = ()
 
 
 def isolate(

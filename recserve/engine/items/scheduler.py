@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +24,10 @@ from recserve.core.request import (
 )
 from recserve.core.sequence import CachedPrefix, SearchSequence
 from recserve.core.strategy import Draft, Strategy
+from recserve.engine.items.beam_search_graph import BeamSearchGraph, BeamSearchGraphs
 from recserve.engine.items.cohort import Round, SearchBatch, checked, computed_nodes, isolate
 from recserve.engine.kv_cache import KVCache
+from recserve.engine.runtime.cuda_graphs import GraphSet, PrefillGraphs
 from recserve.engine.runtime.runner import BatchSlice, Runner
 from recserve.engine.runtime.scheduler import Chunk, Scheduler, expired
 from recserve.kernels.host import on_device
@@ -49,6 +53,8 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             computed in one. None computes everything at once.
         admitted_tokens: Most tokens that the admitted requests have still to compute. Those that
             wait in the queue hold no pages, and leave it when they expire. None sets no bound.
+        searches: Captured searches. None: all searches are launched.
+        prefills: Captured prefills. None: all prefills are launched.
     """
 
     def __init__(
@@ -64,6 +70,14 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         self._admitted: dict[SearchSequence, None] = {}  # in the order of admission
         self.cold: list[SearchSequence] = []
         self.warm: list[SearchSequence] = []
+        self.searches: BeamSearchGraphs | None = None
+        self.prefills: PrefillGraphs | None = None
+
+    @property
+    def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
+        """The captured searches and prefills."""
+        sets = {"searches": self.searches, "prefills": self.prefills}
+        return {kind: graphs for kind, graphs in sets.items() if graphs is not None}
 
     @property
     def admitted(self) -> list[SearchSequence]:
@@ -129,19 +143,38 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
 
         Roots come first. A root or a round that is longer continues in the next step.
         """
-        new = [cohort for cohort in self.cohorts if cohort.round is None]
+        new = [cohort for cohort in self.cohorts if cohort.round is None and not cohort.graphs]
         for cohort, draft in [(cohort, cohort.strategy.propose(cohort.state)) for cohort in new]:
             cohort.round = Round(draft, self._place(cohort, draft))
         chunks, left = self._next_chunks()
         batches = list[SearchBatch]()
         for cohort in self.cohorts:
-            if left is not None and left <= 0:
-                break
-            assert cohort.round is not None
-            size = cohort.round.take(left)
-            left = None if left is None else left - size
-            batches.append(cohort)
+            if cohort.graphs:
+                batches.append(cohort)
+            elif left is None or left > 0:
+                assert cohort.round is not None
+                size = cohort.round.take(left)
+                left = None if left is None else left - size
+                batches.append(cohort)
         return chunks, batches
+
+    def replay(
+        self, chunks: Seq[Chunk[SearchSequence]], trees: Seq[SearchBatch]
+    ) -> tuple[Seq[Chunk[SearchSequence]], Seq[SearchBatch]]:
+        """Replays whole searches, and a prefill if nothing else is left. Returns the rest."""
+        if self.searches is not None:
+            whole, trees = [b for b in trees if b.graphs], [b for b in trees if not b.graphs]
+            for batch in whole:
+                search = self.searches.replay(batch.graphs, batch.sequences)
+                batch.state = batch.strategy.after_replay(batch.sequences, search)
+                batch.graphs = ()
+        if self.prefills is not None and chunks:
+            if len(chunks) > 1 or trees:
+                self.prefills.counts["company"] += 1
+            elif (states := self.prefills.replay(self.chunk_slice(chunks[0]))) is not None:
+                self.finish_prefill(chunks, [states])
+                chunks = ()
+        return chunks, trees
 
     def tree_slice(self, trees: SearchBatch) -> BatchSlice:
         """Returns the nodes that the step computes."""
@@ -168,6 +201,8 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
     def verify(self, trees: SearchBatch, piece: BatchSlice, states: Tensor) -> None:
         """Hands the states of a round to the strategy, once all of its nodes are computed."""
         assert trees.round is not None
+        for sequence in trees.sequences:
+            sequence.timing.forwards += 1
         whole = trees.round.add(isolate(trees.sequences, piece, states, self.runner.pool))
         if whole is not None:
             draft, slots = trees.round.draft, trees.round.piece.slots
@@ -240,12 +275,12 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
 
         A round ends only if nobody waits for any of its results.
         """
-        running = list[SearchBatch]()
+        running: list[SearchBatch] = []
         late = [sequence for sequence in self.cold if expired(sequence.request)]
         if late:
             self.cold = [sequence for sequence in self.cold if sequence not in late]
         for cohort in self.cohorts:
-            gone = cohort.round is not None and all(
+            gone = (cohort.round is not None or cohort.graphs) and all(
                 s.future.cancelled() or expired(s.request) for s in cohort.sequences
             )
             if gone:
@@ -253,11 +288,15 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             else:
                 running.append(cohort)
         self.cohorts = running
-        error = DeadlineExceeded("the deadline passed while the request ran")
-        self._end([(sequence, error) for sequence in late])
+        if late:
+            error = DeadlineExceeded("the deadline passed while the request ran")
+            self._end([(sequence, error) for sequence in late])
 
     def _start(self, ready: list[SearchSequence]) -> None:
         """Groups requests with computed roots into cohorts."""
+        if len(ready) == 1:
+            self._start_group(ready[0].strategy, ready)
+            return
         groups: dict[tuple[Strategy, int], list[SearchSequence]] = {}
         for sequence in ready:
             request = sequence.request
@@ -268,9 +307,21 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             self._start_group(strategy, sequences)
 
     def _start_group(self, strategy: Strategy, sequences: list[SearchSequence]) -> None:
-        """Starts one cohort. If that fails, each request starts alone."""
+        """Starts one cohort, unless the next step replays its search. If that fails, each request
+        starts alone.
+        """
+        began, timing = time.perf_counter(), sequences[0].timing
+        drafted_ms = timing.draft_ms
         try:
-            self.cohorts.append(SearchBatch(strategy, sequences, strategy.start(sequences)))
+            graphs: Seq[BeamSearchGraph] = ()
+            name = strategy.captured_search
+            if self.searches is not None and name is not None and strategy.can_replay(sequences):
+                graphs = self.searches.find(name, sequences)
+            state = None if graphs else strategy.start(sequences)
+            self.cohorts.append(SearchBatch(strategy, sequences, state, graphs=graphs))
+            spent_ms = (time.perf_counter() - began) * 1e3 - (timing.draft_ms - drafted_ms)
+            for sequence in sequences:
+                sequence.timing.verify_ms += spent_ms
         except Exception as error:
             if len(sequences) == 1:
                 self._end([(sequences[0], error)])
@@ -282,11 +333,15 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         """Ends the requests of finished cohorts. A cohort that raises an error fails alone."""
         cohorts, self.cohorts = self.cohorts, []
         for cohort in cohorts:
+            began = time.perf_counter()
             try:
-                if not cohort.strategy.finished(cohort.state):
+                if cohort.state is None or not cohort.strategy.finished(cohort.state):
                     self.cohorts.append(cohort)
                     continue
                 results = self._results_of(cohort)
+                spent_ms = (time.perf_counter() - began) * 1e3
+                for sequence in cohort.sequences:
+                    sequence.timing.verify_ms += spent_ms
             except Exception as error:
                 log.exception("a strategy failed to finish its requests")
                 results = [error] * len(cohort.sequences)
@@ -353,8 +408,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             kinds = torch.full((len(inputs) + count,), AUXILIARY, device=slots.device)
             kinds[: len(inputs)] = CANDIDATE
             inputs = NodeInputs.cat([inputs, sequence.placeholders])
-            places = torch.cat([places, sequence.take_tree_slots(count)])
-            sequence.timing.nodes += count
+            places = torch.cat([places, sequence.tree_slots[:count]])
         tree = replace(chain(inputs.tokens), kinds=kinds)
         if start < root.shared:
             shared = on_device([root.shared], inputs.tokens.device)
@@ -374,8 +428,9 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         if sequence.num_computed < sequence.root_length:
             sequence.last_hidden, states = states[0].clone(), states[1:]
         if sequence.placeholders is not None:
+            # Nothing reads the keys and values again: trees overwrite them.
             sequence.placeholder_states = states.clone()
-            sequence.tree_used = 0  # nothing reads the placeholders' keys and values again
+            sequence.timing.nodes += states.shape[0]
         sequence.num_computed = sequence.root_length
         cached = sequence.cached_prefix
         cached.last_hidden = sequence.last_hidden

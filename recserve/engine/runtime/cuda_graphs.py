@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -297,6 +297,10 @@ def is_cuda(device: torch.device) -> bool:
 Model = Recommender | LanguageModel
 PREFILL_STATES = 16  # most last rows whose states are read: the last token, and placeholders
 PREFILL_LIMITS = CaptureLimits(seconds=20.0, bytes=2**30)
+# The outcome of a step that computes a prefix. `replayed` used a graph. The others were launched,
+# because of company: other prefixes or trees in the forward pass; size: its rows, states or root.
+PrefillResult = Literal["replayed", "company", "size"]
+PREFILL_RESULTS: tuple[PrefillResult, ...] = get_args(PrefillResult)
 
 
 @dataclass(frozen=True)
@@ -376,7 +380,7 @@ class PrefillGraph(CapturedGraph[Tensor]):
 
 
 class PrefillGraphs(GraphSet[PrefillGraph]):
-    """The captured prefills of one model. Only replays are counted."""
+    """The captured prefills of one model."""
 
     @torch.inference_mode()
     def __init__(
@@ -384,6 +388,7 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
         runner: Runner,
         model: Model,
         recorder: Recorder,
+        limits: CaptureLimits = PREFILL_LIMITS,
         buckets: tuple[PrefillBucket, ...] = PREFILL_BUCKETS,
     ) -> None:
         """Captures all prefills.
@@ -392,16 +397,26 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
             runner: The runner of the model.
             model: The model.
             recorder: Captures the prefills.
+            limits: How much time and memory that may take.
             buckets: What is captured, from few rows to many.
         """
-        super().__init__(recorder, PREFILL_LIMITS, ("replayed",))
+        super().__init__(recorder, limits, PREFILL_RESULTS)
         self._model, longest = model, model.config.decoder.max_positions
         # The largest history needs one graph that holds it, and none beyond.
         fitting = [b for n, b in enumerate(buckets) if not n or buckets[n - 1].rows <= longest]
         self.use(self.capture(fitting, partial(PrefillGraph, runner, model)) or [], fitting)
 
-    def __call__(self, piece: BatchSlice) -> Tensor | None:
+    def replay(self, piece: BatchSlice) -> Tensor | None:
         """Returns the states of a prefill [num_states, E], or None if no graph holds it."""
+        graph, states = self._fitting(piece), piece.num_states
+        if graph is None or states is None:
+            self.counts["size"] += 1
+            return None
+        self.counts["replayed"] += 1
+        graph.load(piece, self._embedded(piece.inputs.tokens))
+        return graph.replay()[PREFILL_STATES - states :].clone()
+
+    def _fitting(self, piece: BatchSlice) -> PrefillGraph | None:
         count, states = len(piece.inputs), piece.num_states
         if states is None or not 0 < states <= min(PREFILL_STATES, count):
             return None
@@ -409,12 +424,7 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
             return None
         if piece.prefix_slots[0].shape[0] > self._model.config.decoder.max_positions:
             return None
-        for graph in self.captured:
-            if count < graph.rows:
-                graph.load(piece, self._embedded(piece.inputs.tokens))
-                self.counts["replayed"] += 1
-                return graph.replay()[PREFILL_STATES - states :].clone()
-        return None
+        return next((graph for graph in self.captured if count < graph.rows), None)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         model = self._model
@@ -424,14 +434,17 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
         return found
 
 
-def cuda_prefills(runner: Runner, model: Model, wanted: bool | None) -> PrefillGraphs | None:
+def cuda_prefills(
+    runner: Runner, model: Model, wanted: bool | None, limits: CaptureLimits = PREFILL_LIMITS
+) -> PrefillGraphs | None:
     """Captures the prefills of a model on a CUDA device. Returns None on others, or if not wanted.
 
     Args:
         runner: The runner of the model.
         model: The model.
         wanted: False disables graphs.
+        limits: How much time and memory that may take.
     """
     if wanted is False or not is_cuda(runner.pool.keys.device):
         return None
-    return PrefillGraphs(runner, model, CudaRecorder())
+    return PrefillGraphs(runner, model, CudaRecorder(), limits)

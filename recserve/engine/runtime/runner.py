@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +13,7 @@ from recserve.kernels.attention.attention import BatchAttention, tree_attention
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import TokenTree, merge
+from recserve.kernels.tree import merge
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import Attend, PagedAttention
 from recserve.models.decoder import AuxHiddenStates
@@ -110,28 +109,22 @@ class RankerAdapter:
         return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class BatchSlice:
-    """Trees of some sequences with their slots, as one part of a forward pass.
+@dataclass(frozen=True, kw_only=True)
+class BatchSlice(TreeBatch):
+    """Trees of some sequences with the inputs of their nodes, as one part of a forward pass.
+
+    A forward pass of one part reads it as it is. Several parts are packed into one `TreeBatch`.
 
     Attributes:
-        tree: All nodes, those computed now and those computed earlier.
-        inputs: Input rows of the nodes computed now.
-        queries: [Tq] nodes computed now, ascending. None computes all nodes.
-        slots: [T] pool slot of each node.
         prefix_slots: For each tree the slots of the root that it hangs under.
+        inputs: Input rows of the nodes computed now.
         num_states: Number of computed nodes, from the end, whose hidden states are read. The others
             only write keys and values. None reads all. Only prefills, which are chains, have it.
-        counts: [B] computed nodes of each tree. None if the host does not know them.
     """
 
-    tree: TokenTree
-    inputs: NodeInputs
-    queries: Tensor | None
-    slots: Tensor
     prefix_slots: tuple[Tensor, ...]
+    inputs: NodeInputs
     num_states: int | None = None
-    counts: list[int] | None = None
 
 
 class Runner:
@@ -141,7 +134,6 @@ class Runner:
         adapter: The network.
         pool: The key-value pool.
         attention: Computes the attention of a batch.
-        prefills: Returns the states of a prefill from a CUDA graph, or None where none holds it.
     """
 
     def __init__(
@@ -153,7 +145,6 @@ class Runner:
         self.adapter = adapter
         self.pool = pool
         self.attention = attention
-        self.prefills: Callable[[BatchSlice], Tensor | None] = lambda piece: None
 
     def check_device(self) -> None:
         """Raises DeviceLost if the device fails every call since an earlier error."""
@@ -174,10 +165,6 @@ class Runner:
         `taps` receives states between layers, for the same rows of all pieces together. `masks`
         holds the mask tokens that the trees may have.
         """
-        if len(pieces) == 1 and taps is None and masks is None:
-            replayed = self.prefills(pieces[0])
-            if replayed is not None:
-                return [replayed]
         inputs, batch = NodeInputs.cat([piece.inputs for piece in pieces]), pack(pieces)
         rows, gate = _read(pieces, self.pool.keys.device), None
         if masks is not None and batch.tree.kinds is not None:
@@ -220,14 +207,7 @@ def _read(pieces: Seq[BatchSlice], device: torch.device) -> Tensor | None:
 def pack(pieces: Seq[BatchSlice]) -> TreeBatch:
     """Returns all pieces as one batch."""
     if len(pieces) == 1:
-        only = pieces[0]
-        return TreeBatch(
-            tree=only.tree,
-            queries=only.queries,
-            slots=only.slots,
-            prefix_slots=only.prefix_slots,
-            counts=only.counts,
-        )
+        return pieces[0]
     queries = []
     start = 0
     for piece in pieces:

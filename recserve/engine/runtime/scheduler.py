@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from recserve.core.finite import NotFinite
 from recserve.core.request import PromptQuery, Request, TextScoreQuery
 from recserve.core.sequence import Sequence
 from recserve.engine.kv_cache import KVCache
+from recserve.engine.runtime.cuda_graphs import GraphSet
 from recserve.engine.runtime.runner import BatchSlice, DeviceLost, Runner
 from recserve.speculation.completion import TextQuery
 
@@ -154,9 +156,19 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """Returns the states of each piece."""
         return self.runner.forward(pieces)
 
-    def replay(self, chunks: Seq[Chunk[SequenceT]], trees: Seq[TreesT]) -> bool:
-        """Computes and verifies everything by a CUDA graph. Returns False if none can."""
-        return False
+    @property
+    def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
+        """What `replay` uses, by the name of the kind: `steps`, `searches` or `prefills`."""
+        return {}
+
+    def replay(
+        self, chunks: Seq[Chunk[SequenceT]], trees: Seq[TreesT]
+    ) -> tuple[Seq[Chunk[SequenceT]], Seq[TreesT]]:
+        """Computes and verifies what captured functions hold, and returns the rest.
+
+        This is the only place where a CUDA graph replaces the launches of a step.
+        """
+        return chunks, trees
 
     @abstractmethod
     def drop_all(self) -> list[SequenceT]:
@@ -250,25 +262,24 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         and values of all rows are written before any row attends to them.
         """
         drafted = time.perf_counter()
-        if not self.replay(chunks, trees):
-            pieces = [self.tree_slice(one) for one in trees]
-            if chunks:
-                pieces = [self.chunk_slice(chunk) for chunk in chunks] + pieces
-            states, count = self.forward(pieces), len(chunks)
-            if chunks:
-                self.finish_prefill(chunks, states[:count])
-            for one, piece, own in zip(trees, pieces[count:], states[count:], strict=True):
+        prefills, rest = self.replay(chunks, trees)
+        if prefills or rest:
+            pieces = [self.tree_slice(one) for one in rest]
+            if prefills:
+                pieces = [self.chunk_slice(chunk) for chunk in prefills] + pieces
+            states, count = self.forward(pieces), len(prefills)
+            if prefills:
+                self.finish_prefill(prefills, states[:count])
+            for one, piece, own in zip(rest, pieces[count:], states[count:], strict=True):
                 self.verify(one, piece, own)
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
-        first = set[Sequence]()
+        first = [chunk.sequence for chunk in chunks] if chunks else ()
         for chunk in chunks:
-            first.add(chunk.sequence)
             chunk.sequence.timing.prefill_ms += forward_ms
         for one in trees:
             for member in one.sequences:
                 timing = member.timing
                 timing.draft_ms += draft_ms
-                timing.forwards += 1
                 if member not in first:
                     timing.verify_ms += forward_ms
 

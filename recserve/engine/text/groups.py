@@ -11,25 +11,14 @@ from torch import Tensor
 
 from recserve.engine.runtime.runner import BatchSlice
 from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import (
-    VerifiedPaths,
-    draft_probs,
-    flawed_texts,
-    move_accepted,
-    move_paths,
-    outputs_of,
-)
-from recserve.kernels.cache.kv_pool import KVPool
+from recserve.engine.text.step import StepInputs, draft_probs
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.logits_processor import LogitsProcessor, past_of
-from recserve.speculation.sampling import largest_on_host
+from recserve.speculation.logits_processor import past_of
 from recserve.speculation.sampling_table import SamplingTable, sampling_table
-from recserve.speculation.verifier import Accepted, ScoredTrees
-from recserve.speculation.verifiers.path import path_of
 from recserve.speculation.verifiers.registry import (
     GREEDY,
     GREEDY_COMPATIBLE,
@@ -37,7 +26,6 @@ from recserve.speculation.verifiers.registry import (
     MIXED,
     SAMPLE,
     numbers_of,
-    verify,
 )
 
 
@@ -54,6 +42,7 @@ class TextGroup:
         contexts: Context of each text. The list object stays the same while the same texts step.
         sizes: Nodes of each draft.
         depth: Most levels below a node 0.
+        forks: Whether a draft forks. The paths of others lie in their final slots already.
     """
 
     rule: str
@@ -64,6 +53,7 @@ class TextGroup:
     contexts: list[TextContext]
     sizes: tuple[int, ...]
     depth: int
+    forks: bool = False
 
     def piece(self, tree: TokenTree) -> BatchSlice:
         """Returns the packed trees with slots. A path of first children already lies in its
@@ -91,75 +81,31 @@ class TextGroup:
         ]
         return slots[0] if len(slots) == 1 else torch.cat(slots)
 
-    @property
-    def chains(self) -> bool:
-        """Whether no draft forks. Every accepted path then lies in its final slots already."""
-        return all(draft.depth == len(draft) for draft in self.drafts)
-
-    def verify(
-        self, pool: KVPool, piece: BatchSlice, hidden: Tensor, logits: Tensor
-    ) -> VerifiedPaths:
-        """Verifies the trees and moves accepted paths to their final slots.
-
-        Args:
-            pool: The key-value pool.
-            piece: The trees that were computed.
-            hidden: [T, E] final hidden states.
-            logits: [T, V] raw logits.
-        """
-        greedy = self.accept_greedy(logits)
-        if greedy is not None:
-            move_paths(pool, greedy.paths, piece.slots)
-            return greedy
-        accepted = self.accept(piece.tree, logits)
-        if not self.chains:
-            move_accepted(pool, piece.tree, accepted, piece.slots)
-        return outputs_of(piece.tree, accepted, logits, hidden).paths()
-
-    def accept_greedy(self, logits: Tensor) -> VerifiedPaths | None:
-        """Returns the accepted paths of greedy texts, computed on the host.
-
-        After a forward pass on the CPU, a few Python numbers cost less than tensor operators.
-
-        Args:
-            logits: [T, V] raw logits.
-
-        Returns:
-            None if other sampling parameters apply or the logits are on a device.
-        """
-        if logits.is_cuda or not (self.table.greedy and self.table.plain):
-            return None
-        chosen, start = largest_on_host(logits), 0
-        paths, tokens = [], []
-        for draft in self.drafts:
-            path = path_of(chosen, draft, start)
-            paths.append(path)
-            tokens.append([chosen[node] for node in path])
-            start += 1 + len(draft)
-        return VerifiedPaths(paths, tokens, flawed=flawed_texts(logits, chosen, paths))
-
-    def accept(self, tree: TokenTree, logits: Tensor) -> Accepted:
-        """Returns accepted nodes and bonus tokens for raw logits [T, V]."""
-        depth = self.depth
-        table, everywhere = self.table, logits.is_cuda
-        past = past_of(table, self.contexts, [s.token_counts for s in self.sequences])
-        lengths = on_device([s.length for s in self.sequences], logits.device)
-        alone = past is None and (table.greedy or not table.truncates)
-        scored = ScoredTrees(
+    def inputs(self, tree: TokenTree, slots: Tensor) -> StepInputs:
+        """Returns what the step of these trees reads besides the states of the nodes."""
+        device, table, contexts = slots.device, self.table, self.contexts
+        past = lengths = rules = None
+        plain = table.plain
+        if not plain:
+            counts = [sequence.token_counts for sequence in self.sequences]
+            past = past_of(table, contexts, counts)
+        if not (plain and table.greedy):
+            lengths = on_device([len(context.tokens) for context in contexts], device)
+        if self.rule == MIXED:
+            rules = on_device(numbers_of(self.rules), device)
+        return StepInputs(
+            rule=self.rule,
             tree=tree,
-            depth=depth,
-            target=LogitsProcessor(logits, tree, depth, table, past, everywhere),
-            seeds=table.seeds,
+            depth=self.depth,
+            slots=slots,
+            forks=self.forks,
+            table=table,
+            past=past,
             lengths=lengths,
-            vocab_size=logits.shape[1],
-            probs=draft_probs(self.drafts, logits.device),
-            greedy=table.greedy,
-            logits=logits if alone else None,
-            temperatures=table.temperature,
-            everywhere=everywhere,
-            rules=on_device(numbers_of(self.rules), logits.device) if self.rule == MIXED else None,
+            probs=None if table.greedy else draft_probs(self.drafts, device),
+            rules=rules,
+            fixed_shapes=slots.is_cuda,
         )
-        return verify(self.rule, scored)
 
 
 class TextGroups:
@@ -193,8 +139,9 @@ class TextGroups:
                 groups.append(bare)
                 continue
             sizes = tuple([draft.num_nodes for draft in own])
-            depth = max([draft.depth for draft in own])
-            groups.append(replace(bare, drafts=own, sizes=sizes, depth=depth))
+            depths = tuple([draft.depth for draft in own])
+            depth, forks = max(depths), depths != sizes
+            groups.append(replace(bare, drafts=own, sizes=sizes, depth=depth, forks=forks))
         return groups
 
     def _parted(self, sequences: Seq[TextSequence]) -> list[TextGroup]:

@@ -13,17 +13,19 @@ import logging
 import math
 import time
 from bisect import bisect_right, insort
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from itertools import count
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from recserve.core.draft_policy import DepthPolicy, DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.sequence import Sequence
+from recserve.engine.runtime.cuda_graphs import GraphSet
 from recserve.engine.runtime.runner import BatchSlice, Runner
 from recserve.engine.runtime.scheduler import Chunk, Scheduler, turn
 from recserve.engine.text.draft_proposer import DraftProposer
@@ -31,7 +33,7 @@ from recserve.engine.text.groups import TextGroup, TextGroups
 from recserve.engine.text.limits import TextLimits, check_query
 from recserve.engine.text.prefill import chunks, computed_by_another
 from recserve.engine.text.sequence import TextSequence, context_of
-from recserve.engine.text.step import VerifiedPaths, token_logprobs
+from recserve.engine.text.step import StepOutputs, text_step, token_logprobs
 from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
 from recserve.engine.text.text_step_graph import TextStepGraphs
 from recserve.engine.text.trees import TreePacker
@@ -190,17 +192,22 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         taps, masks = taps_for(drafters), masks_of(drafters)
         return split_states(self.runner.forward(pieces, taps, masks), taps)
 
-    def replay(self, chunks: Seq[Chunk[TextSequence]], trees: Seq[TextGroup]) -> bool:
+    @property
+    def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
+        """The captured steps."""
+        return {} if self.graphs is None else {"steps": self.graphs}
+
+    def replay(
+        self, chunks: Seq[Chunk[TextSequence]], trees: Seq[TextGroup]
+    ) -> tuple[Seq[Chunk[TextSequence]], Seq[TextGroup]]:
         """Replays the step of a group if a graph holds it, and commits what it accepts."""
         if self.graphs is None:
-            return False
-        replayed = self.graphs.step(trees, bool(chunks))
-        if replayed is None:
-            return False
-        outputs, last_hidden = replayed
-        states = split_states([outputs.hidden], outputs.taps)[0]
-        self._commit(trees[0], outputs.paths(), states, outputs.logits, last_hidden)
-        return True
+            return chunks, trees
+        outputs = self.graphs.step(trees, bool(chunks))
+        if outputs is None:
+            return chunks, trees
+        self._commit(trees[0], outputs)
+        return (), ()
 
     def finish_prefill(self, chunks: Seq[Chunk[TextSequence]], states: Seq[StepStates]) -> None:
         """Caches what is computed of each prompt, with the drafter's entries.
@@ -222,9 +229,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def verify(self, trees: TextGroup, piece: BatchSlice, states: StepStates) -> None:
         """Verifies the drafts of a group, and commits what it accepts."""
-        logits = self.model.logits(states.final)
-        verified = trees.verify(self.runner.pool, piece, states.final, logits)
-        self._commit(trees, verified, states, logits)
+        inputs = trees.inputs(piece.tree, piece.slots)
+        self._commit(trees, text_step(self.model, self.runner.pool, inputs, states))
 
     def draft_health(self) -> dict[str, DraftHealth]:
         """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
@@ -311,28 +317,19 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                 drafts[sequence] = empty_draft()
         return self._grouping.of(stepping, drafts)
 
-    def _commit(
-        self,
-        group: TextGroup,
-        verified: VerifiedPaths,
-        states: StepStates,
-        logits: Tensor,
-        last_hidden: Seq[Tensor] | None = None,
-    ) -> None:
+    def _commit(self, group: TextGroup, outputs: StepOutputs) -> None:
         """Appends the accepted tokens, passes outcomes to the drafters, and ends finished texts.
 
-        Args:
-            group: The texts.
-            verified: Their accepted paths.
-            states: States of the group's T nodes, followed by padding.
-            logits: [T, V] logits of the same nodes.
-            last_hidden: After a replay, the [E] state of each text at its last accepted node.
+        The nodes of the outputs are those of the group, followed by padding after a replay.
         """
+        verified, states, last_hidden = outputs.paths(), outputs.states, outputs.last_hidden
+        logits = outputs.logits
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         counted, first, hidden = last_hidden is not None, 0, states.final
         for number, sequence in enumerate(group.sequences):
             path, tokens = verified.paths[number], verified.tokens[number]
             draft, before = group.drafts[number], len(sequence.context.tokens)
+            sequence.timing.forwards += 1
             sequence.timing.nodes += 1 + draft.num_nodes
             try:
                 sequence.flawed |= number in verified.flawed

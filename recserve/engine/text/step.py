@@ -1,4 +1,4 @@
-"""The results of one text step, and the moves of accepted paths."""
+"""A text step after its forward pass: acceptance, moves of accepted paths, and the results."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.finite import all_finite
+from recserve.engine.text.step_states import StepStates
 from recserve.engine.text.trees import drawn_rows
-from recserve.kernels.acceptance.acceptance import DraftProbs
+from recserve.kernels.acceptance import acceptance
+from recserve.kernels.acceptance.acceptance import DraftProbs, Walk
 from recserve.kernels.cache import moves as path_moves
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
-from recserve.models.decoder import AuxHiddenStates
+from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
-from recserve.speculation.verifier import Accepted
+from recserve.speculation.logits_processor import LogitsProcessor, Past
+from recserve.speculation.sampling_table import SamplingTable
+from recserve.speculation.verifier import Accepted, ScoredTrees
+from recserve.speculation.verifiers.registry import verify
 
 
 @dataclass(frozen=True)
@@ -46,27 +50,28 @@ class StepOutputs:
     """The results of a step for B texts, on the device.
 
     Attributes:
-        found: [B, 2 D + 5 + K W] int64 results, in one tensor so that one copy brings them to the
-            host. Columns of a text, in order:
-            - D + 1 accepted packed nodes: node 0 first, -1 after the last.
-            - The number of accepted nodes, without node 0.
-            - The bonus token.
-            - D + 1 tokens of the accepted nodes. Values after the last have no meaning.
-            - 1 if logits of accepted nodes are not finite, else 0.
-            - K W tokens that K heads rank for the next draft.
+        found: [B, 2 D + 5 + K W] int64: the paths as `pack_paths` returns them, then K W tokens
+            that K heads rank for the next draft. One copy brings them to the host.
         depth: D, most levels below a node 0.
         logits: [T, V] raw logits of all nodes.
-        hidden: [T, E] final hidden states of all nodes.
+        states: States of all nodes.
         num_heads: K, or 0 without heads.
-        taps: States between layers. None if no drafter reads them.
+        last_hidden: [E] state of each text at its last accepted node, which stays until the text
+            steps again. None if only `states` has it. A step that has it has counted the tokens.
     """
 
     found: Tensor
     depth: int
     logits: Tensor
-    hidden: Tensor
+    states: StepStates
     num_heads: int = 0
-    taps: AuxHiddenStates | None = None
+    last_hidden: Seq[Tensor] | None = None
+
+    @property
+    def accepted(self) -> Accepted:
+        """The accepted nodes."""
+        nodes = self.depth + 1
+        return Accepted(self.found[:, :nodes], self.found[:, nodes], self.found[:, nodes + 1])
 
     @property
     def tokens(self) -> Tensor:
@@ -96,6 +101,84 @@ class StepOutputs:
             written.append(bonus)
             tokens.append(written)
         return VerifiedPaths(paths, tokens, ranked, frozenset(flawed))
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step reads besides the states of its nodes: B trees and their texts.
+
+    A captured step has these in buffers, padded to fixed sizes. A launched one has exact sizes.
+
+    Attributes:
+        rule: Acceptance rule of all texts, or MIXED.
+        tree: The packed trees with T nodes.
+        depth: D, most levels below a node 0.
+        slots: [T] pool slot of each node.
+        forks: Whether a tree may fork. The paths of others lie in their final slots already.
+        table: Sampling parameters.
+        past: What the parameters need of the committed tokens. None: temperature and truncation
+            need nothing.
+        lengths: [B] committed tokens. None: all texts take the likeliest token, without noise.
+        probs: Distributions that the nodes were drawn from. None: all tokens were chosen.
+        rules: [B] number of each text's rule. None: `rule` is that of all texts.
+        fixed_shapes: Whether no shape may depend on a draw, and the host may not wait: on a device,
+            and in a captured step. On a CPU, reading a number is free, and a rule then draws along
+            the path only instead of at all nodes.
+    """
+
+    rule: str
+    tree: TokenTree
+    depth: int
+    slots: Tensor
+    forks: bool
+    table: SamplingTable
+    past: Past | None
+    lengths: Tensor | None
+    probs: DraftProbs | None
+    rules: Tensor | None
+    fixed_shapes: bool
+
+
+def text_step(
+    model: LanguageModel, pool: KVPool, inputs: StepInputs, states: StepStates
+) -> StepOutputs:
+    """Does what follows the forward pass of a text step: logits, acceptance and moves.
+
+    It is one function for launched and for captured steps.
+
+    Args:
+        model: The target.
+        pool: Its key-value pool.
+        inputs: The trees and their texts.
+        states: States of the T nodes.
+    """
+    tree, depth, table, past = inputs.tree, inputs.depth, inputs.table, inputs.past
+    logits, accepted = model.logits(states.final), None
+    if inputs.lengths is None:
+        found = acceptance.greedy_paths(logits, tree, depth)
+    else:
+        fixed, alone = inputs.fixed_shapes, past is None and (table.greedy or not table.truncates)
+        scored = ScoredTrees(
+            tree=tree,
+            depth=depth,
+            target=LogitsProcessor(logits, tree, depth, table, past, fixed),
+            seeds=table.seeds,
+            lengths=inputs.lengths,
+            vocab_size=logits.shape[1],
+            probs=inputs.probs,
+            greedy=table.greedy,
+            logits=logits if alone else None,
+            temperatures=table.temperature,
+            fixed_shapes=fixed,
+            rules=inputs.rules,
+        )
+        accepted = verify(inputs.rule, scored)
+        walk = Walk(accepted.nodes, accepted.lengths, accepted.bonus)
+        found = acceptance.pack_paths(walk, tree, logits)
+    outputs = StepOutputs(found, depth, logits, states)
+    if inputs.forks:
+        move_accepted(pool, tree, accepted or outputs.accepted, inputs.slots)
+    return outputs
 
 
 def draft_probs(drafts: Seq[TextDraft], device: torch.device) -> DraftProbs | None:
@@ -137,44 +220,6 @@ def move_accepted(pool: KVPool, tree: TokenTree, accepted: Accepted, slots: Tens
     place = (tree.offsets[:-1, None] + step).clamp(max=tree.num_nodes - 1)
     sources, targets = slots[nodes.clamp(min=0)], slots[place]
     path_moves.move_paths(pool.keys, pool.values, sources, targets, accepted.lengths)
-
-
-def move_paths(pool: KVPool, paths: Seq[Seq[int]], slots: Tensor) -> None:
-    """Moves keys and values of paths that the host knows, if they are not in place already."""
-    moves = [(node, path[0] + n) for path in paths for n, node in enumerate(path)]
-    moves = [(node, place) for node, place in moves if node != place]
-    if moves:
-        nodes, places = on_device(moves, slots.device).unbind(1)
-        pool.copy_slots(slots[nodes], slots[places])
-
-
-def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tensor) -> StepOutputs:
-    """Returns the results of a step. Their shapes depend only on those of the tree and the
-    nodes.
-    """
-    nodes = accepted.nodes.clamp(min=0)
-    # amax of a row with NaN is NaN.
-    fits = torch.isfinite(logits.amax(1))[nodes] | (accepted.nodes < 0)
-    flawed = ~fits.all(1, keepdim=True)
-    found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]]
-    found += [tree.tokens[nodes], flawed.long()]
-    return StepOutputs(torch.cat(found, 1), accepted.nodes.shape[1] - 1, logits, hidden)
-
-
-def flawed_texts(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> frozenset[int]:
-    """Returns the numbers of texts whose path has logits that are not finite.
-
-    Args:
-        logits: [T, V] raw logits.
-        chosen: [T] token with the largest logit of each row. That logit is NaN or infinite if the
-            row is not usable.
-        paths: Packed nodes of each text's path.
-    """
-    largest = logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]
-    if all_finite(largest):
-        return frozenset()
-    fine = torch.isfinite(largest).tolist()
-    return frozenset(n for n, path in enumerate(paths) if not all(fine[node] for node in path))
 
 
 def token_logprobs(

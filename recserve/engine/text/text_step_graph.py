@@ -19,7 +19,7 @@ captured last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -42,8 +42,8 @@ from recserve.engine.runtime.cuda_graphs import (
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.text.groups import TextGroup
 from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import StepOutputs, move_accepted, outputs_of, put_probs
-from recserve.engine.text.step_states import masks_of, taps_for
+from recserve.engine.text.step import StepInputs, StepOutputs, put_probs, text_step
+from recserve.engine.text.step_states import masks_of, split_states, taps_for
 from recserve.engine.text.trees import (
     DEPTHS,
     ENDS,
@@ -63,10 +63,9 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter, RankedHeads
-from recserve.speculation.logits_processor import LogitsProcessor, Past, last_committed
+from recserve.speculation.logits_processor import Past, last_committed
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable, sampling_table
-from recserve.speculation.verifier import ScoredTrees
 from recserve.speculation.verifiers.registry import (
     GREEDY_COMPATIBLE,
     MIXABLE,
@@ -74,7 +73,6 @@ from recserve.speculation.verifiers.registry import (
     REJECTION,
     SAMPLE,
     numbers_of,
-    verify,
 )
 
 # The outcome of a step. `replayed` used a graph. The others were launched, because of
@@ -392,7 +390,10 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         return rows
 
     def __call__(self) -> StepOutputs:
-        """Runs the step on the loaded group."""
+        """Runs the step on the loaded group.
+
+        Besides `text_step` it keeps up the rows of the texts, and runs the heads.
+        """
         columns, table = self._columns, self._table
         trees = columns.trees
         tree = TokenTree(
@@ -412,41 +413,36 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         batch = TreeBatch(tree, None, slots, roots, fillers=1)
         taps, gate = taps_for(self.readers), None
         if self.masks is not None:
-            gate = MaskRows.of(self.masks, trees[KINDS], fixed=True)
+            gate = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
         hidden = self.runner.hidden(batch, NodeInputs(tree.tokens), None, taps, gate)
-        logits = self.model.logits(hidden)
         past = None
         if self.capacity is not None:
             seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]
             past = Past(columns.numbers, columns.last_tokens, seen, written)
-        values, probs = self.draft_values, None
-        if values is not None:
-            probs = DraftProbs(values, columns.drawn)
-        scored = ScoredTrees(
+        values = self.draft_values
+        inputs = StepInputs(
+            rule=self.rule,
             tree=tree,
             depth=self.shape.depth,
-            target=LogitsProcessor(logits, tree, self.shape.depth, table, past, fixed=True),
-            seeds=table.seeds,
+            slots=slots,
+            forks=self.shape.depth > 0,
+            table=table,
+            past=past,
             lengths=columns.lengths,
-            vocab_size=logits.shape[1],
-            probs=probs,
-            logits=logits if past is None else None,
-            temperatures=table.temperature,
-            everywhere=True,
+            probs=None if values is None else DraftProbs(values, columns.drawn),
             rules=columns.rules,
+            fixed_shapes=True,
         )
-        accepted = verify(self.rule, scored)
-        if self.shape.depth:
-            move_accepted(self.runner.pool, tree, accepted, slots)
-        outputs = outputs_of(tree, accepted, logits, hidden)
-        texts = self.shape.sequences
+        (states,) = split_states([hidden], taps)
+        outputs = text_step(self.model, self.runner.pool, inputs, states)
+        accepted, texts = outputs.accepted, self.shape.sequences
         ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
         self.rows.last_hidden.index_copy_(0, columns.rows, ends)
         if past is not None:
             tokens = torch.cat([outputs.tokens[:, 1:], accepted.bonus[:, None]], 1)
             written = torch.cat([accepted.nodes[:, 1:], accepted.bonus[:, None]], 1) >= 0
             self.rows.count(columns.rows, tokens, written)
-        outputs = replace(outputs, found=outputs.found[:texts], taps=taps)
+        outputs = replace(outputs, found=outputs.found[:texts])
         if self.heads is None:
             return outputs
         ranked = self.heads.ranked(
@@ -499,7 +495,6 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
 
     Attributes:
         captured: The graphs, from small to large within each kind.
-        latest: The replay of the latest replayed step.
     """
 
     @torch.inference_mode()
@@ -532,7 +527,6 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         states = model.tokens.weight[:0]
         vocabulary = model.config.vocab_size
         self.rows = TextRows(runner.pool, max_texts + 1, pages * size, vocabulary, states)
-        self.latest: Callable[[], StepOutputs] | None = None
         found = {name: drafter.ranked_heads for name, drafter in drafters.items()}
         self._heads = {name: heads for name, heads in found.items() if heads is not None}
         self._names = {id(drafters[name]): name for name in self._heads}
@@ -597,9 +591,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             self._draft_values = torch.empty(size, device=self.rows.seen.device)
         return self._draft_values[: shape.drafted]
 
-    def step(
-        self, groups: Seq[TextGroup], with_prompts: bool
-    ) -> tuple[StepOutputs, list[Tensor]] | None:
+    def step(self, groups: Seq[TextGroup], with_prompts: bool) -> StepOutputs | None:
         """Replays the step of a group, in the smallest bucket that holds it.
 
         Args:
@@ -608,8 +600,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             with_prompts: Whether the forward pass also computes prompt tokens.
 
         Returns:
-            The results, and the [E] state of each text at its last accepted node. The next replay
-            overwrites both. None if no graph can run the step.
+            The results, which the next replay overwrites. None if no graph can run the step.
         """
         found: TextStepGraph | StepResult = "prompt"
         if not with_prompts:
@@ -618,10 +609,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         if isinstance(found, TextStepGraph):
             rows = found.load(groups[0])
             if rows is not None:
-                self.latest = found.replay
-                outputs = found.replay()
                 self.counts["replayed"] += 1
-                return outputs, [row.last_hidden for row in rows]
+                return replace(found.replay(), last_hidden=[row.last_hidden for row in rows])
             found = "rows"
         self.counts[found] += 1
         return None

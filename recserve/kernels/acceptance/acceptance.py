@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.kernels.acceptance import native
 from recserve.kernels.acceptance.noise import exponential, gumbel, step_keys, uniform
 from recserve.kernels.backend import Operator
 from recserve.kernels.tree import CANDIDATE, TokenTree
@@ -80,6 +81,31 @@ class Walk:
     nodes: Tensor
     lengths: Tensor
     bonus: Tensor
+
+
+def largest(rows: Tensor) -> Tensor:
+    """Returns the index of each row's largest entry, the lowest index if entries are equal.
+
+    On a CPU, numpy does the search, because it is several times faster than torch. bfloat16 values
+    are compared by their bits.
+
+    Args:
+        rows: [m, V] any float dtype.
+
+    Returns:
+        [m] int64 indices.
+    """
+    if rows.is_cuda:
+        return rows.argmax(-1)
+    if rows.dtype == torch.bfloat16:
+        bits = rows.view(torch.int16).numpy()
+        places: list[int] = bits.argmax(-1).tolist()
+        # Among positive numbers, larger values have larger bits. All others compare as smaller:
+        # zero has no bits set, and the sign bit makes int16 negative.
+        if all(bits.item(row, place) > 0 for row, place in enumerate(places)):
+            return torch.tensor(places)
+        rows = rows.float()
+    return torch.from_numpy(rows.numpy().argmax(-1))
 
 
 def choose(logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor) -> Tensor:
@@ -201,6 +227,42 @@ def accept_drawn_reference(
     return Walk(nodes, lengths, (left / waited).argmax(-1))
 
 
+def pack_paths(walk: Walk, tree: TokenTree, logits: Tensor) -> Tensor:
+    """Returns paths in one tensor, so that one copy brings them to the host.
+
+    Args:
+        walk: Paths of B trees.
+        tree: The trees.
+        logits: [T, V] raw logits.
+
+    Returns:
+        [B, 2 D + 5] int64. Columns of a tree, in order:
+        - D + 1 accepted packed nodes: node 0 first, -1 after the last.
+        - The number of accepted nodes, without node 0.
+        - The bonus token.
+        - D + 1 tokens of the accepted nodes. Values after the last have no meaning.
+        - 1 if logits of the path's nodes are not finite, else 0.
+    """
+    nodes = walk.nodes.clamp(min=0)
+    # amax of a row with NaN is NaN.
+    fits = torch.isfinite(logits.amax(1))[nodes] | (walk.nodes < 0)
+    flawed = ~fits.all(1, keepdim=True)
+    found = [walk.nodes, walk.lengths[:, None], walk.bonus[:, None]]
+    return torch.cat([*found, tree.tokens[nodes], flawed.long()], 1)
+
+
+def greedy_paths_reference(logits: Tensor, tree: TokenTree, max_depth: int) -> Tensor:
+    """Follows the argmax of every node, and returns [B, 2 D + 5] paths as `pack_paths` does.
+
+    Args:
+        logits: [T, V] raw logits, any float dtype. Ties resolve to the lowest token.
+        tree: B packed trees.
+        max_depth: D, the deepest level of any tree.
+    """
+    return pack_paths(follow(largest(logits), tree, max_depth), tree, logits)
+
+
 TRITON = "recserve.kernels.acceptance"
+greedy_paths = Operator(greedy_paths_reference, native.greedy_paths)
 accept = Operator(accept_reference, triton=f"{TRITON}.triton_accept:accept")
 accept_drawn = Operator(accept_drawn_reference, triton=f"{TRITON}.triton_accept_drawn:accept_drawn")

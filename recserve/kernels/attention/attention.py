@@ -1,4 +1,4 @@
-"""Who attends: C or torch on a CPU, Triton on CUDA; prepared once for a forward pass."""
+"""The operator of tree attention, which is prepared once for a forward pass."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from recserve.kernels import backend
 from recserve.kernels.attention import reference
 from recserve.kernels.attention.cpu import CpuTreeAttention
 from recserve.kernels.attention.reference import SOFTMAX, Activation
-from recserve.kernels.backend import Backend, backend_of
+from recserve.kernels.backend import Operator
 from recserve.kernels.tree_batch import PrefixTable, TreeBatch
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
 
 
-def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
+def _in_torch(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
     """Prepares the attention of one batch; the result is called once per layer.
 
-    A CPU attends in C or in torch, and CUDA in Triton. Training uses `reference.tree_attention`,
-    which has gradients. A CPU computes roots given as a table with the reference.
+    Training uses `reference.tree_attention`, which has gradients.
 
     Args:
         batch: Trees of one forward pass.
@@ -32,18 +30,34 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
         [Tq, K, D] belong to the computed nodes. keys and values [slots, K, D] are one layer of the
         pool, with the computed nodes already written.
     """
-    if backend_of(batch.slots) is Backend.TRITON:
-        from recserve.kernels.attention.triton_attention import TritonTreeAttention
-
-        return TritonTreeAttention(batch, activation)
     if isinstance(batch.prefix_slots, PrefixTable):
         return lambda query, key, value, keys, values: reference.padded_tree_attention(
             query, keys, values, batch
         )
     if not batch.slots.is_cuda:
-        return CpuTreeAttention(batch, activation, native=backend.c_is_allowed())
+        return CpuTreeAttention(batch, activation)
+    return lambda query, key, value, keys, values: reference.tree_attention(
+        query, keys, values, batch, activation
+    )
 
-    def plain(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return reference.tree_attention(query, keys, values, batch, activation)
 
-    return plain
+def _in_c(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
+    """As `_in_torch`, in C where it supports the heads and the trees."""
+    return CpuTreeAttention(batch, activation, native=True)
+
+
+def _c_supports(batch: TreeBatch, activation: Activation = SOFTMAX) -> bool:
+    return isinstance(batch.prefix_slots, tuple)
+
+
+def _reads(batch: TreeBatch, activation: Activation = SOFTMAX) -> Tensor:
+    return batch.slots
+
+
+tree_attention = Operator(
+    _in_torch,
+    _in_c,
+    _c_supports,
+    triton="recserve.kernels.attention.triton_attention:TritonTreeAttention",
+    reads=_reads,
+)

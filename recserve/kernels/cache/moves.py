@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.backend import Operator
+from recserve.kernels.cache import native
 from recserve.kernels.cache.fp8 import Stored, copy_rows
 
 
@@ -38,4 +39,15 @@ def move_paths_reference(
         copy_rows(pool, 1, source, target)
 
 
-move_paths = Operator(move_paths_reference, triton="recserve.kernels.cache.triton_moves:move_paths")
+def _c_supports(
+    keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
+) -> bool:
+    return isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.is_contiguous()
+
+
+move_paths = Operator(
+    move_paths_reference,
+    native.move_paths,
+    _c_supports,
+    triton="recserve.kernels.cache.triton_moves:move_paths",
+)

@@ -57,7 +57,7 @@ def move_paths(
 ) -> None:
     """Runs `moves.move_paths_reference`."""
     paths, longest = sources.shape
-    sources, targets = sources.contiguous(), targets.contiguous()
+    sources, targets, lengths = (x.contiguous() for x in (sources, targets, lengths))
     for key, value in zip(parts(keys), parts(values), strict=True):
         layers, slots, *vector = key.shape
         width = math.prod(vector)

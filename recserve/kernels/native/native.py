@@ -30,6 +30,8 @@ SIGNATURES = {
     "int8_depth": (INT, N),
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, FLOAT, INT),
     "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P, P),
+    "greedy_paths": (INT, P, N, P, P, P, P, N, N, P),
+    "move_paths": (P, P, P, P, P, N, N, N, N, N),
     "trie_search": (P,),
     "trie_layout": (P,),
     "wanted_prefixes": (P,),

@@ -105,18 +105,18 @@ class MaskRows:
     Attributes:
         lora: Embeddings and updates.
         numbers: [T] number of each row's mask token, negative for all other rows.
-        fixed: True to compute the updates of all rows and select, so that no shape depends on
-            values. False computes them for the rows of mask tokens only.
+        fixed_shapes: True to compute the updates of all rows and select, so that no shape depends
+            on values. False computes them for the rows of mask tokens only.
     """
 
     lora: GatedLora
     numbers: Tensor
-    fixed: bool = False
+    fixed_shapes: bool = False
 
     @staticmethod
-    def of(lora: GatedLora, kinds: Tensor, fixed: bool = False) -> MaskRows:
+    def of(lora: GatedLora, kinds: Tensor, fixed_shapes: bool = False) -> MaskRows:
         """Returns the gate of tree nodes of these kinds [T]."""
-        return MaskRows(lora, kinds - MASK, fixed or kinds.is_cuda)
+        return MaskRows(lora, kinds - MASK, fixed_shapes or kinds.is_cuda)
 
     @cached_property
     def _open(self) -> Tensor:
@@ -142,7 +142,7 @@ class MaskRows:
             out: [..., T, n] the product.
         """
         update = self.lora.layers[layer][part]  # type: ignore[index]
-        if self.fixed:
+        if self.fixed_shapes:
             return torch.where(self._open[:, None], out + update(x), out)
         rows = self.rows
         return out.index_add(-2, rows, update(x.index_select(-2, rows)).to(out.dtype))

@@ -33,7 +33,7 @@ class BeamStrategy(RecommendStrategy):
     dense_weight = "used"
     invariant = True
     auto: ClassVar[AutoRole | None] = "default"
-    replays = "beam"
+    captured_search = "beam"
     missing = "this recommender predicts all levels at once; choose strategy rpg"
 
     def __init__(self, model: Recommender) -> None:
@@ -62,12 +62,6 @@ class BeamStrategy(RecommendStrategy):
         return nodes + width * (trie.num_levels - 1) * bool(request.dense_weight)
 
     def start(self, sequences: Seq[SearchSequence]) -> BeamSearch:
-        """Returns level 1 by the root's last hidden state, or a captured search's result."""
-        if self.recorded is not None and (found := self.recorded(sequences)) is not None:
-            return found
-        return self.begin(sequences)
-
-    def begin(self, sequences: Seq[SearchSequence]) -> BeamSearch:
         """Returns a search at level 1, in five steps whose order matters.
 
         1. Level 0 of each request, with its filters.

@@ -9,7 +9,7 @@ import torch
 
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence
-from recserve.core.strategy import OneRoundStrategy, Results
+from recserve.core.strategy import OneRound, OneRoundStrategy, Results
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
@@ -30,7 +30,7 @@ class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
     name = "nezha"
     dense_weight = "used"
     auto = "hurried"
-    replays = "nezha"
+    captured_search = "nezha"
     missing = "no self-draft head was trained; run `recserve train drafter --name nezha`"
 
     def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
@@ -53,16 +53,18 @@ class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
 
     def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Runs the whole search, which reads only the states of the root's forward."""
-        search = None if self.recorded is None else self.recorded(sequences)
-        if search is None:
-            search = BeamSearch.start(self.model, sequences, bounded=True)
-            add_candidates(search)
-            search.beams = descend(search, self._scores(search)).last
-            for sequence in sequences:
-                sequence.rounds += 1
+        search = BeamSearch.start(self.model, sequences, bounded=True)
+        add_candidates(search)
+        search.beams = descend(search, self._scores(search)).last
+        for sequence in sequences:
+            sequence.rounds += 1
         if search.dense_candidates is not None and search.dense_candidates.log_probs is None:
             score_candidates(search, self._scores(search))
         return slates(search, exact=self.exact)
+
+    def after_replay(self, sequences: Seq[SearchSequence], search: BeamSearch) -> OneRound:
+        """Makes the slates."""
+        return OneRound(sequences, None, slates(search, exact=self.exact))
 
     def _scores(self, search: BeamSearch) -> HeadScores:
         states = [

@@ -97,11 +97,9 @@ class SpeculativeStrategy(BeamStrategy):
         repair = sum(min(request.width, size) for size in sizes)
         return drafted + MAX_EXTRA_ROUNDS * repair + super().tree_capacity(request)
 
-    def start(self, sequences: Seq[SearchSequence]) -> BeamSearch:
-        """Starts like beam search. A captured search runs only where nothing is drafted."""
-        if self.recorded is not None and self._drafts(sequences):
-            return self.begin(sequences)
-        return super().start(sequences)
+    def can_replay(self, sequences: Seq[SearchSequence]) -> bool:
+        """Returns whether nothing is drafted: then the search is that of `beam`."""
+        return not self._drafts(sequences)
 
     def propose(self, state: BeamSearch) -> Draft:
         """Returns the draft in the first round, and the unscored prefixes in an extra round."""

@@ -7,6 +7,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -81,6 +82,12 @@ async def static(context: RequestContext, name: str) -> Response:
 async def samples(context: RequestContext) -> Json:
     """Answers with users and items that the page offers."""
     return await asyncio.to_thread(context.service.samples, NUM_USERS, NUM_ITEMS)
+
+
+@handles(Pages.recent)
+async def recent(context: RequestContext) -> list[Any]:
+    """Answers with the metrics of the last ten minutes."""
+    return context.state.recent.samples
 
 
 def _answer(context: RequestContext, name: str) -> Response:

@@ -49,15 +49,22 @@ async def delete_user(context: RequestContext, user_id: str) -> None:
 
 def _add(context: RequestContext, body: EventsRequest) -> EventsResponse:
     service, slates = context.service, context.state.slate_log
+    experiments = context.state.experiments
     answer = service.histories.add(body)
     if all(event.attribution_token is None for event in body.events):
         return answer
     refused = {rejection.index for rejection in answer.rejected}
     users = "none" if slates is None else slates.settings.users
     outcomes, wrong = attributed(body.events, refused, service.signer, users)
-    if slates is not None:
-        for outcome in outcomes:
+    for outcome in outcomes:
+        if slates is not None:
             slates.outcome(outcome)
+        if experiments is not None:
+            said, event = outcome.attribution, outcome.event
+            unit = event.user_id if said.user else said.request_id
+            key = f"{outcome.token_id} {event.item_id}"
+            kind = event.type or "event"
+            experiments.count_event(said.experiment, said.arm, unit, kind, key)
     return structs.replace(answer, unattributed=wrong) if wrong else answer
 
 

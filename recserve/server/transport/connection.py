@@ -332,7 +332,8 @@ class Connection(HttpToolsProtocol):
         self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _write_refusal(self, error: Exception) -> None:
-        self.metrics.failure(row_of(error).reason)
+        row = row_of(error)
+        self.metrics.failure(row.reason, row.code)
         path = unquote(self.url.partition(b"?")[0].decode("latin-1")) if self._begun else ""
         self.transport.write(refusal_bytes(error, path, self.server_state.default_headers))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recserve.speculation.sampling import largest
+from recserve.kernels.acceptance.acceptance import largest
 from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import follow, follow_chosen
 

@@ -36,8 +36,8 @@ class RejectionRule(Verifier):
 
 
 def verify_drawn(scored: ScoredTrees) -> Accepted:
-    """Tries children in order, with the device's kernel if `scored.everywhere`."""
-    if not scored.everywhere:
+    """Tries children in order, with the device's kernel if `scored.fixed_shapes`."""
+    if not scored.fixed_shapes:
         return reject(scored, coins(scored), residual_noise(scored))
     tree = scored.tree
     p = scored.target(torch.arange(tree.num_nodes, device=tree.tokens.device)).softmax(-1).float()

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.acceptance import acceptance
-from recserve.kernels.acceptance.acceptance import Keys
+from recserve.kernels.acceptance.acceptance import Keys, largest
 from recserve.kernels.acceptance.noise import gumbel, gumbel_of_tokens
-from recserve.speculation.sampling import largest
 from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import follow
 
@@ -28,7 +27,7 @@ class SampleRule(Verifier):
 
     def verify(self, scored: ScoredTrees) -> Accepted:
         """Returns the path of the target's own draws."""
-        if scored.everywhere:
+        if scored.fixed_shapes:
             return _sample_everywhere(scored)
 
         def draw(nodes: Tensor, trees: Tensor) -> Tensor:

@@ -97,9 +97,9 @@ def test_paths_that_fork_are_moved(model, expected):
     keys = scheduler.runner.pool.keys
     commit = scheduler._commit
 
-    def watched(group, kept, *outputs):
-        moved.append(any(node != place for place, node in enumerate(kept.paths[0])))
-        return commit(group, kept, *outputs)
+    def watched(group, outputs):
+        moved.append(any(node != place for place, node in enumerate(outputs.paths().paths[0])))
+        return commit(group, outputs)
 
     scheduler._commit = watched
     for _ in range(4):

@@ -190,7 +190,7 @@ def test_rules_on_a_device_call_the_kernel_and_keep_what_the_host_keeps(
         )  # fmt: skip
         expected = verify(rule, scored)
         assert len(called) == seed
-        assert_same(verify(rule, replace(scored, everywhere=True)), expected)
+        assert_same(verify(rule, replace(scored, fixed_shapes=True)), expected)
         kept += int(expected.lengths.sum())
     assert len(called) == 4 and 0 < kept < 4 * 3 * 3
     assert all(bool((q.rows < 0).all()) == (set(drawings) == {"chosen"}) for q in called)

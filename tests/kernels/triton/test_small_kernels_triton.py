@@ -27,6 +27,7 @@ def poisoned(monkeypatch):
 )
 def test_paths_are_moved(paths, longest, layers, kv_heads, dim):
     sources, targets, lengths, slots = draw_paths(paths, longest)
+    lengths = torch.stack([lengths * 0 - 1, lengths], 1)[:, 1]  # a column of results has strides
     keys, values = torch.randn(2, layers, slots, kv_heads, dim)
     expected_keys, expected_values = keys.clone(), values.clone()
     for b in range(paths):

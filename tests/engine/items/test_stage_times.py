@@ -1,0 +1,59 @@
+"""Stage times of slates: where every operator of the device takes a millisecond, and nothing else
+takes any time, the stages add up to the whole.
+"""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.device_worlds import recommending
+from tests.support.grids import covering
+from tests.support.pretend_cuda import PretendCuda
+from tests.support.recorded_searches import with_searches
+
+STRATEGIES = ("beam", "speculative", "nezha", "rpg", "dense", "specgr")
+
+
+@pytest.fixture
+def device(force_kernels, monkeypatch):
+    """A pretended device whose operators are the clock."""
+    force_kernels("torch")
+    with PretendCuda() as device:
+        for clock in ("monotonic", "perf_counter"):
+            monkeypatch.setattr(time, clock, lambda: device.calls / 1e3)
+        yield device
+
+
+def stages_of(world, requests):
+    """Yields the times of one request after another, whose stages add up."""
+    for request in requests:
+        timing = world.engine.run(request).timing
+        stages = timing.queue_ms, timing.prefill_ms, timing.draft_ms, timing.verify_ms
+        assert sum(stages) == pytest.approx(timing.total_ms, abs=1e-6), timing
+        yield timing
+
+
+@pytest.mark.parametrize(
+    "strategy,variant", covering(STRATEGIES, ("plain", "filters", "diversity", "live"))
+)
+def test_launched(strategy, variant, device):
+    """From an empty cache, and again with the history in it."""
+    world = recommending("cuda")
+    requests = world.ask(strategy, variant)
+    if strategy == "specgr":
+        requests = [replace(request, index=world.index) for request in requests]
+    assert len(list(stages_of(world, requests * 2))) == 4
+
+
+@pytest.mark.parametrize(
+    "strategy,variant", covering(("beam", "nezha"), ("plain", "filters", "diversity", "weighed"))
+)
+def test_replayed(strategy, variant, device):
+    world = recommending("cuda")
+    with torch.inference_mode():
+        graphs = with_searches(world, world.trie, lambda step: step)
+    requests = world.ask(strategy, variant)
+    assert all(timing.verify_ms > 0 for timing in stages_of(world, requests * 2))
+    assert graphs.counts["replayed"] >= 4 and not graphs.counts["size"]
