@@ -64,6 +64,8 @@ class ServerConfig(BaseSettings):
             store on a network. Then it continues without it, and `degraded` says so.
         event_types: Names of event types that clients may send, beside the built-in ones and those
             of the bundle's events. At most 255 in all, of at most 64 bytes each.
+        popular_half_life_s: Time after which an event counts half in the list `popular`, which also
+            answers users without a history and fills slates.
         journal: Folder for changes of items. By default a folder next to the bundle.
         device: Where the models run.
         bundles_dir: Folder of the bundles that an operator may load while the server runs. With
@@ -115,6 +117,8 @@ class ServerConfig(BaseSettings):
         invariant: True makes every response bitwise independent of other requests, drafts and
             caches. CPU only.
         experiments: A/B experiments inside the server, see the guide to experiments.
+        experiments_dir: Folder for the counts of `experiments`, so that they survive a restart. By
+            default a folder next to the bundle, or `.experiments` in `bundles_dir`.
         access_log: True logs one line for each request, without paths and user ids.
         log_format: Format of the log: `text`, or `json` with one object per line.
         slate_log: Folder for a Parquet log of slates and of the events that they led to.
@@ -144,6 +148,7 @@ class ServerConfig(BaseSettings):
     history_ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     history_timeout_ms: int = Field(100, ge=1, le=60_000)
     event_types: Annotated[tuple[str, ...], NoDecode] = ()
+    popular_half_life_s: float = Field(7 * 86_400, gt=0, allow_inf_nan=False)
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bundles_dir: Path | None = None
@@ -174,6 +179,7 @@ class ServerConfig(BaseSettings):
     graphs: bool | None = None
     invariant: bool = False
     experiments: tuple[dict[str, Any], ...] = ()
+    experiments_dir: Path | None = None
     access_log: bool = False
     log_format: Literal["text", "json"] = "text"
     slate_log: Path | None = None

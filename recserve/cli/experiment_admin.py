@@ -6,11 +6,15 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from recserve.cli.flags import JsonFlag
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 TIMEOUT_S = 10.0
 
@@ -28,9 +32,23 @@ ApiKeyFlag = Annotated[
 ]
 
 
-def list_experiments(url: UrlArgument, key: ApiKeyFlag = None, as_json: JsonFlag = False) -> None:
-    """Show the experiments of a server with the latencies and errors of their arms."""
+def list_experiments(
+    url: UrlArgument,
+    key: ApiKeyFlag = None,
+    report: Annotated[Path | None, typer.Option("--report", help="HTML file to write.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the experiments of a server: clicks, errors and latencies of arms, and verdicts."""
     found = ask("GET", url, "/v1/experiments", key)
+    if report is not None:
+        import msgspec
+
+        from recserve.experiments.report.live_page import live_page
+        from recserve.schemas.experiments import ExperimentsResponse
+
+        page = live_page(msgspec.convert(found, ExperimentsResponse), url)
+        report.write_text(page, encoding="utf-8")
+        typer.echo(f"report: {report}", err=True)
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -38,6 +56,32 @@ def list_experiments(url: UrlArgument, key: ApiKeyFlag = None, as_json: JsonFlag
         print_experiment(one)
     if not found["experiments"]:
         typer.echo("this server runs no experiments")
+
+
+def plan(
+    rate: Annotated[float, typer.Option(help="Clicks per answer today.")],
+    traffic: Annotated[float, typer.Option(help="Answers per day of the whole service.")],
+    effect: Annotated[
+        float, typer.Option(help="Smallest relative change to find; 0.1 for 10 %.")
+    ] = 0.1,
+    arms: Annotated[int, typer.Option(min=2, max=8, help="Arms with equal weights.")] = 2,
+    coverage: Annotated[float, typer.Option(help="Share of the users that take part.")] = 1.0,
+    power: Annotated[float, typer.Option(help="Share of such experiments that find it.")] = 0.8,
+    spread: Annotated[
+        float,
+        typer.Option(help="Variance over number of clicks, from the list of an experiment."),
+    ] = 1.0,
+) -> None:
+    """Compute how long an experiment on clicks has to run."""
+    from recserve.experiments.statistics.conversions import plan_experiment
+
+    weights = (1 / arms,) * arms
+    found = plan_experiment(rate, effect, traffic, weights, coverage, spread, power)
+    days = f"{found.days:.1f} days" if found.days < 10 else f"{found.days:,.0f} days"
+    typer.echo(
+        f"{days}: {found.answers:,.0f} answers with {found.events:,.0f} clicks find a change of "
+        f"{effect * 100:g} % with power {power:g}, and you may look at any time"
+    )
 
 
 def stop(url: UrlArgument, name: NameArgument, key: AdminKeyFlag = None) -> None:
@@ -97,9 +141,53 @@ def print_experiment(one: dict[str, Any]) -> None:
         )
     console = Console()
     console.print(table)
+    if any(arm["goals"] for arm in one["arms"]):
+        console.print(_goal_table(one["arms"]))
+    for arm in one["arms"]:
+        if arm["verdict"] is not None:
+            name = f"{arm['name']}: " if len(one["arms"]) > 2 else ""
+            console.print(Text(f"{name}{arm['verdict']['text']}", style="bold"))
     if one["sample_ratio_p"] is not None and one["sample_ratio_p"] < 0.001:
         share = f"{one['sample_ratio_p']:.2g}"
         console.print(Text(f"users are not divided by the weights (p = {share})", style="red"))
+
+
+def _goal_table(arms: list[dict[str, Any]]) -> Table:
+    """Returns the rates of all goals, with an interval that holds at every look."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for heading in (
+        "goal",
+        "arm",
+        "answers",
+        "events",
+        "per answer",
+        "change",
+        "interval",
+        "spread",
+    ):
+        table.add_column(heading, justify="left" if heading in ("goal", "arm") else "right")
+    for number, goal in enumerate(arms[0]["goals"]):
+        for arm in arms:
+            mine = arm["goals"][number]
+            change, low, high = (_percent(mine[f"change{end}"]) for end in ("", "_low", "_high"))
+            table.add_row(
+                Text(goal["type"] if arm is arms[0] else ""),
+                Text(arm["name"]),
+                str(arm["answers"]),
+                str(mine["events"]),
+                "-" if mine["rate"] is None else f"{mine['rate']:.4g}",
+                change,
+                "-" if change == "-" else f"{low} to {high}",
+                "-" if mine["spread"] is None else f"{mine['spread']:.2f}",
+            )
+    return table
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value * 100:+.1f} %"
 
 
 def _number(value: float | None) -> str:

@@ -24,7 +24,6 @@ A = TypeVar("A")
 # The server refuses these before it begins a request, so any request may be sent again.
 NOT_BEGUN = ("queue_full", "not_ready", "too_many_connections")
 RETRIED = (429, 503)
-ADMIN = "/admin/"
 # The server ends a late request itself. It gets this much less time, so that its error arrives.
 RETURN_SHARE, RETURN_S = 0.1, 1.0
 MAX_DEADLINE_S = 999_999.0  # the header has at most nine digits of milliseconds
@@ -124,7 +123,7 @@ class Attempts(Generic[A]):
             "Accept-Encoding": "gzip",
         }
         key = self._options.api_key
-        if request.path.startswith(ADMIN):
+        if request.operation.admin:
             key = self._options.admin_key or key
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
@@ -219,7 +218,7 @@ class AnswerReader(Generic[A]):
         """
         for piece in self._inflate(part):
             self.content += piece
-            if self._request.operation.chunks and self._success and b"\n" in piece:
+            if self._request.chunks and self._success and b"\n" in piece:
                 *lines, self.content = self.content.split(b"\n")
                 for line in lines:
                     if (data := event_data(line)) is not None:
@@ -229,7 +228,7 @@ class AnswerReader(Generic[A]):
 
     def end(self) -> Iterator[A]:
         """Yields the answer, unless it is a stream or an error."""
-        if self._success and not self._request.operation.chunks:
+        if self._success and not self._request.chunks:
             yield self._request.read(self.content)
 
     @property

@@ -1,4 +1,4 @@
-"""Diversity caps: a greedy choice of the best items, with a limit per group.
+"""Diversity caps and quotas: a greedy choice of the best items, with a limit per group.
 
 A search may find fewer than k items that satisfy the caps. Items of a full group can never be
 chosen any more. The search is therefore repeated among the remaining items (`still_open`) until k
@@ -88,6 +88,37 @@ def first_k(rows: np.ndarray, caps: Seq[Cap], k: int) -> np.ndarray:
         inside |= undecided & ~tight
         undecided &= tight & ~full
     return np.flatnonzero(inside)[:k]
+
+
+def meet_quota(
+    rows: np.ndarray,
+    more: np.ndarray,
+    wanted: np.ndarray,
+    count: int,
+    caps: Seq[Cap],
+    k: int,
+) -> np.ndarray:
+    """Puts items that a slate needs in the places of its last ones that it does not.
+
+    Args:
+        rows: [n] item rows of the slate, best first, which satisfy the caps.
+        more: [m] further rows of wanted items, best first, none of them in the slate.
+        wanted: [n] bool, whether each row of the slate is a wanted item.
+        count: Least number of wanted items.
+        caps: The caps. None of them is relaxed.
+        k: Most items of the slate.
+
+    Returns:
+        [<= k] indices into `rows` followed by `more`. The items of the slate come first.
+    """
+    every = np.concatenate([rows, more])
+    here, others = np.flatnonzero(wanted), np.flatnonzero(~wanted)
+    if here.size >= count:
+        return np.arange(rows.size)
+    order = np.concatenate([here, np.arange(rows.size, every.size)])
+    needed = order[first_k(every[order], caps, count)]
+    order = np.concatenate([needed, others])
+    return np.sort(order[first_k(every[order], caps, k)])
 
 
 def still_open(

@@ -2,6 +2,7 @@
 
 from recserve.metrics.gauges import Gauges, SlateLogCounts
 from recserve.metrics.metrics import ARMS, POSITIONS, SECONDS, STAGES, Metrics
+from recserve.metrics.recent import RecentMetrics, RecentSample
 
 __all__ = [
     "ARMS",
@@ -10,5 +11,7 @@ __all__ = [
     "STAGES",
     "Gauges",
     "Metrics",
+    "RecentMetrics",
+    "RecentSample",
     "SlateLogCounts",
 ]

@@ -67,6 +67,7 @@ class Metrics:
         strategies: Names of decoding strategies. Any other name counts as `none`.
         arms: Labels of the arms of experiments. Any other label counts as `none`.
         reasons: Failure reasons that are counted by name.
+        codes: Codes of errors that are counted by name.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Metrics:
         reasons: Iterable[str],
         engine: Callable[[], Gauges | None],
         vllm_model: str | None = None,
+        codes: Iterable[str] = (),
     ) -> None:
         """Registers all collectors.
 
@@ -84,12 +86,14 @@ class Metrics:
             engine: Returns the engine's figures; None before the engine is loaded.
             vllm_model: Name of the language model under which the text metrics are exported with
                 vLLM's names too. None leaves vLLM's names out.
+            codes: Values of the label `code` of errors.
         """
         self.registry = CollectorRegistry()
         self.routes: frozenset[str] = frozenset()
         self.strategies = frozenset(strategies)
         self.arms: frozenset[str] = frozenset()
         self.reasons = frozenset(reasons)
+        self.codes = frozenset(codes)
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, buckets=SECONDS, registry=self.registry)
         self.request_seconds = histogram(
@@ -103,6 +107,7 @@ class Metrics:
         self.failed = counter(
             "recserve_requests_failed", "Requests without a successful response", ["reason"]
         )
+        self.errors = counter("recserve_errors", "The same requests by code of the error", ["code"])
         self.rounds = histogram(
             "recserve_recommend_rounds",
             "Forward passes over token trees per recommendation",
@@ -153,6 +158,7 @@ class Metrics:
         """Exports every value of a closed label from the start, for alert rules to refer to."""
         for counter, values in (
             (self.failed, self.reasons),
+            (self.errors, self.codes),
             (self._degraded, DEGRADED),
             (self.bundle_swaps, SWAP_RESULTS),
             (self.finished, FINISH_REASONS),
@@ -175,9 +181,10 @@ class Metrics:
         drawn = arm if arm in self.arms else ARMS[0]
         self.request_seconds.labels(known, used, drawn).observe(seconds)
 
-    def failure(self, reason: str) -> None:
-        """Counts one failed request."""
+    def failure(self, reason: str, code: str) -> None:
+        """Counts one failed request by the reason and the code of its error."""
         self.failed.labels(reason if reason in self.reasons else "other").inc()
+        self.errors.labels(code if code in self.codes else "other").inc()
 
     def count_degraded(self, codes: Iterable[str]) -> None:
         """Counts the codes of `degraded` of one answer."""

@@ -9,6 +9,9 @@ from msgspec import Struct
 Mode = Literal["split", "paired", "shadow", "interleaved"]
 Status = Literal["running", "stopped", "fallen_back"]
 Use = Literal["recommend", "rank", "text"]
+VerdictKind = Literal["ship", "keep_control", "no_difference", "not_yet", "no_goal", "invalid"]
+GuardrailName = Literal["errors", "empty", "p99"]
+GuardrailResult = Literal["holds", "fails", "unclear"]
 
 
 class UnknownExperiment(LookupError):
@@ -43,19 +46,81 @@ class ExperimentLabel(Struct, frozen=True, kw_only=True):
         return f"{self.name}/{self.arm or '-'}"
 
 
+class GoalStatus(Struct, frozen=True, kw_only=True):
+    """Events of one type that the answers of an arm led to.
+
+    Attributes:
+        type: The event type.
+        events: Number of events; one per answer, item and type.
+        rate: Events per answer; None without answers.
+        spread: Variance of the number of events over that number, for `recserve experiments plan`.
+            None if there are too few events or users.
+        change: Difference to the control's rate, over the control's rate. None for the control, if
+            there are too few events or users, and if the control's rate is 0.
+        change_low: Lower end of its interval, which holds at every look. The interval is that of
+            the difference, over the control's rate.
+        change_high: Upper end of its interval.
+    """
+
+    type: str
+    events: int
+    rate: float | None
+    spread: float | None = None
+    change: float | None = None
+    change_low: float | None = None
+    change_high: float | None = None
+
+
+class GuardrailStatus(Struct, frozen=True, kw_only=True):
+    """Whether an arm is worse than the control in something that must not get worse.
+
+    Attributes:
+        name: What is compared: the shares of errors and of empty answers, or p99 latency.
+        result: `fails` if the arm is surely worse by more than the bound of `guard`, `unclear` if
+            there are too few requests.
+        control: Value of the control: a share, or milliseconds; None without a value.
+        arm: Value of the arm.
+    """
+
+    name: GuardrailName
+    result: GuardrailResult
+    control: float | None
+    arm: float | None
+
+
+class ArmVerdict(Struct, frozen=True, kw_only=True):
+    """What to do with an arm.
+
+    Attributes:
+        kind: `ship` the arm, `keep_control`, `no_difference` of interest, `not_yet` known,
+            `no_goal` that could be judged, or `invalid`: users are not divided by the weights.
+        text: The verdict in words, with its reason.
+        guardrails: State of errors, empty answers and p99 latency.
+        days: Days until a change of `smallest_effect` is seen at this traffic; None if unknown.
+    """
+
+    kind: VerdictKind
+    text: str
+    guardrails: list[GuardrailStatus]
+    days: float | None = None
+
+
 class ArmStatus(Struct, frozen=True, kw_only=True):
     """State of one arm.
 
     Attributes:
         name: Name of the arm.
         weight: Share of the units of the experiment.
-        requests: Requests since the start of the server.
+        requests: Requests since the start of the experiment.
         errors: Requests that failed on the server's side.
         empty: Answers without an item from a model, or without a token.
         p50_ms: Median latency within the window of the guard; None without answers.
         p99_ms: 99th percentile within the window; None without answers.
         p99_low_ms: Lower end of its 95 % interval; None if there are too few answers.
         p99_high_ms: Upper end of its 95 % interval; None if there are too few answers.
+        answers: Answers that count for the rates of goals; 0 if the experiment has no goals.
+        goals: Events that these answers led to, by type. The first type decides.
+        verdict: The verdict on the arm; None for the control.
     """
 
     name: str
@@ -67,6 +132,9 @@ class ArmStatus(Struct, frozen=True, kw_only=True):
     p99_ms: float | None
     p99_low_ms: float | None
     p99_high_ms: float | None
+    answers: int
+    goals: list[GoalStatus]
+    verdict: ArmVerdict | None
 
 
 class ExperimentStatus(Struct, frozen=True, kw_only=True):
@@ -78,6 +146,7 @@ class ExperimentStatus(Struct, frozen=True, kw_only=True):
         status: `fallen_back` means that a guard has stopped it.
         reason: Why it does not run; None while it runs.
         coverage: Share of the units that take part.
+        smallest_effect: Smallest relative change of a rate that is of interest.
         sample_ratio_p: P-value of a chi-square test that units are divided by the weights. None
             outside mode `split`, before the first unit, and without scipy.
         arms: The arms; the first one is the control.
@@ -88,6 +157,7 @@ class ExperimentStatus(Struct, frozen=True, kw_only=True):
     status: Status
     reason: str | None
     coverage: float
+    smallest_effect: float
     sample_ratio_p: float | None
     arms: list[ArmStatus]
 

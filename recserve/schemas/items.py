@@ -115,17 +115,35 @@ class Exclude(StrictStruct, frozen=True, kw_only=True):
     seen_within_s: Annotated[float, Meta(gt=0, le=MAX_WINDOW_S)] | None = None
 
 
+class Quota(StrictStruct, frozen=True, kw_only=True):
+    """Least number of items of one kind in a slate. `new_within_s`, `filter` or both are required.
+
+    Attributes:
+        count: Least number of these items, at most k.
+        new_within_s: The items that began in the last so many seconds: by their `available_from`,
+            or else by the time at which the live catalogue got them.
+        filter: The items that satisfy this filter.
+    """
+
+    count: Cap
+    new_within_s: Annotated[float, Meta(gt=0, le=MAX_WINDOW_S)] | None = None
+    filter: dict[str, Any] | None = None
+
+
 class Diversity(StrictStruct, frozen=True, kw_only=True):
-    """Caps on similar items in a slate.
+    """Caps on similar items in a slate, and a quota of items of one kind.
 
     Attributes:
         category: Most items that share a category path.
         prefix: `[level, n]` allows at most n items whose codes agree up to that level; the first
             level is 0.
+        at_least: Least number of items of one kind. Where no more of them are allowed, the slate
+            has fewer and `degraded` says so.
     """
 
     category: Cap | None = None
     prefix: tuple[Level, Cap] | None = None
+    at_least: Quota | None = None
 
 
 class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
@@ -203,6 +221,8 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
 
     Attributes:
         embedding: The item's vector. It assigns the item a new semantic id.
+        available_from: Time from which the item is recommended; null removes it.
+        expires_at: Time from which the item is not recommended any more; null removes it.
         attributes: Values by column of the items file; null removes a value.
     """
 
@@ -210,6 +230,8 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
     title: Annotated[str, Meta(max_length=MAX_TITLE_LENGTH)] | None = None
     categories: Annotated[list[Category], Meta(max_length=MAX_CATEGORIES)] | None = None
     embedding: Annotated[list[float], Meta(min_length=1, max_length=65_536)] | None = None
+    available_from: Moment | None | UnsetType = UNSET
+    expires_at: Moment | None | UnsetType = UNSET
     attributes: dict[str, Any] = {}
 
 
@@ -350,7 +372,13 @@ class Rejection(Struct, frozen=True, kw_only=True):
 
 
 class ItemResponse(Struct, frozen=True, kw_only=True):
-    """One item of the catalogue."""
+    """One item of the catalogue.
+
+    Attributes:
+        popularity: Decayed number of events, to a tenth; at first that of training events.
+        available_from: Time from which the item is recommended, if it has one.
+        expires_at: Time from which the item is not recommended any more, if it has one.
+    """
 
     item_id: str
     title: str | None
@@ -359,6 +387,8 @@ class ItemResponse(Struct, frozen=True, kw_only=True):
     semantic_id: list[int]
     popularity: float
     catalog_version: str
+    available_from: str | UnsetType = UNSET
+    expires_at: str | UnsetType = UNSET
 
 
 class ItemsResponse(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,18 @@
-"""Assembles the ASGI application: gate, routes and service."""
+"""Assembles the ASGI application: middleware, routes and service.
+
+The way of a request, from the first byte on:
+
+1. `run` listens with uvicorn. `transport/listener` closes the port without losing a client.
+2. `transport/connection` is the HTTP protocol: it feeds the parser, refuses what breaks a limit and
+   writes responses. `connection_limits` names the limits, `header_count` counts headers,
+   `request_timer` limits the time of each part, `pace` spreads a burst over turns of the event
+   loop, `flow_control` pauses reading and ends clients that do not read.
+3. `request_middleware` finds the row of the table (`routing`), makes the context (`context`),
+   admits the client (`access`, `transport/quotas`, `transport/site_check`), turns errors into
+   responses (`errors`) and records the end (`trace`, `telemetry/`).
+4. FastAPI calls the route (`routing.OperationRoute`): it decodes the body and calls the handler in
+   `routes/`, which asks the service and waits (`RequestContext.wait`) for its answer.
+"""
 
 from __future__ import annotations
 
@@ -15,38 +29,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ServerConfig
-from recserve.metrics import Metrics
+from recserve.metrics import Metrics, RecentMetrics
 from recserve.search.strategy import strategy_classes
-from recserve.server import playground
-from recserve.server.app_state import AppState, answer_items
-from recserve.server.errors import REASONS
+from recserve.server import playground, routes
+from recserve.server.access import Access, AccessKeys
+from recserve.server.context import AppState, answer_items
+from recserve.server.errors import CODES, REASONS
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
 from recserve.server.openapi import describe
-from recserve.server.routes import (
-    bundle_admin,
-    completions,
-    encoding,
-    events,
-    health,
-    inference,
-    items,
-    models,
-    rank,
-    recommend,
-    text_scores,
-)
-from recserve.server.routes import experiments as experiment_routes
-from recserve.server.routes.paths import allowed_methods
+from recserve.server.request_middleware import RequestMiddleware
+from recserve.server.routes.completions import write_texts
+from recserve.server.routing import make_routes
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
-from recserve.server.transport.gate import AccessKeys, Gate
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
-from recserve.service.recommend import POPULAR
 from recserve.service.service import SCORERS
+from recserve.service.snapshot import LISTS
 
 log = logging.getLogger(__name__)
+HANDLERS = (routes, playground)  # these register the handlers of all operations
 
 
 def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
@@ -63,24 +66,30 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     if config.experiments:
         from recserve.server.experiments import Arms, ExperimentCollector
 
-        arms = Arms(config.experiments)
+        arms = Arms(config)
 
     telemetry = Telemetry.open(config)
     # All registered names, so that dashboards have the same series for every bundle.
-    strategies = (*strategy_classes(), POPULAR, *SCORERS)
+    strategies = (*strategy_classes(), *LISTS, *SCORERS)
     metrics = Metrics(
         strategies,
         REASONS,
         lambda: telemetry.add_slate_log(lifecycle.gauges()),
         vllm_model(config),
+        CODES,
     )
     loader = ServiceLoader(config, service)
     lifecycle = Lifecycle(loader, metrics.bundle_swaps, None if arms is None else arms.check)
+    recent = RecentMetrics(metrics, lifecycle.gauges)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lifecycle.start()
+        recent.start()
+        if arms is not None:
+            arms.start()
         yield
+        recent.close()
         if arms is not None:
             await arms.close()
         await asyncio.to_thread(lifecycle.close)
@@ -90,6 +99,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app = FastAPI(
         title="recserve",
         version=installed("recserve"),
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
@@ -99,7 +109,8 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifecycle,
         metrics,
         answer_items,
-        completions.write_texts,
+        write_texts,
+        recent,
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
@@ -115,34 +126,30 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         )
         metrics.arms = arms.experiments.labels
         metrics.registry.register(ExperimentCollector(arms.experiments))
-    item_routes = (recommend, rank, inference, events, items, experiment_routes)
-    text_routes = (models, completions, text_scores, encoding)
-    for routes in (*item_routes, *text_routes, health, playground, bundle_admin):
-        routes.add_routes(app, app_state)
+    table = make_routes()
+    app.router.routes.extend(table)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = AccessKeys(
         api=tuple(key.get_secret_value() for key in config.api_keys),
         admin=tuple(key.get_secret_value() for key in config.admin_keys),
         quotas=None if config.key_quota is None else Quotas(config.key_quota),
     )
+    sites = OriginCheck(config.host, config.allowed_hosts, not (keys.api or config.insecure))
     app.add_middleware(
-        Gate,
-        lifecycle=lifecycle,
-        metrics=metrics,
-        keys=keys,
+        RequestMiddleware,
+        state=app_state,
+        routes=table,
+        access=Access(keys, sites),
         recorders=telemetry.recorders,
-        sites=OriginCheck(config.host, config.allowed_hosts, not (keys.api or config.insecure)),
     )
-    app.add_exception_handler(HTTPException, _to_gate)
+    app.add_exception_handler(HTTPException, _to_middleware)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
+    app.state.recent = recent
     return app
 
 
-async def _to_gate(request: Request, error: Exception) -> Response:
-    """Passes the framework's own errors to the gate; a 405 lists all methods of the path."""
-    if isinstance(error, HTTPException) and error.status_code == 405:
-        allow = allowed_methods(request.app.routes, request.scope)
-        raise HTTPException(405, headers={"Allow": allow}) from None
+async def _to_middleware(_: Request, error: Exception) -> Response:
+    """Passes the framework's own errors to the middleware."""
     raise error

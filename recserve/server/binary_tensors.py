@@ -29,8 +29,8 @@ from recserve.schemas.inference import (
     RequestedOutput,
 )
 from recserve.schemas.items import InvalidRequest, MissingField, UnsupportedField
-from recserve.server.app_state import json_response
 from recserve.server.body_decoder import decode
+from recserve.server.routing import json_response
 
 HEADER = "Inference-Header-Content-Length"
 BODY = msgspec.json.Decoder(InferRequest)

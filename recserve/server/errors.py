@@ -30,7 +30,7 @@ from recserve.schemas.items import (
     UnsupportedField,
 )
 from recserve.server.body_decoder import MalformedBody
-from recserve.server.transport.trace import Trace
+from recserve.server.trace import Trace
 from recserve.service.errors import (
     ContextExceeded,
     ServiceClosed,
@@ -200,7 +200,9 @@ ROUTING: dict[int, Row] = {
     ),
     405: Row(405, "invalid_request_error", "method_not_allowed", "not_found", "wrong method"),
 }
-REASONS = tuple(sorted({r.reason for r in (*TABLE.values(), *ROUTING.values(), INTERNAL)}))
+ROWS = (*TABLE.values(), *ROUTING.values(), INTERNAL)
+REASONS = tuple(sorted({row.reason for row in ROWS}))
+CODES = tuple(sorted({row.code for row in ROWS}))
 
 
 def row_of(error: BaseException) -> Row:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from recserve.core.errors import DeadlineExceeded
-from recserve.server.app_state import GRACE_S, disconnected
+from recserve.server.context import GONE, RequestContext
 from recserve.server.errors import ClientGone, error_answer, row_of
-from recserve.server.transport.trace import trace_of
 from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Piece
 
@@ -57,19 +53,18 @@ class EventStream(Response):
     error is sent as an event.
 
     Attributes:
-        request: The HTTP request.
+        context: The request.
         work: The texts in progress.
         pieces: Queue of text pieces.
         on_end: Called once nothing more will be sent, with the error that ended the texts.
-        gone: Completes when the client has closed the connection.
-        timer: Ends the stream after the deadline.
+        watch: Ends the stream when the client is gone, or after the deadline.
         first: The first piece; None until it has arrived.
         error: Error that ended the texts; None so far.
     """
 
     def __init__(
         self,
-        request: Request,
+        context: RequestContext,
         work: PendingTexts,
         pieces: PieceQueue,
         deadline_s: float,
@@ -78,7 +73,7 @@ class EventStream(Response):
         """Watches the connection and the deadline.
 
         Args:
-            request: The HTTP request.
+            context: The request.
             work: The texts in progress.
             pieces: Queue that the engine fills.
             deadline_s: time.monotonic() value of the deadline.
@@ -87,15 +82,9 @@ class EventStream(Response):
         """
         super().__init__(None, 200, HEADERS, "text/event-stream; charset=utf-8")
         del self.headers["content-length"]
-        self.request, self.work = request, work
+        self.context, self.work = context, work
         self.pieces, self.on_end = pieces, on_end
-        self.gone = asyncio.ensure_future(disconnected(request))
-        gone = ClientGone("the client closed the connection")
-        self.gone.add_done_callback(lambda _: pieces.fail(gone))
-        # The engine ends late texts itself. This timer is for an engine that is stuck.
-        left_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
-        late = DeadlineExceeded("the deadline passed before the text was complete")
-        self.timer = asyncio.get_running_loop().call_later(left_s, pieces.fail, late)
+        self.watch = context.watch(deadline_s, "the text was complete", pieces.fail)
         self.first: Piece | None = None
         self.error: Exception | None = None
 
@@ -118,7 +107,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
-            self.error = ClientGone("the client closed the connection")
+            self.error = ClientGone(GONE)
             raise self.error from None
         finally:
             self._close()
@@ -129,8 +118,8 @@ class EventStream(Response):
         try:
             while left:
                 piece = piece or await self.pieces.next()
-                if self.gone.done():
-                    raise ClientGone("the client closed the connection")
+                if self.watch.gone:
+                    raise ClientGone(GONE)
                 left -= piece.ended
                 yield _event(self.work.chunk(piece, last=not left))
                 piece = None
@@ -141,14 +130,14 @@ class EventStream(Response):
             raise
         except Exception as error:
             self.error = error
-            trace_of(self.request.scope).failure = row_of(error).reason
+            trace, row = self.context.trace, row_of(error)
+            trace.failure, trace.error_code = row.reason, row.code
             yield _event(error_answer(error))
         yield DONE
 
     def _close(self) -> None:
-        """Stops the watchers and cancels the unfinished texts."""
-        self.gone.cancel()
-        self.timer.cancel()
+        """Stops the watch and cancels the unfinished texts."""
+        self.watch.close()
         self.work.cancel()
         self.on_end(self.error)
 

@@ -12,18 +12,18 @@ application's state, `answer_items` and `write_texts`, by the methods of `Arms`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.config import ConfigError
+from recserve.config import ConfigError, ServerConfig
 from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.serving.arm_fields import ArmFields
 from recserve.experiments.serving.arm_tally import ArmResult
@@ -34,6 +34,7 @@ from recserve.experiments.serving.experiment import (
     ServingArm,
 )
 from recserve.experiments.serving.registry import Draw, Experiments
+from recserve.experiments.serving.saved_counts import SavedCounts
 from recserve.experiments.serving.settings import parse_experiments
 from recserve.experiments.serving.team_draft import team_draft
 from recserve.schemas.experiments import Use
@@ -46,16 +47,9 @@ from recserve.schemas.items import (
     RecommendResponse,
 )
 from recserve.schemas.text import CompletionRequest, TextRequest
-from recserve.server.app_state import (
-    AppState,
-    BeginTexts,
-    answer_items,
-    disconnected,
-    trace_answer,
-)
+from recserve.server.context import BeginTexts, RequestContext, answer_items
 from recserve.server.errors import ClientGone, row_of
 from recserve.server.routes.completions import write_texts
-from recserve.server.transport.trace import trace_of
 from recserve.service import Service
 from recserve.service.errors import UnknownModel
 from recserve.service.pending import Pending
@@ -67,7 +61,8 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=RecommendRequest | RankRequest)
 A = TypeVar("A", bound=RecommendResponse | RankResponse)
 T = TypeVar("T", bound=TextRequest)
-R = TypeVar("R")
+log = logging.getLogger(__name__)
+COUNTS_FOLDER = ".experiments"  # in bundles_dir, or the end of a name next to the bundle
 MAX_COPIES = 8  # of mode `shadow` at the same time
 
 
@@ -82,28 +77,38 @@ class Arms:
         experiments: The experiments.
         remote: The arms that another server answers, by label.
         copies: Requests of mode `shadow` in progress.
+        counts: Saves the counts of the experiments; None keeps them in memory.
     """
 
-    def __init__(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Opens no connection yet.
+    def __init__(self, config: ServerConfig) -> None:
+        """Restores the counts and opens no connection yet.
 
         Args:
-            settings: The setting `experiments`.
+            config: Settings of the server, with experiments.
 
         Raises:
-            InvalidRequest: If a setting is out of range.
-            ConfigError: If an arm has an address and the extra `client` is missing, or its key
-                cannot be read.
+            InvalidRequest: If a setting of an experiment is out of range.
+            ConfigError: If an arm has an address and the extra `client` is missing, its key cannot
+                be read, or `experiments_dir` cannot be used.
         """
-        self.experiments = Experiments(Experiment(one) for one in parse_experiments(settings))
+        settings = parse_experiments(config.experiments)
+        self.experiments = Experiments(Experiment(one) for one in settings)
         remote = (arm for one in self.experiments for arm in one.arms if arm.remote)
         self.remote = {arm.label: _open_remote(arm) for arm in remote}
         self.copies: set[asyncio.Task[None]] = set()
+        self.counts = _open_counts(config, self.experiments)
+
+    def start(self) -> None:
+        """Starts to save the counts."""
+        if self.counts is not None:
+            self.counts.start()
 
     async def close(self) -> None:
-        """Closes the connections to other servers."""
+        """Closes the connections to other servers and saves the last counts."""
         for arm in self.remote.values():
             await arm.close()
+        if self.counts is not None:
+            await asyncio.to_thread(self.counts.close)
 
     def check(self, service: Service) -> None:
         """Starts a request of every arm that needs no model, so that its fields are checked.
@@ -114,9 +119,15 @@ class Arms:
             service: The open service.
 
         Raises:
-            ValueError: If an arm does not fit the models; the message names experiment and arm.
+            ValueError: If an arm does not fit the models, or a goal is no event type of the
+                service; the message names the experiment.
         """
         for one in self.experiments:
+            for goal in one.settings.goal_types:
+                try:
+                    service.histories.types.number(goal)
+                except ValueError as error:
+                    raise ValueError(f"experiment {one.settings.name}, goals: {error}") from None
             for arm in (arm for arm in one.arms if not arm.remote):
                 try:
                     _probe(service, one.settings.use, arm.fields)
@@ -126,9 +137,7 @@ class Arms:
 
     async def answer_items(
         self,
-        app_state: AppState,
-        request: Request,
-        service: Service,
+        context: RequestContext,
         begin: Callable[[B, str, float], Pending[A]],
         body: B,
     ) -> A:
@@ -137,16 +146,16 @@ class Arms:
         Raises:
             Exception: What the request fails with; row_of maps it to an HTTP error.
         """
-        trace = trace_of(request.scope)
+        trace = context.trace
         user = None if body.user is None else body.user.id
         use: Use = "recommend" if isinstance(body, RecommendRequest) else "rank"
         draw = None
-        if ARM_HEADER not in request.headers:
+        if ARM_HEADER not in context.request.headers:
             draw = self.experiments.draw(use, user, trace.request_id, body)
         if draw is None:
-            return await answer_items(app_state, request, service, begin, body)
-        deadline_s = app_state.deadline_s(request, body.timeout_ms)
-        drawn = _ItemRequest(self, app_state, request, service, begin, body, deadline_s)
+            return await answer_items(context, begin, body)
+        deadline_s = context.deadline_s(body.timeout_ms)
+        drawn = _ItemRequest(self, context, begin, body, deadline_s)
         label = trace.experiment = draw.label
         try:
             answer = await drawn.answer(draw)
@@ -160,23 +169,24 @@ class Arms:
             answer = await drawn.ask_control(draw.experiment)
             assert draw.arm is not None
             _record_refusal(draw.experiment, draw.arm, error)
-        token = service.signer.labelled(answer.attribution_token, label.name, label.arm or "")
+        draw.experiment.count_answer(label, trace.request_id if user is None else user)
+        # The token of an answer that does not count names no arm, so its events do not count.
+        arm = "" if label.reason is not None or label.arm is None else label.arm
+        token = context.service.signer.labelled(answer.attribution_token, label.name, arm)
         labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
-        return trace_answer(trace, labelled)
+        return context.record(labelled)
 
-    async def write_texts(
-        self, app_state: AppState, request: Request, begin: BeginTexts[T], body: T
-    ) -> Response:
+    async def write_texts(self, context: RequestContext, begin: BeginTexts[T], body: T) -> Response:
         """Returns the response of a text request; arguments as in the plain function.
 
         Raises:
             Exception: What the request fails with.
         """
-        trace = trace_of(request.scope)
+        trace = context.trace
         draw = self.experiments.draw("text", body.user, trace.request_id, body)
         if draw is None or draw.arm is None:
             trace.experiment = None if draw is None else draw.label
-            return await write_texts(app_state, request, begin, body)
+            return await write_texts(context, begin, body)
         experiment, arm, counted = draw.experiment, draw.arm, draw.counted
         trace.experiment, began_s = draw.label, time.monotonic()
 
@@ -189,13 +199,37 @@ class Arms:
 
         try:
             fitted = arm.fields.applied(body)
-            return await write_texts(app_state, request, begin, fitted, record)
+            return await write_texts(context, begin, fitted, record)
         except InvalidRequest as error:
             if not _is_misfit(error, arm):
                 raise
             reason = f"the arm does not fit: {error}"
         trace.experiment = msgspec.structs.replace(draw.label, arm=None, reason=reason)
-        return await write_texts(app_state, request, begin, body)
+        return await write_texts(context, begin, body)
+
+
+def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts | None:
+    """Restores the counts of the experiments; None without a folder that can be used.
+
+    Raises:
+        ConfigError: If `experiments_dir` cannot be used.
+    """
+    folder = config.experiments_dir
+    if folder is None and config.bundles_dir is not None:
+        folder = config.bundles_dir.resolve() / COUNTS_FOLDER
+    if folder is None and config.bundle is not None:
+        bundle = config.bundle.resolve()
+        folder = bundle.with_name(bundle.name + COUNTS_FOLDER)
+    if folder is None:
+        return None
+    try:
+        return SavedCounts(folder, experiments)
+    except OSError as error:
+        message = f"experiments_dir: {folder} cannot be used: {error}"
+        if config.experiments_dir is not None:
+            raise ConfigError(message) from None
+        log.warning("%s; the counts of experiments end with this process", message)
+        return None
 
 
 @dataclass(frozen=True)
@@ -204,18 +238,14 @@ class _ItemRequest(Generic[B, A]):
 
     Attributes:
         arms: The arms of the server.
-        app_state: State of the application.
-        request: The HTTP request.
-        service: The service that answers, also if it is replaced meanwhile.
-        begin: Starts the request on it.
+        context: The request.
+        begin: Starts the request on the service.
         body: The decoded body, without the fields of an arm.
         deadline_s: time.monotonic() value of the deadline.
     """
 
     arms: Arms
-    app_state: AppState
-    request: Request
-    service: Service
+    context: RequestContext
     begin: Callable[[B, str, float], Pending[A]]
     body: B
     deadline_s: float
@@ -249,7 +279,7 @@ class _ItemRequest(Generic[B, A]):
         """
         began_s = time.monotonic()
         half_s = began_s + (self.deadline_s - began_s) / 2
-        if experiment.coin(trace_of(self.request.scope).request_id).random() < 0.5:
+        if experiment.coin(self.context.trace.request_id).random() < 0.5:
             answer = await self.ask_and_record(experiment, experiment.control)
             had_time = time.monotonic() < half_s
             other = await self.ask_second(experiment, self.deadline_s, had_time)
@@ -296,7 +326,7 @@ class _ItemRequest(Generic[B, A]):
         """
         answer = await self.ask_and_record(experiment, experiment.control)
         copies = self.arms.copies
-        if self.app_state.service.engine.stats().queue_depth or len(copies) >= MAX_COPIES:
+        if self.context.service.engine.stats().queue_depth or len(copies) >= MAX_COPIES:
             experiment.drop()
             return answer
         task = asyncio.create_task(self.copy(experiment, _item_ids(answer)))
@@ -308,15 +338,15 @@ class _ItemRequest(Generic[B, A]):
         """Runs the treatment and compares its items with the given ones. It raises no error."""
         arm = experiment.arms[1]
         began_s = time.monotonic()
-        deadline_s = began_s + self.app_state.default_timeout_ms / 1e3
+        deadline_s = began_s + self.context.state.default_timeout_ms / 1e3
         try:
-            if self.app_state.service is not self.service:
+            if self.context.state.lifecycle.service is not self.context.service:
                 return  # a replaced service keeps nothing of users in its caches
             body = arm.fields.applied(self.body)
             if arm.remote:
                 answer = await self.forward(arm, body, deadline_s)
             else:  # the client has its answer and may have gone
-                work = await self.app_state.begin(self.begin, self.request, body, deadline_s)
+                work = await self.context.begin(self.begin, body, deadline_s)
                 await asyncio.gather(*map(asyncio.wrap_future, work.futures))
                 answer = work.wait()
         except Exception as error:
@@ -352,18 +382,18 @@ class _ItemRequest(Generic[B, A]):
             return first
         experiment.compare(_item_ids(first), _item_ids(second))
         slates = cast(RecommendResponse, first), cast(RecommendResponse, second)
-        return cast(A, _interleave(slates, experiment, trace_of(self.request.scope).request_id))
+        return cast(A, _interleave(slates, experiment, self.context.trace.request_id))
 
     async def ask(self, arm: ServingArm | None, deadline_s: float) -> A:
         """Returns the answer of an arm by a time.monotonic() value; None is the plain service."""
         body = self.body if arm is None else arm.fields.applied(self.body)
         if arm is not None and arm.remote:
-            return await _while_connected(self.request, self.forward(arm, body, deadline_s))
-        return await self.app_state.answer(self.begin, self.request, body, deadline_s)
+            return await self.context.while_connected(self.forward(arm, body, deadline_s))
+        return await self.context.answer(self.begin, body, deadline_s)
 
     async def forward(self, arm: ServingArm, body: B, deadline_s: float) -> A:
         """Returns the answer of the arm's own server, with a token of this server."""
-        request_id = trace_of(self.request.scope).request_id
+        request_id = self.context.trace.request_id
         sent = msgspec.structs.replace(body, request_id=request_id)
         try:
             answer: A = await self.arms.remote[arm.label].ask(sent, deadline_s)
@@ -373,7 +403,7 @@ class _ItemRequest(Generic[B, A]):
         arm.forwarded["answered"] += 1
         user = None if body.user is None else body.user.id
         versions = answer.model_version, answer.catalog_version
-        token = self.service.signer.token(request_id, user, *versions)
+        token = self.context.service.signer.token(request_id, user, *versions)
         return msgspec.structs.replace(answer, attribution_token=token)
 
     def deadline_of(self, arm: ServingArm) -> float:
@@ -440,19 +470,6 @@ def _probe(service: Service, use: Use, fields: ArmFields) -> None:
     else:
         text = fields.applied(CompletionRequest(prompt="x", temperature=0.0))
         speculation(text.speculation, text.temperature, service.text.model)
-
-
-async def _while_connected(request: Request, work: Coroutine[Any, Any, R]) -> R:
-    """Returns the result of a coroutine. Cancels it and raises ClientGone if the client leaves."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone("the client closed the connection")
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
 
 
 def _interleave(

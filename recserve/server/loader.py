@@ -98,4 +98,5 @@ class ServiceLoader:
             weights=config.weights,
             history_timeout_ms=config.history_timeout_ms,
             event_types=config.event_types,
+            popular_half_life_s=config.popular_half_life_s,
         )

@@ -1,11 +1,11 @@
-"""Builds GET /openapi.json from the framework's description and the messages' own schemas.
+"""Builds GET /openapi.json from the table of operations and the schemas of their messages.
 
-Routes decode raw bodies themselves for speed, so the framework does not know their schemas.
+Refusals that depend on data, models or keys are listed by operation; no schema can say them.
+Routes that a program has added to the application are described by the framework.
 """
 
 from __future__ import annotations
 
-import inspect
 from itertools import pairwise
 from typing import Any
 
@@ -14,122 +14,119 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from recserve.bounds import END_S, FIRST_S, UNITS_PER_S
-from recserve.schemas import admin as a
-from recserve.schemas import browse as b
-from recserve.schemas import encoding as c
-from recserve.schemas import events as e
-from recserve.schemas import experiments as x
 from recserve.schemas import inference as i
 from recserve.schemas import items as m
-from recserve.schemas import scoring as s
-from recserve.schemas import text as t
+from recserve.schemas.api import OPERATIONS, Operation
+from recserve.schemas.browse import LISTS
 from recserve.schemas.rules import add_rules
-from recserve.server.errors import is_inference
-from recserve.server.openapi_errors import error_statuses
+from recserve.server.errors import INTERNAL, ROUTING, TABLE, Row, is_inference
 from recserve.speculation.sampling_params import MIN_TEMPERATURE
 
-BODIES = {
-    "recommend": m.RecommendRequest,
-    "rank": m.RankRequest,
-    "rank_batch": m.RankBatchRequest,
-    "add_events": e.EventsRequest,
-    "put_items": m.ItemsRequest,
-    "rollback_items": m.RollbackRequest,
-    "complete": t.CompletionRequest,
-    "chat": t.ChatRequest,
-    "rerank": s.RerankRequest,
-    "rerank_v2": s.RerankRequest,
-    "generative_scoring": s.GenerativeScoringRequest,
-    "embeddings": c.EmbeddingsRequest,
-    "tokenize": c.TokenizeRequest,
-    "detokenize": c.DetokenizeRequest,
-    "load_bundle": a.BundleLoadRequest,
-    "infer": i.InferRequest,
-}
-QUERIES: dict[str, type[msgspec.Struct]] = {"items": b.ItemsQuery, "users": b.UsersQuery}
-ANSWERS = {
-    "items": b.ItemPage,
-    "users": b.UserPage,
-    "recommend": m.RecommendResponse,
-    "rank": m.RankResponse,
-    "rank_batch": m.RankBatchResponse,
-    "add_events": e.EventsResponse,
-    "complete": t.CompletionResponse,
-    "chat": t.ChatResponse,
-    "rerank": s.RerankResponse,
-    "rerank_v2": s.RerankResponse,
-    "generative_scoring": s.GenerativeScoringResponse,
-    "embeddings": c.EmbeddingsResponse,
-    "tokenize": c.TokenizeResponse,
-    "detokenize": c.DetokenizeResponse,
-    "tokenizer_info": c.TokenizerInfo,
-    "event_types": e.EventTypesResponse,
-    "history": e.HistoryResponse,
-    "item": m.ItemResponse,
-    "put_items": m.ItemsResponse,
-    "hide_item": m.HideItemResponse,
-    "rollback_items": m.RollbackResponse,
-    "experiments": x.ExperimentsResponse,
-    "stop_experiment": x.ExperimentStatus,
-    "start_experiment": x.ExperimentStatus,
-    "server_metadata": i.ServerMetadata,
-    "model_metadata": i.ModelMetadata,
-    "model_ready": i.ModelReady,
-    "model_config": i.ModelConfig,
-    "model_statistics": i.Statistics,
-    "all_statistics": i.Statistics,
-    "infer": i.InferResponse,
-    "load_bundle": a.BundleStatus,
-    "rollback_bundle": a.BundleStatus,
-    "bundle_status": a.BundleStatus,
-}
-# Each event of a stream is one of these; the last one is [DONE].
-STREAMS = {"complete": t.CompletionResponse, "chat": t.ChatChunk}
-STATUS = {"load_bundle": "202", "rollback_bundle": "202"}
+Schema = dict[str, Any]
+# Codes of errors: of every request, of those with a key, a body or query, a queue.
+ALWAYS = ("request_timeout", "headers_too_large", "internal", "not_ready", "too_many_connections")
+KEYS = ("invalid_api_key", "cross_site")
+INPUT = ("malformed_body", "malformed_request", "body_too_large", "missing_field", "unknown_field")
+ENGINE = ("unknown_model", "request_too_large", "queue_full", "deadline_exceeded")
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
+def describe(app: FastAPI) -> Schema:
     """Returns the OpenAPI description of the application."""
-    said = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    errors = (m.ErrorResponse, i.InferError)
-    kinds = [*BODIES.values(), *ANSWERS.values(), *STREAMS.values(), *errors, m.ItemInput]
-    kinds = list(dict.fromkeys(kinds))
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    rows = [row for row in OPERATIONS.values() if row.described]
+    types = [row.body for row in rows] + [row.answer for row in rows] + [row.event for row in rows]
+    structs = [one for one in types if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    kinds: list[type] = list(dict.fromkeys([*structs, m.ErrorResponse, i.InferError, m.ItemInput]))
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
-    by_kind = dict(zip(kinds, schemas, strict=True))
+    by_kind: dict[type, Schema] = dict(zip(kinds, schemas, strict=True))
     _complete(components)
-    said["components"] = {"schemas": components}
     add_rules(components, MIN_TEMPERATURE)
-    for path, operations in said["paths"].items():
-        for operation in operations.values():
-            name = operation["operationId"]
-            if "description" in operation:
-                operation["description"] = inspect.cleandoc(operation["description"])
-            if name in BODIES:
-                content = {"application/json": {"schema": by_kind[BODIES[name]]}}
-                operation["requestBody"] = {"required": True, "content": content}
-            if name in QUERIES:
-                operation["parameters"] = _parameters(QUERIES[name])
-            error = by_kind[i.InferError if is_inference(path) else m.ErrorResponse]
-            operation["responses"] = {
-                **error_statuses(name, path, name in BODIES or name in QUERIES, error),
-                "default": {
-                    "description": "Error.",
-                    "content": {"application/json": {"schema": error}},
-                },
-            }
-            if name == "delete_user":
-                operation["responses"]["204"] = {"description": "Deleted."}
-                continue
-            answered: dict[str, Any] = {"description": "Success."}
-            if name in ANSWERS:
-                answered["content"] = {"application/json": {"schema": by_kind[ANSWERS[name]]}}
-            if name in STREAMS:
-                event = _event(by_kind[STREAMS[name]], error)
-                answered["content"] |= {"text/event-stream": {"schema": event}}
-            operation["responses"][STATUS.get(name, "200")] = answered
-    return said
+    document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    for row in rows:
+        path = document["paths"].setdefault(row.path.replace(":path}", "}"), {})
+        path[row.method.lower()] = _operation(row, by_kind)
+    return document
+
+
+def _operation(row: Operation[Any, Any], by_kind: dict[type, Schema]) -> Schema:
+    """Returns the description of an operation."""
+    described: Schema = {
+        "summary": row.name.replace("_", " ").title(),
+        "description": row.summary,
+        "operationId": row.name,
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in row.parameters
+    ]
+    if row.query is not None:
+        parameters += _parameters(row.query)
+    if parameters:
+        described["parameters"] = parameters
+    if row.body is not None:
+        content = {"application/json": {"schema": by_kind[row.body]}}
+        described["requestBody"] = {"required": True, "content": content}
+    error = by_kind[i.InferError if is_inference(row.path) else m.ErrorResponse]
+    refused = {"application/json": {"schema": error}}
+    described["responses"] = {
+        **error_statuses(row, error),
+        "default": {"description": "Error.", "content": refused},
+        str(row.status): _success(row, by_kind, error),
+    }
+    return described
+
+
+def _success(row: Operation[Any, Any], by_kind: dict[type, Schema], error: Schema) -> Schema:
+    """Returns the description of an answer that is no error."""
+    if row.answer is type(None):
+        return {"description": "Deleted."}
+    described: Schema = {"description": "Success."}
+    if row.answer in by_kind:
+        described["content"] = {"application/json": {"schema": by_kind[row.answer]}}
+    if row.event is not None:
+        event = _event(by_kind[row.event], error)
+        described["content"]["text/event-stream"] = {"schema": event}
+    return described
+
+
+def error_codes(row: Operation[Any, Any]) -> list[str]:
+    """Returns the codes of the errors of an operation, each once."""
+    has_input = row.body is not None or row.query is not None
+    codes = [*ALWAYS]
+    if not row.open:
+        codes += KEYS
+    if row.admin:
+        codes.append("admin_disabled")
+    elif row.counted:
+        codes.append("quota_exceeded")
+    if has_input:
+        codes += INPUT
+    if has_input or row.parameters or row.admin:
+        codes.append("out_of_range")
+    if row.queue:
+        codes += ENGINE
+    return list(dict.fromkeys([*codes, *row.errors]))
+
+
+def error_statuses(row: Operation[Any, Any], error_schema: Schema) -> Schema:
+    """Returns the error responses of an operation by status, each with its codes.
+
+    Args:
+        row: The operation.
+        error_schema: JSON schema of the error response.
+    """
+    known: tuple[Row, ...] = (*TABLE.values(), *ROUTING.values(), INTERNAL)
+    statuses: dict[int, list[str]] = {}
+    for code in error_codes(row):
+        status = next(one.status for one in known if one.code == code)
+        statuses.setdefault(status, []).append(code)
+    content = {"application/json": {"schema": error_schema}}
+    return {
+        str(status): {"description": f"`code` is {' or '.join(codes)}.", "content": content}
+        for status, codes in sorted(statuses.items())
+    }
 
 
 def _event(chunk: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +188,6 @@ def _parameters(query: type[msgspec.Struct]) -> list[dict[str, Any]]:
     required = schema.get("required", ())
     return [
         {"name": name, "in": "query", "required": name in required, "schema": own}
-        | ({"style": "form", "explode": False} if name in b.LISTS else {})
+        | ({"style": "form", "explode": False} if name in LISTS else {})
         for name, own in schema["properties"].items()
     ]

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from recserve.config import ServerConfig, is_loopback
 from recserve.features.catalog.item_journal import JournalError
 from recserve.server.app import create_app
+from recserve.server.context import context_of
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
 
@@ -40,8 +41,6 @@ NUM_FALLBACKS = 2
 RETRY_AFTER_S = 1
 # Requests and responses do not pass through Ray's object store.
 OBJECT_STORE_BYTES = 128 * 2**20
-# Routes whose changes stay in one process.
-PER_PROCESS = ("/v1/items", "/admin")
 
 
 class ReplicaOptions(BaseModel):
@@ -116,8 +115,8 @@ class SharedChangesOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on. Raises JournalError for a change of the catalogue."""
-        changes = scope["type"] == "http" and scope["method"] not in ("GET", "HEAD")
-        if changes and scope["path"].startswith(PER_PROCESS):
+        operation = context_of(scope).operation if scope["type"] == "http" else None
+        if operation is not None and operation.per_process:
             raise JournalError("replicas share one catalogue: deploy a new bundle instead")
         await self.app(scope, receive, send)
 

@@ -144,7 +144,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         host=config.host,
         port=config.port,
         log_level="info",
-        # The gate logs requests: uvicorn's line has user ids of paths and no request id.
+        # The middleware logs requests: uvicorn's line has user ids of paths and no request id.
         access_log=False,
         log_config=None,
         server_header=False,

@@ -21,8 +21,6 @@ LARGE_BATCH = 8
 LARGE_IDS = 512
 LARGE_K = 256
 LARGE_VALUES = 2048  # items times fields
-# Models in whose queues a request waits. A ranking needs one of them.
-RECOMMEND_MODELS, RANK_MODELS, TEXT_MODELS = ("recommender",), ("ranker", "recommender"), ("text",)
 
 
 class Threads:

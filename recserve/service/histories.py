@@ -144,6 +144,7 @@ class Histories:
                     known_events(revised.before, snapshot.items),
                     known_events(revised.after, snapshot.items),
                 )
+        self.catalog.count_events(incoming.new_keys, incoming.new_times)
         self.prewarm.forget(revisions, self._snapshot)
         if self.successor is not None and revisions:
             self.successor.forget_all()
@@ -314,6 +315,8 @@ class EventChanges:
         now_us: Time of the request in microseconds since 1970.
         users: Position in the request and change of each valid event, by user id.
         rejected: Events that were not stored, with the reason.
+        new_keys: Item key of each new event.
+        new_times: Time of each new event in microseconds since 1970.
         accepted: Number of new events.
         duplicates: Number of events that were stored before.
         corrected: Number of corrections that took effect.
@@ -331,6 +334,8 @@ class EventChanges:
         self.now_us = time.time_ns() // 1000
         self.users: dict[str, list[tuple[int, Change]]] = {}
         self.rejected: list[Rejection] = []
+        self.new_keys: list[int] = []
+        self.new_times: list[int] = []
         self.accepted = self.duplicates = self.corrected = 0
 
     def take(self, index: int, event: EventInput) -> None:
@@ -363,6 +368,9 @@ class EventChanges:
             if isinstance(change, StoredEvent):
                 self.accepted += done
                 self.duplicates += not done
+                if done:
+                    self.new_keys.append(change.item_key)
+                    self.new_times.append(change.time_us)
             elif done:
                 self.corrected += 1
             else:

@@ -12,6 +12,7 @@ from recserve.bounds import MIN_TIME_US
 from recserve.features.catalog.versions import CatalogVersion
 
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 @dataclass(frozen=True)

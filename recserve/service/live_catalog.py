@@ -8,30 +8,38 @@ A change takes this way:
     commit    the journal stores the change set, then it makes the next version
     publish   the models get the new rows, then requests get the new snapshot
     fold      a thread makes new bases once many items have been inserted
+
+Time changes the catalogue too. A snapshot knows until when it holds, and the first request after
+that publishes the next one (`current`).
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
+from recserve.bounds import MAX_TIME_US, MIN_TIME_US, TIMES, format_time
 from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels
 from recserve.engine.engine import Engine
+from recserve.features.catalog.catalog import item_keys
 from recserve.features.catalog.filters import CATEGORIES
 from recserve.features.catalog.item_journal import ItemJournal, JournalError
 from recserve.features.catalog.item_records import ItemRecord, check_attributes
 from recserve.features.catalog.new_items import IdAssigner, NewVectors
+from recserve.features.catalog.popularity import SavedCounts
 from recserve.features.catalog.versions import (
     CatalogVersion,
     ChangeSet,
@@ -43,8 +51,10 @@ from recserve.features.catalog.versions import (
     restore_version,
 )
 from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT
 from recserve.features.vectors.text_encoder import unit
 from recserve.features.vectors.vector_index import VersionIndex
+from recserve.files import UnreadableFile
 from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
 from recserve.schemas.browse import DEFAULT_LISTED, ItemPage, ItemsQuery, ListedItem
@@ -61,8 +71,8 @@ from recserve.schemas.items import (
 )
 from recserve.schemas.validation import converted
 from recserve.service.errors import UnknownItem, UnknownVersion
-from recserve.service.history import History
-from recserve.service.snapshot import Snapshot
+from recserve.service.history import EPOCH, MICROSECOND, History
+from recserve.service.snapshot import POPULAR, Snapshot
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,6 +85,7 @@ MAX_SCANNED = 20_000
 MAX_NEWEST = 32
 MAX_OLDER = 120
 MIN_INTERVAL_S = 60.0
+SAVE_COUNTS_S = 60.0  # a crash loses the counts of events of so many seconds
 ITEM_FIELDS = frozenset(ItemInput.__struct_fields__)
 
 
@@ -84,12 +95,13 @@ class LiveCatalog:
     To publish a version means to replace `current`. Existing snapshots never change.
 
     Attributes:
-        current: The snapshot that new requests use.
+        clock: Returns the present time in microseconds since 1970.
         models: Networks that get a row for every new item.
         journal: Journal of the changes; None keeps the changes in memory only.
         successor: Live catalogue of the service that replaces this one. It gets the changes that
             arrive after the replacement. None before that.
         recent: Ids of the items that have changed since this service began to answer.
+        counts_file: File of the live counts of events; None keeps them in memory only.
     """
 
     def __init__(
@@ -111,17 +123,37 @@ class LiveCatalog:
             journal: Journal of the changes; None keeps the changes in memory only.
             ranking: The ranker's item tables; None without a ranker.
         """
-        self.current = snapshot
+        self.clock: Callable[[], int] = lambda: time.time_ns() // 1000
         self.models = models
         self.journal = journal
         self.successor: LiveCatalog | None = None
         self.recent: set[str] = set()
+        self.counts_file: Path | None = None
         self._bundle, self._engine, self._ranking = bundle, engine, ranking
         self._tools: tuple[NewVectors, IdAssigner] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of changes
+        self._swap_lock = threading.RLock()  # of `_current`
+        self._current = snapshot.at(
+            snapshot.items, snapshot.ranking, snapshot.base_trie, self.clock()
+        )
+        self._saved_at_s, self._saving = time.monotonic(), threading.Lock()
+        self._counts_changed = False
         self._archive = _VersionArchive(snapshot.items, snapshot.base_trie)
         self._folding: threading.Thread | None = None
         self._lineage = 0
+
+    @property
+    def current(self) -> Snapshot:
+        """The snapshot that new requests use."""
+        snapshot = self._current
+        if snapshot.until_us is None or self.clock() < snapshot.until_us:
+            return snapshot
+        with self._swap_lock:
+            snapshot, now_us = self._current, self.clock()
+            if snapshot.until_us is not None and now_us >= snapshot.until_us:
+                snapshot = snapshot.at(snapshot.items, snapshot.ranking, snapshot.base_trie, now_us)
+                self._current = snapshot
+            return snapshot
 
     def replay(self) -> None:
         """Applies the change sets of the journal. Raises JournalError."""
@@ -141,13 +173,18 @@ class LiveCatalog:
         self._fold_if_large()
 
     def get(self, item_id: str) -> ItemResponse:
-        """Returns one item of the current version. Raises UnknownItem."""
-        items = self.current.items
+        """Returns one item of the current version, whatever its times. Raises UnknownItem."""
+        snapshot = self.current
+        items = snapshot.items
         row = items.visible.get(item_id)
         if row < 0:
             raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+        record = items.record(row)
+        first, last = record.available_from, record.expires_at
         return ItemResponse(
-            **_item_fields(items, row),
+            **_item_fields(snapshot, row),
+            available_from=UNSET if first is None else format_time(first),
+            expires_at=UNSET if last is None else format_time(last),
             attributes=items.attributes(row),
             catalog_version=items.name,
         )
@@ -164,15 +201,16 @@ class LiveCatalog:
         Raises:
             InvalidRequest: If the query has both `ids` and another field.
         """
-        items = self.current.items
+        snapshot = self.current
+        items = snapshot.items
         if query.ids is not UNSET:
-            return _find_items(items, query, query.ids)
+            return _find_items(snapshot, query, query.ids)
         limit = DEFAULT_LISTED if query.limit is UNSET else query.limit
         text = query.query.strip().casefold()
         exact = items.visible.get(query.query.strip()) if text else -1
         matching: list[int] = [exact] if exact >= 0 and not query.after else []
         place, stop = query.after, query.after + MAX_SCANNED
-        rows = items.popular(stop + 1)[place : stop + 1].tolist()
+        rows = snapshot.ranked(POPULAR, stop + 1)[place:].tolist()
         for row in rows[:MAX_SCANNED]:
             if len(matching) >= limit:
                 break
@@ -181,19 +219,25 @@ class LiveCatalog:
                 matching.append(row)
         more = place - query.after < len(rows)
         return ItemPage(
-            items=[ListedItem(**_item_fields(items, row)) for row in matching],
+            items=[ListedItem(**_item_fields(snapshot, row)) for row in matching],
             next=place if more else None,
             num_items=_num_items(items),
             catalog_version=items.name,
         )
 
-    def put(self, body: ItemsRequest) -> ItemsResponse:
+    def put(
+        self, body: ItemsRequest, added_at: Mapping[str, int | None] | None = None
+    ) -> ItemsResponse:
         """Inserts and updates items; an invalid item does not affect the others.
+
+        Args:
+            body: The items.
+            added_at: Times of addition of items that another catalogue had before, by id.
 
         Raises:
             JournalError: If the journal cannot be written.
         """
-        return self._write(lambda catalog: catalog._put(body))
+        return self._write(lambda catalog: catalog._put(body, added_at or {}))
 
     def hide(self, *item_ids: str, unknown: bool = False) -> str:
         """Removes items from all answers and returns the name of the version without them.
@@ -283,11 +327,77 @@ class LiveCatalog:
         return self._tools
 
     def close(self) -> None:
-        """Waits for a fold in progress, then releases the journal for other processes."""
+        """Waits for a fold, saves the counts, then releases the journal for other processes."""
         if self._folding is not None:
             self._folding.join()
+        self._save_counts()
         if self.journal is not None:
             self.journal.close()
+
+    def count_events(self, keys: Sequence[int], times_us: Sequence[int]) -> None:
+        """Counts events for the list `popular`.
+
+        Args:
+            keys: [n] key of each event's item.
+            times_us: [n] times in microseconds since 1970.
+        """
+        if self.successor is not None:
+            self.successor.count_events(keys, times_us)
+            return
+        items = self._current.items
+        rows = items.rows_of_keys(np.array(keys, np.uint64))
+        known = rows >= 0
+        first = items.first_rows(rows[known])
+        self._current.popularity.count(first, np.array(times_us, np.int64)[known])
+        self._counts_changed = True
+        due = time.monotonic() - self._saved_at_s > SAVE_COUNTS_S
+        if due and self.counts_file is not None and not self._saving.locked():
+            threading.Thread(target=self._save_counts, name="save-counts", daemon=True).start()
+
+    def read_counts(self) -> SavedCounts:
+        """Returns the live counts of events by item."""
+        items = self._current.items
+        counts, since_us = self._current.popularity.read()
+        counts = counts[: items.num_rows]
+        rows = np.flatnonzero((counts > 0) | (np.arange(counts.size) < len(items.base)))
+        tail = rows[rows >= len(items.base)].tolist()
+        keys = [items.base.keys, item_keys([items.item_id(row) for row in tail])]
+        return SavedCounts(np.concatenate(keys), counts[rows], since_us)
+
+    def set_counts(self, saved: SavedCounts) -> None:
+        """Replaces the counts of the items that the saved ones name and this catalogue has."""
+        items = self._current.items
+        rows = items.rows_of_keys(saved.keys)
+        known = rows >= 0
+        first = items.first_rows(rows[known])
+        self._current.popularity.load(saved.counts[known], first, saved.since_us)
+
+    def take_counts(self, other: LiveCatalog) -> None:
+        """Continues the counts of another catalogue, and their file."""
+        self.set_counts(other.read_counts())
+        self.counts_file, other.counts_file = other.counts_file, None
+        self._counts_changed = True
+
+    def load_counts(self) -> None:
+        """Reads the file of counts, if there is one. A damaged one is logged and left out."""
+        if self.counts_file is None or not self.counts_file.exists():
+            return
+        try:
+            self.set_counts(SavedCounts.load(self.counts_file))
+        except UnreadableFile as error:
+            log.error("popularity starts with the training events: %s", error)
+
+    def _save_counts(self) -> None:
+        """Writes the counts to their file if events have changed them. A failure is logged."""
+        with self._saving:
+            path, self._saved_at_s = self.counts_file, time.monotonic()
+            if path is None or not self._counts_changed:
+                return
+            self._counts_changed = False
+            try:
+                self.read_counts().save(path)
+            except OSError as error:
+                log.error("the counts of events are not saved: %s: %s", path, error)
 
     def _content_size(self) -> int:
         """Returns the number of columns of a vector that are not collaborative."""
@@ -301,13 +411,13 @@ class LiveCatalog:
                 return change(self)
         return self.successor._write(change)
 
-    def _put(self, body: ItemsRequest) -> ItemsResponse:
+    def _put(self, body: ItemsRequest, added_at: Mapping[str, int | None]) -> ItemsResponse:
         before = self.current
-        request = _PutRequest(before, *self.open_tools())
+        request = _PutRequest(before, *self.open_tools(), self.clock(), added_at)
         changes = request.read(body.items)
         if changes:
             self._commit(ChangeSet(before.items.number + 1, changes=tuple(changes)))
-        updated = sum(row >= 0 for row in before.rows_of(c.record.item_id for c in changes))
+        updated = sum(row >= 0 for row in before.rows.get_many(c.record.item_id for c in changes))
         return ItemsResponse(
             catalog_version=self.current.items.name,
             inserted=len(changes) - updated,
@@ -363,12 +473,12 @@ class LiveCatalog:
         """
         self._append_rows(items)
         ranking = None if self._ranking is None else self._ranking.at(items)
-        snapshot = self.current.at(items, ranking, base_trie)
         if index is not None:
             index = index.at(items.num_rows, items.removed_rows, self._item_vectors)
-            snapshot = replace(snapshot, index=index)
         self._archive.add(items, base_trie)
-        self.current = snapshot
+        with self._swap_lock:  # a request may publish another time meanwhile
+            snapshot = self._current.at(items, ranking, base_trie, self.clock())
+            self._current = replace(snapshot, index=index)
 
     def _append_rows(self, items: CatalogVersion) -> None:
         """Appends the rows of the version that the models do not have yet."""
@@ -436,26 +546,28 @@ class LiveCatalog:
                 self._condense_journal(items)
 
 
-def _item_fields(items: CatalogVersion, row: int) -> dict[str, Any]:
+def _item_fields(snapshot: Snapshot, row: int) -> dict[str, Any]:
     """Returns the fields that an item has on a page and on its own."""
+    items = snapshot.items
     record = items.record(row)
     return {
         "item_id": items.item_id(row),
         "title": record.title or None,
         "categories": record.categories,
         "semantic_id": items.codes[row].tolist(),
-        "popularity": items.popularity(row),
+        "popularity": snapshot.item_popularity(row),
     }
 
 
-def _find_items(items: CatalogVersion, query: ItemsQuery, ids: Sequence[str]) -> ItemPage:
+def _find_items(snapshot: Snapshot, query: ItemsQuery, ids: Sequence[str]) -> ItemPage:
     """Returns the items of these ids in their order; unknown ones are in `missing_item_ids`."""
+    items = snapshot.items
     given = {"query": query.query, "limit": query.limit, "after": query.after}
     if others := [name for name, value in given.items() if value not in ("", UNSET, 0)]:
         raise InvalidRequest("ids", f"expected no other parameter with it, got {others[0]}")
     rows = items.visible.get_many(ids)
     found = [
-        ListedItem(**_item_fields(items, row), attributes=items.attributes(row))
+        ListedItem(**_item_fields(snapshot, row), attributes=items.attributes(row))
         for row in rows
         if row >= 0
     ]
@@ -488,7 +600,7 @@ class _PendingChange:
     Attributes:
         index: Position of the item in the request.
         row: Current row of the item; -1 for a new item.
-        record: Title, categories and attributes after the change.
+        record: Title, categories, attributes and times after the change.
         vector: [F] the item's new vector; None if the vector does not change.
         codes: [L] its semantic id; None until it is assigned.
     """
@@ -507,14 +619,25 @@ class _PutRequest:
         snapshot: The catalogue version that the changes apply to.
         vectors: Makes vectors for items that come without an embedding.
         assigner: Assigns semantic ids.
+        now_us: Time of the request in microseconds since 1970.
+        added_at: Times of addition of items that another catalogue had before, by id.
         rejected: Items that the request cannot change, with the reason.
         degraded: Items that got an approximate vector, with the reason.
     """
 
-    def __init__(self, snapshot: Snapshot, vectors: NewVectors, assigner: IdAssigner) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        vectors: NewVectors,
+        assigner: IdAssigner,
+        now_us: int,
+        added_at: Mapping[str, int | None],
+    ) -> None:
         self.snapshot = snapshot
         self.vectors = vectors
         self.assigner = assigner
+        self.now_us = now_us
+        self.added_at = added_at
         self.rejected: list[Rejection] = []
         self.degraded: list[Rejection] = []
         self._changes: dict[str, _PendingChange] = {}
@@ -550,7 +673,10 @@ class _PutRequest:
             raise ValueError(f"item {body.item_id[:80]!r} occurs twice in this request")
         items = self.snapshot.items
         items.check_key(body.item_id, row)
-        record = items.record(row) if row >= 0 else ItemRecord(body.item_id, "", [], {})
+        new = ItemRecord(
+            body.item_id, "", [], {}, added_at=self.added_at.get(body.item_id, self.now_us)
+        )
+        record = items.record(row) if row >= 0 else new
         others = {name: value for name, value in raw.items() if name not in ITEM_FIELDS}
         given = {**others, **body.attributes}
         updated = check_attributes(given, items.log.schema)
@@ -560,7 +686,16 @@ class _PutRequest:
             record.title if body.title is None else body.title,
             record.categories if body.categories is None else body.categories,
             {**retained, **updated},
+            _time_us(AVAILABLE_FROM, body.available_from, record.available_from),
+            _time_us(EXPIRES_AT, body.expires_at, record.expires_at),
+            record.added_at,
         )
+        first, last = record.available_from, record.expires_at
+        if first is not None and last is not None and first >= last:
+            raise ValueError(
+                f"{EXPIRES_AT}: expected a time after {AVAILABLE_FROM}, which is "
+                f"{format_time(first)}, got {format_time(last)}"
+            )
         return _PendingChange(index, row, record, self._check_embedding(body.embedding, row))
 
     def _check_embedding(self, embedding: Sequence[float] | None, row: int) -> np.ndarray | None:
@@ -643,6 +778,18 @@ class _PutRequest:
 
     def _reject(self, index: int, reason: str) -> None:
         self.rejected.append(Rejection(index=index, reason=reason))
+
+
+def _time_us(
+    name: str, given: datetime.datetime | None | UnsetType, before: int | None
+) -> int | None:
+    """Returns a time of an item in microseconds since 1970, or None. Raises ValueError."""
+    if given is UNSET or given is None:
+        return before if given is UNSET else None
+    time_us = (given - EPOCH) // MICROSECOND
+    if not MIN_TIME_US <= time_us < MAX_TIME_US:
+        raise ValueError(f"{name}: expected {TIMES}, or null for no time, got {given.isoformat()}")
+    return time_us
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recserve.engine.engine_config import EngineConfig
+from recserve.features.catalog.popularity import HALF_LIFE_S
 from recserve.service.model_loader import DTypeName
 from recserve.service.text.loader import LoadedText
 
@@ -29,6 +30,7 @@ class ServiceOptions:
             a network. Then it continues without it. None waits as long as the store takes to
             fail.
         event_types: Names of event types beside the built-in ones and those of the bundle.
+        popular_half_life_s: Time in seconds after which an event counts half in the list `popular`.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -40,3 +42,11 @@ class ServiceOptions:
     weights: str | None = None
     history_timeout_ms: int | None = None
     event_types: tuple[str, ...] = ()
+    popular_half_life_s: float = HALF_LIFE_S
+
+    def __post_init__(self) -> None:
+        if not 0 < self.popular_half_life_s < float("inf"):
+            raise ValueError(
+                "popular_half_life_s: expected a number of seconds above 0, got "
+                f"{self.popular_half_life_s}"
+            )

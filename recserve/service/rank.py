@@ -21,13 +21,11 @@ from recserve.schemas.items import (
 from recserve.service.attribution import Envelope
 from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
-from recserve.service.history import EPOCH, History
+from recserve.service.history import EPOCH, MICROSECOND, History
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import Pending, Prepared, Stopwatch, begin_all
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.snapshot import Snapshot
-
-MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 class RankService:
@@ -113,7 +111,8 @@ class RankService:
         scorer = self.scorers[name]
         sort_by = _sorting_task(scorer, name, body)
         snapshot = self._catalog.current
-        check_fields(body.fields, snapshot.items)
+        if body.fields:
+            check_fields(body.fields, snapshot.items)
         history = self._histories.read(body.user, body.history, snapshot)
         degraded = list(history.degraded)
         if not history.rows.size:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from msgspec import UNSET, UnsetType
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.diversity import first_k, still_open
+from recserve.core.diversity import first_k, meet_quota, still_open
 from recserve.core.request import Slate, SlateQuery
 from recserve.engine.engine import Engine
 from recserve.features.catalog.filters import FilterError
 from recserve.schemas.explanation import Explanation
 from recserve.schemas.items import (
     InvalidRequest,
+    MissingField,
+    Quota,
     RecommendedItem,
     RecommendRequest,
     RecommendResponse,
@@ -34,19 +36,20 @@ from recserve.service.auto_strategy import (
 from recserve.service.explanation import explanation
 from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
-from recserve.service.history import History
+from recserve.service.history import EMPTY_HISTORY, History
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import Pending, Prepared, Stopwatch, begin_all
 from recserve.service.prefixes import RecommenderPrefixBuilder
-from recserve.service.snapshot import Snapshot
+from recserve.service.snapshot import LISTS, POPULAR, Snapshot
 
 log = logging.getLogger(__name__)
 DEFAULT_BEAM_WIDTH = 50
-POPULAR = "popular"
 
 
 class RecommendService:
-    """Recommends items with the recommender, or popular items for an empty history.
+    """Recommends items with the recommender, or from a list: `popular` or `latest`.
+
+    An empty history gets the popular items too, and they fill what the model leaves empty.
 
     Attributes:
         prefixes: Builds the prefix from a history.
@@ -135,21 +138,27 @@ class RecommendService:
         watch = Stopwatch()
         snapshot = self._catalog.current  # one version from start to end
         plan = self._plan(body, deadline_s)
-        check_fields(body.fields, snapshot.items)
+        if body.fields:
+            check_fields(body.fields, snapshot.items)
         allowed, hints = _read_filter(snapshot, body)
-        history = self._histories.read(body.user, body.history, snapshot)
-        builder = SlateBuilder(body, snapshot, history, plan, allowed, hints)
+        from_list = plan.strategy in LISTS
+        if from_list and body.user is None and body.history is None:
+            history = EMPTY_HISTORY
+        else:
+            history = self._histories.read(body.user, body.history, snapshot)
+        builder = SlateBuilder(body, snapshot, history, plan, allowed, hints, self._catalog.clock)
 
         def finish(results: list[Slate]) -> RecommendResponse:
-            slate, strategy = (results[0], plan.strategy) if results else (None, POPULAR)
+            slate, strategy = (results[0], plan.strategy) if results else (None, builder.list_name)
             if slate is not None:
                 self.chooser.record(strategy, plan.width, slate.timing.total_ms / 1e3)
                 if body.strategy == AUTO and strategy == SPECULATIVE and not slate.timing.drafted:
                     strategy = BEAM
-            return self._respond(builder, slate, strategy, watch, request_id)
+            return self._respond(builder, results, strategy, watch, request_id)
 
-        if not history.rows.size:
-            builder.degraded.append("cold_start")
+        if from_list or not history.rows.size:
+            if not from_list:
+                builder.degraded.append("cold_start")
             watch.features_done()
             return Prepared((), finish)
         query = SlateQuery(
@@ -168,8 +177,13 @@ class RecommendService:
             explain=body.explain,
             deadline_s=deadline_s,
         )
+        queries = [query]
+        if builder.quota is not None:  # its items are searched beside the slate
+            count, wanted = builder.quota
+            wanted.leaves(snapshot.trie)  # computed here to keep the work off the engine's thread
+            queries.append(replace(query, k=count, allowed=wanted, explain=False))
         watch.features_done()
-        return Prepared((query,), finish)
+        return Prepared(queries, finish)
 
     def _plan(self, body: RecommendRequest, deadline_s: float | None) -> SlatePlan:
         """Resolves how the request is searched. Raises InvalidRequest."""
@@ -200,8 +214,8 @@ class RecommendService:
             # `beam` stands for the exact strategy, which may draft.
             other = chosen.strategy if chosen and chosen.strategy != BEAM else None
             return self.chooser.choose(width, deadline_s, other)
-        if name not in there:
-            listed = ", ".join((AUTO, *there))
+        if name not in there and name not in LISTS:
+            listed = ", ".join((AUTO, *there, *LISTS))
             raise InvalidRequest("strategy", f"expected one of {listed}, got {body.strategy!r}")
         return name, False
 
@@ -221,7 +235,7 @@ class RecommendService:
         """Returns weights [O] in the retriever's order; None means the retriever's own mix."""
         if weights is None:
             return None
-        if not strategy_classes()[strategy].outcome:
+        if strategy in LISTS or not strategy_classes()[strategy].outcome:
             reads = _outcome_strategy()
             raise InvalidRequest("outcome", f"only strategy {reads!r} uses it, got {strategy!r}")
         unknown = sorted(set(weights) - set(self.outcomes))
@@ -231,7 +245,7 @@ class RecommendService:
         return np.array([weights.get(name, 0.0) for name in self.outcomes])
 
     def _dense_weight(self, weight: float | None, strategy: str) -> float:
-        if weight and strategy_classes()[strategy].dense_weight == "refused":
+        if weight and (strategy in LISTS or strategy_classes()[strategy].dense_weight == "refused"):
             raise InvalidRequest(
                 "dense_weight", f"strategy {strategy!r} does not use it; expected 0, got {weight}"
             )
@@ -244,23 +258,38 @@ class RecommendService:
     def _respond(
         self,
         builder: SlateBuilder,
-        slate: Slate | None,
+        results: list[Slate],
         strategy: str,
         watch: Stopwatch,
         request_id: str | None,
     ) -> RecommendResponse:
-        """Checks, fills and formats a slate; None stands for a slate of popular items."""
+        """Checks, fills and formats a slate.
+
+        Args:
+            builder: What may be in the slate.
+            results: The slate and, with a quota, a slate of its items; none for a slate from a
+                list.
+            strategy: The strategy that the answer names.
+            watch: Stopwatch of the request.
+            request_id: Identifies the request.
+        """
         body, degraded = builder.body, builder.degraded
+        slate = results[0] if results else None
         rows, scores = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
-        if slate is not None:
-            legal = builder.legal(slate.rows)
+        for number, result in enumerate(results):
+            legal = builder.legal(result.rows)
             if not legal.all():
                 self._count_illegal(int((~legal).sum()))
                 degraded = [*degraded, "illegal_items"]
-            rows, scores = slate.rows[legal], slate.scores[legal]
+            found = result.rows[legal], result.scores[legal]
+            rows, scores = builder.with_quota(rows, scores, *found) if number else found
         missing = body.k - rows.size
         filled = builder.fill(missing, rows) if missing > 0 else rows[:0]
-        if missing > filled.size:
+        if builder.quota is not None:
+            rows, scores, filled = builder.fill_quota(rows, scores, filled)
+            if not builder.meets_quota(np.concatenate([rows, filled])):
+                degraded = [*degraded, "at_least_unmet"]
+        if rows.size + filled.size < body.k:
             degraded = [*degraded, "fewer_than_k"]
         if slate is not None and filled.size and not rows.size:
             degraded = [*degraded, "no_model_items"]
@@ -269,7 +298,7 @@ class RecommendService:
             strategy=strategy,
             # An exact search returns fewer than k items only if no other item is allowed. Then no
             # popular item can fill the slate either.
-            exact=slate is not None and slate.exact and not filled.size,
+            exact=bool(results) and all(r.exact for r in results) and not filled.size,
             rounds=0 if slate is None else slate.rounds,
             filter_hints=builder.filter_hints,
             explanation=self._explanation(builder, slate, rows),
@@ -324,8 +353,11 @@ class SlateBuilder:
         history: The user's history.
         allowed: Items that satisfy the filter; None without a filter.
         filter_hints: Texts about values of the filter that no item has; UNSET without any.
+        list_name: List that fills the slate, one of LISTS.
         excluded: [n] int64 rows that must not be in the slate.
         caps: Limits on the number of items per group.
+        quota: Least number of items of one kind, and these items as far as they are allowed; None
+            without a quota.
         degraded: Reasons why the slate is less than requested.
     """
 
@@ -337,6 +369,7 @@ class SlateBuilder:
         plan: SlatePlan,
         allowed: AllowedItems | None,
         filter_hints: list[str] | UnsetType,
+        clock: Callable[[], int],
     ) -> None:
         """Finds the rows to exclude and the caps. Raises InvalidRequest.
 
@@ -347,12 +380,14 @@ class SlateBuilder:
             plan: How the request is searched.
             allowed: Items that satisfy the filter; None without a filter.
             filter_hints: Texts about values of the filter that no item has; UNSET without any.
+            clock: Returns the present time in microseconds since 1970.
         """
         self.body = body
         self.snapshot = snapshot
         self.history = history
         self.allowed = allowed
         self.filter_hints = filter_hints
+        self.list_name = plan.strategy if plan.strategy in LISTS else POPULAR
         self.degraded = list(history.degraded)
         if plan.hurried:
             self.degraded.append("hurried")
@@ -360,6 +395,9 @@ class SlateBuilder:
             self.degraded.append("unknown_filter_values")
         self.excluded = np.concatenate([self._given_exclusions(), self._seen()])
         self.caps = snapshot.caps(body.diversity)
+        self.quota = None
+        if body.diversity is not None and body.diversity.at_least is not None:
+            self.quota = self._read_quota(body.diversity.at_least, clock)
 
     def _given_exclusions(self) -> np.ndarray:
         """Returns the rows of the excluded ids that the catalogue has."""
@@ -380,6 +418,73 @@ class SlateBuilder:
             self.degraded.append("seen_within_s_ignored")
         return history.rows_within(exclude.seen_within_s)
 
+    def _read_quota(self, quota: Quota, clock: Callable[[], int]) -> tuple[int, AllowedItems]:
+        """Returns the least number of items, and the items. Raises InvalidRequest."""
+        where = "diversity.at_least"
+        if quota.count > self.body.k:
+            raise InvalidRequest(f"{where}.count", f"at most k = {self.body.k}, got {quota.count}")
+        if quota.new_within_s is None and quota.filter is None:
+            raise MissingField(where, "new_within_s, filter or both are required")
+        mask = np.ones(self.snapshot.num_items, dtype=bool)
+        if quota.new_within_s is not None:
+            since_us = clock() - int(quota.new_within_s * 1e6)
+            mask[:] = False
+            mask[self.snapshot.items.newer_rows(since_us)] = True
+        if quota.filter is not None:
+            mask &= _allowed(self.snapshot, quota.filter, f"{where}.filter").mask()
+        if self.allowed is not None:
+            mask &= self.allowed.mask()
+        return quota.count, AllowedItems.of(mask)
+
+    def with_quota(
+        self, rows: np.ndarray, scores: np.ndarray, more: np.ndarray, their_scores: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows and scores of a slate with as many items of the quota as needed.
+
+        Args:
+            rows: [n] rows of the slate, best first.
+            scores: [n] their scores.
+            more: [m] rows of the quota's best items, best first.
+            their_scores: [m] their scores.
+        """
+        assert self.quota is not None
+        count, wanted = self.quota
+        fresh = ~np.isin(more, rows)
+        both = np.concatenate([rows, more[fresh]])
+        values = np.concatenate([scores, their_scores[fresh]])
+        places = meet_quota(rows, more[fresh], wanted.at(rows), count, self.caps, self.body.k)
+        if (scores[1:] <= scores[:-1]).all():  # a strategy whose order is that of its scores
+            places = places[np.lexsort((both[places], -values[places]))]
+        return both[places], values[places]
+
+    def fill_quota(
+        self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns a filled slate with items of the quota from the list, as many as needed.
+
+        Args:
+            rows: [n] rows from the model, best first.
+            scores: [n] their scores.
+            filled: [m] rows of the list that follow them.
+        """
+        assert self.quota is not None
+        count, wanted = self.quota
+        slate = np.concatenate([rows, filled])
+        if self.meets_quota(slate):
+            return rows, scores, filled
+        more = self.fill(count, np.zeros(0, np.int64), wanted)
+        more = more[~np.isin(more, slate)]
+        places = meet_quota(slate, more, wanted.at(slate), count, self.caps, self.body.k)
+        stay = places[places < rows.size]
+        after = np.concatenate([slate, more])[places[places >= rows.size]]
+        return rows[stay], scores[stay], after
+
+    def meets_quota(self, rows: np.ndarray) -> bool:
+        """Returns True if a slate has enough items of the quota."""
+        assert self.quota is not None
+        count, wanted = self.quota
+        return int(wanted.at(rows).sum()) >= count
+
     def legal(self, rows: np.ndarray) -> np.ndarray:
         """Returns [n] bool: True for existing rows that are not excluded and satisfy the filter."""
         legal = self.snapshot.answerable(rows) & ~np.isin(rows, self.excluded)
@@ -387,23 +492,25 @@ class SlateBuilder:
             legal &= self.allowed.at(rows)
         return np.asarray(legal)
 
-    def fill(self, count: int, rows: np.ndarray) -> np.ndarray:
-        """Returns popular rows for the positions that the model left empty.
+    def fill(self, count: int, rows: np.ndarray, among: AllowedItems | None = None) -> np.ndarray:
+        """Returns rows of a list for the positions that the model left empty.
 
         Args:
             count: Number of empty positions.
             rows: [n] rows that are already in the slate; they count towards the caps.
+            among: Allowed items to choose from; None chooses from all of them.
 
         Returns:
             Up to `count` rows; fewer if the filter or the caps allow no more.
         """
-        slate, wanted, allowed = rows, rows.size + count, self.allowed
+        slate, wanted = rows, rows.size + count
+        allowed = self.allowed if among is None else among
         while True:
             num_missing, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
-            popular = self.snapshot.most_popular(num_missing, taken, allowed)
-            both = np.concatenate([slate, popular])
+            more = self.snapshot.listed(self.list_name, num_missing, taken, allowed)
+            both = np.concatenate([slate, more])
             slate = both[first_k(both, self.caps, wanted)]
-            if slate.size == wanted or popular.size < num_missing:
+            if slate.size == wanted or more.size < num_missing:
                 return np.asarray(slate[rows.size :])
             left = still_open(slate, self.caps, allowed, self.snapshot.num_items)
             allowed = AllowedItems.of(left)
@@ -416,7 +523,7 @@ class SlateBuilder:
         Args:
             rows: [n] rows from the model, best first.
             scores: [n] their scores.
-            filled: [m] popular rows that follow them, without scores.
+            filled: [m] rows of a list that follow them, without scores.
         """
         item_id = self.snapshot.items.item_id
         slate = np.concatenate([rows, filled])
@@ -427,7 +534,7 @@ class SlateBuilder:
                 item_id=item_id(row),
                 score=score,
                 rank=rank,
-                source=POPULAR if score is None else "model",
+                source=self.list_name if score is None else "model",
                 semantic_id=self._codes(row),
                 fields=shown,
             )
@@ -453,15 +560,20 @@ def _outcome_strategy() -> str:
     return next(name for name, each in strategy_classes().items() if each.outcome)
 
 
+def _allowed(snapshot: Snapshot, tree: dict[str, Any], param: str) -> AllowedItems:
+    """Returns the items that satisfy a filter. Raises InvalidRequest that names a field."""
+    try:
+        return snapshot.allowed(tree)
+    except FilterError as error:
+        place = f"{param}.{error.param}" if error.param else param
+        raise InvalidRequest(place, str(error)) from None
+
+
 def _read_filter(
     snapshot: Snapshot, body: RecommendRequest
 ) -> tuple[AllowedItems | None, list[str] | UnsetType]:
     """Returns the items that satisfy the filter, and texts about values that no item has."""
     if body.filter is None:
-        return None, UNSET
-    try:
-        allowed = snapshot.allowed(body.filter)
-    except FilterError as error:
-        place = f"filter.{error.param}" if error.param else "filter"
-        raise InvalidRequest(place, str(error)) from None
+        return snapshot.shown, UNSET
+    allowed = _allowed(snapshot, body.filter, "filter")
     return allowed, [str(absent) for absent in snapshot.absent_values(body.filter)] or UNSET

@@ -28,10 +28,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from recserve.bounds import format_time
 from recserve.bundle.bundle import CATALOG, Bundle
 from recserve.engine.engine import Engine
 from recserve.features.catalog.item_records import ItemRecord
 from recserve.features.catalog.versions import CatalogVersion, ItemChange, difference
+from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT
 from recserve.schemas.items import (
     MAX_ITEMS,
     Candidate,
@@ -215,6 +217,7 @@ def hand_over(
             carried += _carry(before, after, override)
         if after.journal is None:  # both catalogues have one journal file
             after.journal, before.journal = before.journal, None
+        after.take_counts(before)
         after.recent.clear()
         before.successor, old.histories.successor = after, new.engine
         old.histories.owns_store = False
@@ -240,12 +243,12 @@ def carry_over(old: LiveCatalog, new: LiveCatalog, override: Collection[str] = (
     The rules, for an item that was changed while the old bundle was served:
 
     - An item that was put and that the new bundle does not have is inserted.
-    - An item that was put and that the new bundle has keeps the new bundle's title, categories and
-      attributes. It becomes visible if an earlier change had hidden it.
+    - An item that was put and that the new bundle has keeps the new bundle's title, categories,
+      attributes and times. It becomes visible if an earlier change had hidden it.
     - An item that was hidden is hidden. A catalogue that does not have it remembers that it is
       hidden, for a later bundle that has it.
     - Ids in `override` (a rollback passes all changes since the old bundle was loaded) get their
-      latest title, categories and attributes in any case.
+      latest title, categories, attributes and times in any case.
 
     Vectors and semantic ids belong to a bundle, so inserted items get new ones. The item's own
     embedding is used again if both bundles were built from embeddings of the same length.
@@ -263,10 +266,11 @@ def carry_over(old: LiveCatalog, new: LiveCatalog, override: Collection[str] = (
     size = _embedding_size(old, new)
     wanted = [change for change in changed.changes if change.record.item_id not in hidden]
     puts = list(_put_bodies(wanted, new, frozenset(override), size))
+    added_at = {change.record.item_id: change.record.added_at for change in wanted}
     refused: dict[str, str] = {}
     for first in range(0, len(puts), MAX_ITEMS):
         part = puts[first : first + MAX_ITEMS]
-        for rejection in new.put(ItemsRequest(items=part)).rejected:
+        for rejection in new.put(ItemsRequest(items=part), added_at).rejected:
             refused[part[rejection.index]["item_id"]] = rejection.reason
     current = new.current.items
     num_hidden = sum(current.visible.get(item_id) >= 0 for item_id in changed.hidden)
@@ -303,6 +307,8 @@ def _put_body(change: ItemChange, items: CatalogVersion, size: int | None) -> di
         "title": record.title,
         "categories": record.categories,
         "attributes": {name: record.attributes.get(name) for name in names},
+        AVAILABLE_FROM: _moment(record.available_from),
+        EXPIRES_AT: _moment(record.expires_at),
     }
     if size is not None and change.vector is not None:
         body["embedding"] = change.vector[:size].tolist()
@@ -312,9 +318,17 @@ def _put_body(change: ItemChange, items: CatalogVersion, size: int | None) -> di
 def _same(one: ItemRecord, other: ItemRecord, items: CatalogVersion) -> bool:
     """Returns True if both records agree in every field that the catalogue has."""
     names = items.log.schema.names
-    return (one.title, list(one.categories)) == (other.title, list(other.categories)) and all(
+    fields = [
+        (each.title, list(each.categories), each.available_from, each.expires_at)
+        for each in (one, other)
+    ]
+    return fields[0] == fields[1] and all(
         one.attributes.get(name) == other.attributes.get(name) for name in names
     )
+
+
+def _moment(time_us: int | None) -> str | None:
+    return None if time_us is None else format_time(time_us)
 
 
 def _embedding_size(old: LiveCatalog, new: LiveCatalog) -> int | None:

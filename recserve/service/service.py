@@ -26,6 +26,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.stats import EngineStats
 from recserve.features.catalog.item_journal import ItemJournal
+from recserve.features.catalog.popularity import Popularity
 from recserve.features.history.history import HistoryStore, StoreOptions
 from recserve.features.history.stores import open_store
 from recserve.features.ranking.live_ranking import LiveRanking
@@ -73,7 +74,7 @@ from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuil
 from recserve.service.prewarm import Prewarm
 from recserve.service.rank import ItemScorer, LikelihoodScorer, RankerScorer, RankService
 from recserve.service.recommend import RecommendService
-from recserve.service.snapshot import Snapshot
+from recserve.service.snapshot import POPULAR, Snapshot
 from recserve.service.text.completions import TextService
 from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
@@ -81,6 +82,7 @@ from recserve.service.text.model import TextModel
 SCORERS = ("ranker", "likelihood")
 # Name of the scorer that each model implements.
 SCORER_OF = {"ranker": "ranker", "recommender": "likelihood"}
+COUNTS = "popularity.safetensors"
 Fields = Mapping[str, Any]
 
 
@@ -166,7 +168,9 @@ class Service:
         if not bundle.verified:
             bundle.verify()
         place, manifest = resolve_device(device), bundle.manifest
-        snapshot = Snapshot.of(bundle.catalog(), place)
+        contents = bundle.catalog()
+        popularity = Popularity(contents.popularity, options.popular_half_life_s)
+        snapshot = Snapshot.of(contents, place, popularity)
         networks = load_models(bundle, snapshot, place, options.dtype, options.weights)
         tables = None
         if networks.ranker is not None:
@@ -254,6 +258,9 @@ class Service:
             catalog.open_tools()
             bundle.check_unchanged()  # before the journal and the store are written
             catalog.replay()
+            if replaced is None:  # otherwise the counts come with `hand_over`
+                catalog.counts_file = _counts_file(bundle, store, options)
+                catalog.load_counts()
             histories.import_events(bundle, only_new_users=replaced is not None)
         except BaseException:
             if engine is not None:
@@ -456,7 +463,7 @@ class Service:
         if self._bundle is None or self._catalog is None:
             return {"users": [], "items": []}
         snapshot = self._catalog.current
-        popular = snapshot.most_popular(num_items, np.zeros(0, np.int64), None)
+        popular = snapshot.listed(POPULAR, num_items, np.zeros(0, np.int64), None)
         items = [snapshot.items.item_id(row) for row in popular.tolist()]
         users: list[str] = []
         if EVENTS in self._bundle.manifest.files:
@@ -500,6 +507,19 @@ def _journal(
     used = None if replaced is None else replaced.catalog.journal
     shared = used is not None and used.path.resolve() == journal.path.resolve()
     return None if shared else journal
+
+
+def _counts_file(bundle: Bundle, store: str | None, options: ServiceOptions) -> Path:
+    """Returns the file of the live counts of events.
+
+    It lies with the events: in the folder of an LMDB store, otherwise with the journal.
+    """
+    url = default_store(bundle.root) if store is None else store
+    scheme, _, place = url.partition("?")[0].partition(":")
+    if scheme == "lmdb":
+        return Path(place) / COUNTS
+    folder = default_journal(bundle.root) if options.journal is None else options.journal
+    return folder / COUNTS
 
 
 def _signer(options: ServiceOptions, replaced: Service | None) -> Signer:

@@ -1,7 +1,8 @@
-"""A catalogue version as a request reads it: rows, trie, filters, category groups.
+"""A catalogue version as a request reads it: rows, trie, filters, category groups, lists.
 
-`Snapshot` is the version with its lookup structures. All snapshots of a bundle share one
-`FilterCache` and one `BundleCategories`.
+`Snapshot` is the version with its lookup structures, at one time: items that have not begun or have
+ended are not in its trie. All snapshots of a bundle share one `FilterCache`, one `BundleCategories`
+and one `Popularity`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ from recserve.core.allowed import AllowedItems, packed_rows
 from recserve.core.diversity import Cap, PrefixGroups
 from recserve.features.catalog.catalog import Catalog, item_keys
 from recserve.features.catalog.filters import AbsentValue, ItemFilters, equal_values
-from recserve.features.catalog.versions import CatalogVersion, first_version
+from recserve.features.catalog.popularity import Popularity
+from recserve.features.catalog.versions import (
+    NO_ROWS,
+    SCAN_GROWTH,
+    CatalogVersion,
+    first_version,
+)
 from recserve.features.ranking.ranking_tables import RankingTables
-from recserve.features.tables.arrays import RowMap
+from recserve.features.tables.arrays import RowMap, are_among
 from recserve.features.vectors.vector_index import VersionIndex
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.insertion import insert_items
@@ -32,7 +39,9 @@ from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.schemas.items import Diversity, InvalidRequest
 
 MAX_ABSENT = 5  # values of a filter that no item has; an answer names so many
-POPULAR_GROWTH = 10  # factor by which the popularity scan grows if it finds too few items
+POPULAR, LATEST = LISTS = ("popular", "latest")
+# From so many hidden items on, a search reads a bitmap: lists of them cost each request more.
+MAX_HIDDEN_LISTED = 8192
 CAPACITY_BYTES = 256 << 20
 # Python objects and tensor headers of one entry: 2.9 kB, measured as growth of the process. For a
 # filter over a small catalogue this is nearly the whole size.
@@ -50,6 +59,9 @@ class Snapshot:
         filters: Filters over the bundle's own items.
         filter_cache: Filters of earlier requests; all versions share it.
         categories: Category groups that `diversity` limits.
+        popularity: Live counts of events.
+        outside: Ascending rows of items that have not begun or have ended.
+        until_us: Time at which `outside` changes, in microseconds since 1970; None for never.
         ranking: Item tables of the ranker; None without a ranker.
         graph: Graph of similar items; None if the recommender has none.
         index: Search index over the retriever's item vectors; None without a retriever.
@@ -61,47 +73,68 @@ class Snapshot:
     filters: ItemFilters
     filter_cache: FilterCache
     categories: BundleCategories
+    popularity: Popularity
+    outside: np.ndarray
+    until_us: int | None
     ranking: RankingTables | None = None
     graph: ItemGraph | None = None
     index: VersionIndex | None = None
 
     @staticmethod
-    def of(catalog: Catalog, device: torch.device) -> Snapshot:
-        """Builds the snapshot of a bundle's catalogue.
+    def of(
+        catalog: Catalog, device: torch.device, popularity: Popularity | None = None
+    ) -> Snapshot:
+        """Builds the snapshot of a bundle's catalogue with all of its items, whatever the time.
 
         Args:
             catalog: The catalogue of the bundle.
             device: Device of the trie.
+            popularity: Live counts of events; None starts with the training events.
         """
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
         trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
         first = first_version(catalog, rows)
         filters, categories = ItemFilters(catalog.items), BundleCategories(catalog.items.categories)
-        return Snapshot(first, trie, trie, filters, FilterCache(), categories)
+        counts = Popularity(catalog.popularity) if popularity is None else popularity
+        cache = FilterCache()
+        return Snapshot(first, trie, trie, filters, cache, categories, counts, NO_ROWS, None)
 
-    def at(self, items: CatalogVersion, ranking: RankingTables | None, base: Trie) -> Snapshot:
-        """Returns the snapshot of another version.
+    def at(
+        self, items: CatalogVersion, ranking: RankingTables | None, base: Trie, now_us: int
+    ) -> Snapshot:
+        """Returns the snapshot of another version, or of this one at another time.
 
         Args:
             items: The other version.
             ranking: Its item tables of the ranker; None without a ranker.
             base: Base trie of that version or of an earlier one.
+            now_us: Present time in microseconds since 1970.
         """
+        outside, until_us = items.times.outside(now_us), items.times.next_change(now_us)
         same = base is self.base_trie and items.num_rows == self.items.num_rows
-        if same and items.removed_rows is self.items.removed_rows:
+        same &= items.removed_rows is self.items.removed_rows
+        if same and np.array_equal(outside, self.outside):
             # Only titles, categories or attributes changed.
-            return replace(self, items=items, ranking=ranking)
+            return replace(self, items=items, ranking=ranking, until_us=until_us)
         rows = items.owning[np.searchsorted(items.owning, base.num_rows) :]
         trie = insert_items(
             base,
             torch.from_numpy(items.codes[rows].astype(np.int64)).to(base.device),
             torch.from_numpy(rows).to(base.device),
             items.num_rows,
-            torch.from_numpy(items.removed_rows),
+            torch.from_numpy(_joined(items.removed_rows, outside)),
             self.trie,
         )
-        return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking)
+        return replace(
+            self,
+            items=items,
+            base_trie=base,
+            trie=trie,
+            ranking=ranking,
+            outside=outside,
+            until_us=until_us,
+        )
 
     def compact_trie(self) -> Trie:
         """Builds a trie of this version without insertions; hidden items keep their leaves."""
@@ -125,9 +158,27 @@ class Snapshot:
         """Number of item rows, including hidden and replaced ones."""
         return self.items.num_rows
 
+    @cached_property
+    def hidden(self) -> np.ndarray:
+        """Ascending rows that must not be in an answer."""
+        return _joined(self.items.removed_rows, self.outside)
+
+    @cached_property
+    def shown(self) -> AllowedItems | None:
+        """All items that may be in an answer; None if few are hidden, see MAX_HIDDEN_LISTED."""
+        if self.hidden.size <= MAX_HIDDEN_LISTED:
+            return None
+        mask = np.ones(self.num_items, dtype=bool)
+        mask[self.hidden] = False
+        return AllowedItems.of(mask)
+
     def rows_of(self, item_ids: Iterable[str]) -> list[int]:
-        """Returns the row of each id; -1 if the item is unknown or hidden."""
-        return self.rows.get_many(item_ids)
+        """Returns the row of each id; -1 if the item is unknown, hidden, not begun or ended."""
+        rows = self.rows.get_many(item_ids)
+        if self.outside.size:
+            out = are_among(np.array(rows, dtype=np.int64), self.outside)
+            rows = [-1 if gone else row for row, gone in zip(rows, out.tolist(), strict=True)]
+        return rows
 
     def history_rows(self, item_ids: Iterable[str]) -> np.ndarray:
         """Returns the rows [n] int64 of the items of a history; -1 if an item is unknown.
@@ -135,7 +186,7 @@ class Snapshot:
         Hidden items have rows too, because they remain part of what a user did.
         """
         ids = list(item_ids)
-        rows = np.array(self.rows_of(ids), dtype=np.int64)
+        rows = np.array(self.rows.get_many(ids), dtype=np.int64)
         lacking = np.flatnonzero(rows < 0)
         if lacking.size and self.items.removed_rows.size:
             rows[lacking] = self.items.rows_of_keys(item_keys([ids[i] for i in lacking]))
@@ -156,17 +207,20 @@ class Snapshot:
         key, items = self.filters.key(tree), self.items
         cached = self.filter_cache.get(key)
         if cached is not None and cached.items() is items and cached.trie() is self.trie:
-            return cached.allowed
+            return cached.within
         # An entry of another version still gives the bits of the bundle's own items.
         earlier = None if cached is None else cached.allowed
         bits = packed_rows(self.filters.evaluate(tree)) if earlier is None else earlier.bits
         changed = items.log.allowed(tree, items.num_records)[items.record_places]
         allowed = AllowedItems(bits, items.num_rows, items.record_rows, changed, earlier)
-        allowed.leaves(self.trie)  # computed here to keep the work off the engine's thread
+        within = allowed
+        if self.shown is not None:
+            within = AllowedItems.of(allowed.mask() & self.shown.mask())
+        within.leaves(self.trie)  # computed here to keep the work off the engine's thread
         self.filter_cache.put(
-            key, CachedFilter(weakref.ref(items), weakref.ref(self.trie), allowed)
+            key, CachedFilter(weakref.ref(items), weakref.ref(self.trie), allowed, within)
         )
-        return allowed
+        return within
 
     def absent_values(self, tree: Any) -> tuple[AbsentValue, ...]:
         """Returns the values of `eq` and `in` that no item has, at most MAX_ABSENT.
@@ -216,32 +270,61 @@ class Snapshot:
     def answerable(self, rows: np.ndarray) -> np.ndarray:
         """Returns [n] bool: True for rows that exist in this version and are not hidden."""
         exist = (rows >= 0) & (rows < self.num_items)
-        return np.asarray(exist & ~self.items.are_removed(rows))
+        return np.asarray(exist & ~are_among(rows, self.hidden))
 
-    def most_popular(
-        self, count: int, excluded: np.ndarray, allowed: AllowedItems | None
+    def ranked(self, name: str, count: int) -> np.ndarray:
+        """Returns `count` rows of one of LISTS, best first; fewer if the catalogue has fewer.
+
+        Items that have not begun or have ended are among them, items that are hidden are not.
+        """
+        looked_at = count
+        while True:
+            if name == POPULAR:
+                self.popularity.extend(self.num_items)
+                head = self.popularity.best(looked_at)
+                rows = self.items.present_rows(head)
+            else:
+                head = self.items.newest(looked_at)
+                rows = head[~self.items.are_removed(head)]
+            if rows.size >= count or head.size < looked_at:
+                return np.asarray(rows[:count])
+            looked_at *= SCAN_GROWTH
+
+    def listed(
+        self, name: str, count: int, excluded: np.ndarray, allowed: AllowedItems | None
     ) -> np.ndarray:
-        """Returns up to `count` popular rows that are allowed and not excluded.
+        """Returns up to `count` rows of a list that are allowed and not excluded.
 
         Args:
+            name: One of LISTS.
             count: Number of rows.
             excluded: Item rows in any order; repetitions are allowed.
             allowed: Items to choose from; None allows all.
 
         Returns:
-            Item rows, most popular first.
+            Item rows, best first.
         """
-        # At most X of the first count + X rows are excluded, so this prefix suffices without a
-        # filter. With one, it grows until enough rows pass.
+        # At most X of the first count + X rows are excluded. More are looked at if a filter or the
+        # time leaves too few.
         looked_at = count + excluded.size
         while True:
-            head = self.items.popular(looked_at)
-            rows = head[~np.isin(head, excluded)]
+            head = self.ranked(name, looked_at)
+            rows = head[~np.isin(head, excluded) & ~are_among(head, self.outside)]
             if allowed is not None:
                 rows = rows[allowed.at(rows)]
-            if rows.size >= count or head.size < looked_at or allowed is None:
+            if rows.size >= count or head.size < looked_at:
                 return np.asarray(rows[:count])
-            looked_at *= POPULAR_GROWTH
+            looked_at *= SCAN_GROWTH
+
+    def item_popularity(self, row: int) -> float:
+        """Returns the decayed number of events of a row's item, to a tenth."""
+        (count,) = self.popularity.at(self.items.first_rows(np.array([row]))).tolist()
+        return round(float(count), 1)
+
+
+def _joined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns the ascending rows of two ascending lists."""
+    return one if not other.size else np.union1d(one, other)
 
 
 @dataclass(frozen=True)
@@ -251,13 +334,16 @@ class CachedFilter:
     Attributes:
         items: The version. The weak reference is dead once the version has been freed.
         trie: The version's trie, also a weak reference.
-        allowed: Items and trie leaves that the filter allows.
+        allowed: Items that the filter allows.
+        within: Those of them that requests get, with their trie leaves. It differs from `allowed`
+            only if very many items are hidden.
         absent: Values of the filter that no item has; None before a request needs them.
     """
 
     items: weakref.ref[CatalogVersion]
     trie: weakref.ref[Trie]
     allowed: AllowedItems
+    within: AllowedItems
     absent: tuple[AbsentValue, ...] | None = None
 
 
@@ -292,6 +378,8 @@ class FilterCache:
     def put(self, key: bytes, entry: CachedFilter) -> None:
         """Inserts or replaces an entry, then evicts the least recently used ones."""
         size = len(key) + entry.allowed.num_bytes + ENTRY_BYTES
+        if entry.within is not entry.allowed:
+            size += entry.within.num_bytes
         with self._lock:
             if key in self._entries:
                 self.num_bytes -= self._entries.pop(key)[1]

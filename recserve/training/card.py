@@ -231,7 +231,7 @@ class Card:
         """Writes a PNG: NDCG of all models, and NDCG by user and item, with intervals."""
         metric = list(self.rows[self.model]["kept"].metrics)[-1]
         labels = list(self.rows)
-        picture = Picture(figsize=(13, 0.55 * len(labels) + 1.6), layout="constrained")
+        picture = Picture(figsize=(13, 0.55 * len(labels) + 1.8), layout="constrained")
         FigureCanvasAgg(picture)
         overall, parts = picture.subplots(1, 2, width_ratios=(2, 3))
         for shift, column in ((-0.2, "kept"), (0.2, "filtered")):
@@ -254,7 +254,7 @@ class Card:
             axes.set_xlim(left=0)
             axes.set_title(title, fontsize=10)
             axes.set_xlabel(f"{metric} with its 95 % interval")
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=5)
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.savefig(path, dpi=110)
 

@@ -145,6 +145,19 @@ def test_debug_shows_the_trace_back(tmp_path, monkeypatch):
         main()
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_missing_library_names_its_extra(debug, monkeypatch, capsys):
+    def fail():
+        raise ModuleNotFoundError("No module named 'sklearn.svm'", name="sklearn.svm")
+
+    monkeypatch.setitem(main.__globals__, "app", fail)
+    monkeypatch.setattr(sys, "argv", ["recserve", *["--debug"] * debug])
+    with pytest.raises(ModuleNotFoundError if debug else SystemExit):
+        main()
+    said = "" if debug else "this command needs scikit-learn: pip install 'recserve[train]'"
+    assert said in capsys.readouterr().err
+
+
 def test_recommend_gives_k_unseen_items(bundle, store):
     arguments = ["recommend", "--bundle", bundle, "--store", store, "--user", "user000001"]
     arguments += ["--strategy", "beam"]

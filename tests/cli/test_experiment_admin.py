@@ -2,11 +2,15 @@
 
 import json
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from recserve.cli import app
+from recserve.experiments.report.live_page import live_page
+from recserve.schemas.experiments import ExperimentsResponse
 from recserve.service import Service
+from tests.support.experiment_answers import experiments
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -41,6 +45,42 @@ def test_list_stop_and_start(client):
     assert found["experiments"][0]["status"] == "stopped"
     started = invoke("start", url, "speed", RECSERVE_ADMIN_KEYS=f"{ADMIN}, another-key-of-24-chars")
     assert started.exit_code == 0 and "running" in started.stdout
+
+
+def test_list_shows_goals_and_verdicts_and_writes_a_report(client, tmp_path):
+    body = {"user": {"id": "anna"}, "k": 3}
+    slate = client.post("/v1/recommend", json=body).json()
+    click = {
+        "user_id": "anna",
+        "item_id": slate["items"][0]["item_id"],
+        "type": "click",
+        "attribution_token": slate["attribution_token"],
+    }
+    assert client.post("/v1/events", json={"events": [click]}).json()["accepted"] == 1
+    report = tmp_path / "live.html"
+    listed = invoke("list", client.base_url, "--report", report, COLUMNS="200")
+    assert listed.exit_code == 0, listed.output
+    assert "not yet: 1 of at least 50 clicks" in listed.stdout
+    assert "goal" in listed.stdout and "per answer" in listed.stdout
+    page = report.read_text()
+    assert "Goal: click" in page and "1 of at least 50 clicks" in page
+
+
+def test_a_report_shows_verdicts_of_every_kind():
+    found = msgspec.convert(experiments("<b>bold</b>"), ExperimentsResponse)
+    page = live_page(found, "http://h")
+    assert "clicks fell by 51\N{NO-BREAK SPACE}% (31\N{NO-BREAK SPACE}% to 72" in page
+    assert "<b>bold" not in page and "nothing to judge" in page
+    assert "\N{MINUS SIGN}72.0\N{NO-BREAK SPACE}% to \N{MINUS SIGN}31.0" in page
+
+
+def test_plan_says_how_long_an_experiment_takes():
+    short = invoke("plan", "--rate", 0.1, "--traffic", 10_000, "--effect", 0.2)
+    assert short.exit_code == 0 and short.stdout.startswith("2.0 days: 20,064 answers with 2,006")
+    long = invoke("plan", "--rate", 0.1, "--traffic", 10_000, "--effect", 0.01, "--arms", 3)
+    assert " days: " in long.stdout and "with power 0.8" in long.stdout
+    wrong = invoke("plan", "--rate", 0, "--traffic", 10_000)
+    assert "rate: expected more than 0, got 0" in str(wrong.exception)
 
 
 @pytest.mark.parametrize(

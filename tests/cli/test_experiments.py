@@ -95,7 +95,9 @@ def test_ab_finds_the_slower_arm_and_its_items_that_do_not_exist(users, exact_ti
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     (comparison,) = found["comparisons"]
-    assert comparison["kind"] == "worse" and "slow is slower than fast" in comparison["verdict"]
+    assert comparison["kind"] == "do_not_ship"  # an item that does not exist
+    assert "Do not ship slow: quality. " in comparison["verdict"]
+    assert "slow is slower than fast" in comparison["verdict"]
     assert [arm["items"]["illegal_share"] for arm in found["summaries"]] == [0.0, 0.2]
     overlaps = [g for g in comparison["guardrails"] if g["name"] == "overlap of slates"]
     assert overlaps[0]["treatment"] == pytest.approx(0.8)
@@ -171,6 +173,23 @@ def test_a_real_server_is_driven_and_its_slates_are_exact(tmp_path):
     assert found["ratio"]["alarm"] is False
 
 
+def test_bench_says_that_the_server_divides_its_traffic(tmp_path):
+    folder = tiny_bundle(tmp_path)
+    arms = [{"name": "wide"}, {"name": "narrow", "fields": {"beam_width": 10}}]
+    settings = {"experiments": [{"name": "width", "use": "recommend", "arms": arms}]}
+    with Service.open(folder) as service, live(service, **settings) as client:
+        url = str(client.base_url).rstrip("/")
+        flags = ("--duration", 1.5, "--warmup", 0.2, "--rate", 40, "--no-calibrate", "--exact", 0)
+        mixed = invoke("bench", url, "--data", folder, *flags, "--json")
+        plain = invoke("bench", url, "--data", folder, *flags, "--json", "--fields", FIXED)
+    for result, words in ((mixed, 1), (plain, 0)):
+        assert result.exit_code == 0, result.output
+        warnings = json.loads(result.stdout)["warnings"]
+        assert sum("divides these requests by its own experiments" in w for w in warnings) == words
+        assert any("width/narrow" in w and "width/wide" in w for w in warnings) == bool(words)
+
+
+FIXED = '{"beam_width": 10}'
 AB_FILE = """
 url: {url}
 data: {data}
@@ -232,7 +251,7 @@ def test_ab_stops_early_where_the_difference_is_sure(users, exact_times):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     (comparison,) = found["comparisons"]
-    assert comparison["kind"] == "worse" and comparison["sequential"] is True
+    assert "b is slower than a" in comparison["verdict"] and comparison["sequential"] is True
     assert comparison["looks"][-1]["num_blocks"] < 60
     assert found["summaries"][0]["num_requests"] < 1500
     assert any("The run stopped after" in note for note in comparison["notes"])

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from recserve.config import ServerConfig
-from recserve.server.transport.gate import OPEN_PATHS
+from recserve.schemas.api import OPEN_PATHS
 from tests.support.manifests import as_pod, check_drain, check_schema, check_security, probe_paths
 from tests.support.paths import ROOT
 

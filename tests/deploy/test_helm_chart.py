@@ -8,7 +8,7 @@ import yaml
 helm = pytest.importorskip("helm_python", reason="NO helm-python-sdk: the chart was not rendered")
 
 from recserve.config import ServerConfig  # noqa: E402
-from recserve.server.transport.gate import OPEN_PATHS  # noqa: E402
+from recserve.schemas.api import OPEN_PATHS  # noqa: E402
 from tests.support.manifests import check_drain, check_schema, check_security, probe_paths  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
 

@@ -10,7 +10,7 @@ import yaml
 
 from recserve.cli import app
 from recserve.config import ServerConfig
-from recserve.server.transport.gate import OPEN_PATHS
+from recserve.schemas.api import OPEN_PATHS
 from tests.support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"

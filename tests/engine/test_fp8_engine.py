@@ -175,6 +175,7 @@ def test_slates_are_the_same_drafted_together_and_warm(catalogue, form):
     assert max(differences) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not packable(torch.empty(1, 1)), reason="this torch has no oneDNN")
 def test_invariant_texts_have_the_same_bits():
     """Codes times a power of two lie on the grid that exact sums are made of."""

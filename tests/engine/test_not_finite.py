@@ -277,7 +277,7 @@ def plain_kernels(force_kernels):
     "asked_for, which",
     [
         pytest.param(
-            *one.values, marks=[*one.marks, *[pytest.mark.slow] * (number % 4 > 0)], id=one.id
+            *one.values, marks=[*one.marks, *[pytest.mark.slow] * (number % 8 > 0)], id=one.id
         )
         for number, one in enumerate(
             covering([*product(IN_TREES, (0, 1)), *product(AT_ONCE, (0,))], (0, 1))

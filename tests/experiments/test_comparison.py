@@ -51,7 +51,19 @@ def test_a_faster_arm_that_breaks_a_guardrail_is_not_better():
     found = compared(columns, "paired", statistic="p50", k=10)
     guards = {guard.name: guard.outcome for guard in found.guardrails}
     assert guards["overlap of slates"] == "fail"
-    assert found.kind == "worse" and "guardrail fails: overlap of slates" in found.verdict
+    assert found.kind == "do_not_ship"
+    assert found.verdict.startswith("Do not ship nezha: quality. overlap of slates 0.5 ")
+    assert "nezha is faster than beam in p50 latency" in found.verdict
+
+
+def test_a_failed_guardrail_decides_even_if_no_latency_differs():
+    """The walk of November 2026: both guardrails surely failed, and the badge said undecided."""
+    found = compared(made_run("paired", changed=5, seed=3), "paired", statistic="p99", k=10)
+    assert not found.effects["latency"][-1].relative.excludes_zero
+    assert found.kind == "do_not_ship"
+    assert {g.name for g in found.guardrails if g.outcome == "fail"} == {
+        *("overlap of slates", "NDCG@10"),
+    }
 
 
 def test_a_faster_arm_is_not_better_before_its_guardrails_hold():
@@ -64,6 +76,7 @@ def test_failed_requests_break_their_guardrail():
     found = compared(made_run(failed=0.05), statistic="p50")
     guard = next(guard for guard in found.guardrails if guard.name == "failed requests")
     assert guard.outcome == "fail" and guard.control == 0
+    assert found.verdict.startswith("Do not ship nezha: errors. failed requests 0 to 0.0")
 
 
 def test_slates_are_judged_against_the_next_item():
@@ -116,6 +129,9 @@ def test_units_that_stay_in_one_arm_are_counted_in_a_split():
     columns = made_run("split", seed=5)
     by_unit = compared(columns, "split", statistic="p50")
     assert by_unit.kind == "unclear"
+    # The units of the arms have other next items, which is chance and no loss of quality.
+    (guard,) = (guard for guard in by_unit.guardrails if guard.name.startswith("NDCG"))
+    assert guard.outcome == "unclear"
 
 
 def test_notes_say_what_limits_the_result():

@@ -124,6 +124,13 @@ def test_the_verdict_comes_first(effect, badge):
     assert document.comparisons[0].verdict.split("(")[0] in words
 
 
+def test_a_failed_guardrail_is_the_headline():
+    html, reader = read(made_document("paired", changed=5))
+    words = " ".join(reader.text).replace("\N{NO-BREAK SPACE}", " ")
+    assert "do not ship: quality" in words and "undecided" not in words
+    assert words.index("\N{MINUS SIGN}0.5") < words.index("do not ship")
+
+
 def test_a_run_with_one_arm_has_figures_instead_of_effects():
     html, reader = read(made_document(arms=1))
     words = " ".join(reader.text)

@@ -71,7 +71,7 @@ def value(found, name: str, **labels: str) -> float:
 
 
 def served(vllm_model: str | None = None) -> Metrics:
-    metrics = Metrics(("beam",), ("invalid", "other"), lambda: GAUGES, vllm_model)
+    metrics = Metrics(("beam",), ("invalid", "other"), lambda: GAUGES, vllm_model, ("other",))
     metrics.routes = frozenset({"/v1/completions", "/v1/recommend"})
     counts = SpeculationCounts()
     for accepted in (2, 0, 3):
@@ -158,7 +158,7 @@ def test_random_input_adds_no_series():
         word = "".join(rng.choices(string.printable, k=rng.randrange(1, 30)))
         metrics.request(word, rng.choice(("beam", word)), rng.random())
         metrics.request("/v1/recommend", word, rng.random())
-        metrics.failure(word)
+        metrics.failure(word, word)
         metrics.count_degraded([word])
         metrics.texts_ended([word, None, "stop"], rng.random(), rng.random())
     assert set(samples(metrics)) == before

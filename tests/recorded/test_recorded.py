@@ -16,12 +16,15 @@ from tests.recorded.compare import differences
 from tests.recorded.files_check import JOBS, SLATES_JOB, check_files
 from tests.recorded.replay import Finding, replay_http, replay_service
 from tests.recorded.worlds import WORLDS, World
+from tests.support.grids import chosen
 
 # The default suite asks one world over HTTP, and all in process; `make replay` asks all of them.
 BY_WORLD = [
     pytest.param(name, marks=pytest.mark.slow) if name != "text" else name for name in WORLDS
 ]
-WITH_BUNDLE = [name for name, world in WORLDS.items() if world.bundle is not None]
+WITH_BUNDLE = chosen(
+    [name for name, world in WORLDS.items() if world.bundle is not None], "items", "codes"
+)
 SHOWN = 20
 
 

@@ -29,7 +29,7 @@ TRIE = build_trie(torch.cartesian_prod(torch.arange(30), torch.arange(30)), (30,
 def kept_of(number):
     allowed = AllowedItems.of(np.arange(900) % 7 == number % 7)
     allowed.leaves(TRIE)
-    return CachedFilter(weakref.ref(VERSION), weakref.ref(TRIE), allowed)
+    return CachedFilter(weakref.ref(VERSION), weakref.ref(TRIE), allowed, allowed)
 
 
 def test_an_entry_counts_its_key_its_items_and_its_objects():

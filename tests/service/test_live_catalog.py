@@ -160,12 +160,13 @@ def test_a_new_vector_gives_a_new_place_and_keeps_the_history(service):
     ids = base_of(service).items.ids
     far = base_of(service).vectors[300]
     service.add_events(EventsRequest(events=[EventInput(user_id="me", item_id=ids[4])]))
+    popularity = service.item(ids[4]).popularity
     counts = rank(service, ids[4], scorer="ranker").items[0].score
     put(service, {"item_id": ids[4], "embedding": far.tolist()})
     now = service.item(ids[4])
     assert now.semantic_id[:2] == base_of(service).index.codes[300, :2].tolist()
     assert now.title == base_of(service).items.titles[4]
-    assert now.popularity == base_of(service).popularity[4]
+    assert now.popularity == popularity == base_of(service).popularity[4] + 1
     assert [e.item_id for e in service.history("me").events] == [ids[4]]
     everything = scores(slate(service))
     assert len(everything) == 500 and ids[4] in everything

@@ -14,7 +14,7 @@ from recserve.schemas.encoding import EmbeddingsRequest
 from recserve.schemas.items import Candidate, RankBatchRequest, RankRequest, RecommendRequest
 from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
 from recserve.schemas.text import CompletionRequest
-from recserve.server.app_state import wait_all
+from recserve.server.context import RequestContext
 from recserve.service import Service, ServiceOptions
 from recserve.service.errors import UnknownModel
 from recserve.service.text import text_scores
@@ -128,16 +128,19 @@ def clear(queue) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_the_first_failure_ends_a_body_that_needs_all_results(together):
-    class Connected:
-        async def receive(self):
-            await asyncio.sleep(60)
+    async def receive():
+        await asyncio.sleep(60)
 
     async def wait(futures):
+        context = RequestContext(None, {"type": "http", "method": "POST"}, receive)
         loop = asyncio.get_running_loop()
         loop.call_soon(futures[1].set_exception, OSError("broken"))
         if not together:
             loop.call_later(0.01, futures[0].set_result, 1)
-        await wait_all(Connected(), futures, 1e12, together)
+        try:
+            await context.wait(futures, 1e12, together)
+        finally:
+            context.close()
 
     futures = [Future[int](), Future[int]()]
     if together:

@@ -85,7 +85,7 @@ def test_chosen_drafts_are_what_full_forwards_choose(expansion, temperature):
     assert any(0 < length < len(expansion) for length in lengths), lengths
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "multi_step"])
+@pytest.mark.parametrize("rule", chosen(("rejection", "block", "multi_step"), "multi_step"))
 @torch.inference_mode()
 def test_drawn_drafts_keep_what_they_were_drawn_from(rule):
     target, small = tiny_model(0, sharp=2.0), tiny_model(3, sharp=2.0)
@@ -129,13 +129,13 @@ def chi_square(counts: Counter, law: dict, total: int) -> float:
 
 @torch.inference_mode()
 def test_two_siblings_follow_the_law_of_their_drawing():
-    """Chi-square, 1,500 seeds, vocabulary 5, alpha = 1e-4 each; the other drawing's law must fail.
+    """Chi-square, 3,000 seeds, vocabulary 5, alpha = 1e-4 each; the other drawing's law must fail.
 
     Independent siblings are a pair of draws; distinct ones a draw and another from what is left.
     Two models' siblings are independent of each other too.
     """
     small = tiny_model(2, vocabulary=5, sharp=1.0)
-    contexts = many(1500)
+    contexts = many(3000)
     q = small.logits(score(small, [1], with_node_0(2, NoDrafter().propose([0], [0])[0])))[0]
     q = q.softmax(0).tolist()
     pairs = list(product(range(5), repeat=2))

@@ -13,6 +13,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ import torch
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.history.history import Applied
 from recserve.features.history.lmdb_store import LmdbStore
-from recserve.server.transport import gate
+from recserve.schemas.api import OPERATIONS, Api, Operation
 from recserve.service.histories import EventChanges
 from recserve.speculation.verifiers import block, rejection
 
@@ -82,14 +83,20 @@ def leaking_filters() -> Any:
     return mock.patch.object(ItemFilters, "evaluate", leaking)
 
 
+def with_open(*rows: Operation[Any, Any]) -> Any:
+    """Operations need no key, in every application that is made meanwhile."""
+    changed = {row.name: replace(row, open=True, counted=False) for row in rows}
+    return mock.patch.dict(OPERATIONS, changed)
+
+
 def open_events() -> Any:
     """Events need no key."""
-    return mock.patch.object(gate, "OPEN_PATHS", gate.OPEN_PATHS | {"/v1/events"})
+    return with_open(Api.add_events)
 
 
 def open_items() -> Any:
     """Items need no key."""
-    return mock.patch.object(gate, "OPEN_PATHS", gate.OPEN_PATHS | {"/v1/items"})
+    return with_open(Api.items, Api.put_items)
 
 
 def lossy_store() -> Any:

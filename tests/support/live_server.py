@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
 
     Requests written by hand may call the server `x`.
     """
-    settings = {"allowed_hosts": ("x",), **settings}
+    counts = tempfile.TemporaryDirectory()  # not next to the shared bundle
+    settings = {"allowed_hosts": ("x",), "experiments_dir": counts.name, **settings}
     try:
         named = {"bundle": service.bundle.root}
     except UnknownModel:
@@ -66,3 +68,4 @@ def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
         finally:
             server.should_exit = True
             thread.join()
+            counts.cleanup()

@@ -47,3 +47,15 @@ def join(*children: Child) -> Markup:
             if child is not None
         )
     )
+
+
+def table(headings: list[str], rows: list[list[str]]) -> Markup:
+    """Returns a table; the first column is text, the others are numbers."""
+    head = tag("tr", *(tag("th", heading) for heading in headings))
+    body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
+    return tag("div", tag("table", head, *body), class_="scroll")
+
+
+def section(title: str, *children: Markup | None) -> Markup:
+    """Returns a card with a heading."""
+    return tag("section", tag("h2", title), *children, class_="card")

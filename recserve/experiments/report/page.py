@@ -18,12 +18,25 @@ from recserve.experiments.report.markup import Markup, tag
 from recserve.experiments.report.report_charts import course, distribution, looks
 from recserve.experiments.report.report_tables import arms_table, checks, drafting_table, facts
 from recserve.experiments.statistics.comparison import Comparison
-from recserve.experiments.statistics.criteria import METRIC_WORDS, percent
+from recserve.experiments.statistics.criteria import (
+    METRIC_WORDS,
+    VerdictKind,
+    causes,
+    failed_guardrails,
+    percent,
+)
 from recserve.experiments.statistics.intervals import Effect, Interval
 from recserve.experiments.statistics.quality import Guardrail
 
 STYLE = "report.css"
-WORDS = {"better": "better", "worse": "worse", "unclear": "undecided", "invalid": "not valid"}
+# The class of a verdict in the style sheet, and its badge.
+KINDS: dict[VerdictKind, tuple[str, str]] = {
+    "better": ("better", "better"),
+    "worse": ("worse", "worse"),
+    "unclear": ("unclear", "undecided"),
+    "invalid": ("invalid", "not valid"),
+    "do_not_ship": ("worse", "do not ship"),
+}
 OUTCOMES = {"pass": "holds", "fail": "fails", "unclear": "unclear"}
 
 
@@ -72,23 +85,24 @@ def _header(document: ReportDocument) -> Markup:
 def _verdict(one: Comparison) -> Markup:
     effect = decisive(one)
     shown = one.looks[-1].relative if one.sequential and one.looks else effect.relative
-    big = tag(
-        "div",
-        percent(shown.estimate),
-        tag("small", f"{one.statistic} {METRIC_WORDS[one.metric]}"),
-        class_="big",
-    )
+    figure, label = percent(shown.estimate), f"{one.statistic} {METRIC_WORDS[one.metric]}"
+    style, word = KINDS[one.kind]
+    if one.kind == "do_not_ship":  # what decides is the guardrail
+        failed = failed_guardrails(one.guardrails)
+        figure, label = signed(failed[0].change.estimate), failed[0].name
+        word = f"{word}: {causes(failed)}"
+    big = tag("div", figure, tag("small", label), class_="big")
     reach = f"A run like this finds a change of {one.detectable:.1%} with power 0.9."
     if one.detectable > 1:
         reach = "A run of this length finds only very large changes."
     detail = f"{reach} {one.num_blocks} time blocks of {one.block_s:.1f} s."
     text = tag(
         "div",
-        tag("p", tag("span", WORDS[one.kind], class_=f"badge {one.kind}")),
+        tag("p", tag("span", word, class_=f"badge {style}")),
         tag("p", unbroken(one.verdict), class_="sentence"),
         tag("p", detail, class_="note"),
     )
-    return tag("section", big, text, class_=f"card verdict {one.kind}")
+    return tag("section", big, text, class_=f"card verdict {style}")
 
 
 def unbroken(text: str) -> str:

@@ -8,23 +8,11 @@ from typing import Any
 import msgspec
 
 from recserve.experiments.report.document import ReportDocument
-from recserve.experiments.report.markup import Markup, tag
+from recserve.experiments.report.markup import Markup, section, table, tag
 from recserve.experiments.report.measurements import ArmSummary, Spread
 from recserve.experiments.statistics.criteria import percent
 
 PERCENTILES = ("p50", "p90", "p95", "p99", "p99.9")
-
-
-def table(headings: list[str], rows: list[list[str]]) -> Markup:
-    """Returns a table; the first column is text, the others are numbers."""
-    head = tag("tr", *(tag("th", heading) for heading in headings))
-    body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
-    return tag("div", tag("table", head, *body), class_="scroll")
-
-
-def section(title: str, *children: Markup | None) -> Markup:
-    """Returns a card with a heading."""
-    return tag("section", tag("h2", title), *children, class_="card")
 
 
 def pairs(found: Mapping[str, Any]) -> Markup:

@@ -63,7 +63,7 @@ class ArmTally:
     """Counts the requests of one arm.
 
     Attributes:
-        requests: Requests since the start of the server.
+        requests: Requests since the start of the experiment.
         errors: Failed requests.
         empty: Empty answers.
     """
@@ -78,6 +78,7 @@ class ArmTally:
         self.errors = 0
         self.empty = 0
         self._window_s = window_s
+        self._place = 0
         # Ring buffers: a deque of 10,000 results would stall the event loop at each look.
         self._at_s = np.full(MAX_WINDOW, -math.inf)
         self._seconds = np.full(MAX_WINDOW, math.nan)
@@ -86,7 +87,8 @@ class ArmTally:
 
     def add(self, result: ArmResult, now_s: float) -> None:
         """Adds a result; now_s is a time.monotonic() value."""
-        place = self.requests % MAX_WINDOW
+        place = self._place
+        self._place = (place + 1) % MAX_WINDOW
         self.requests += 1
         self.errors += result.failed
         self.empty += result.empty
@@ -95,13 +97,23 @@ class ArmTally:
         self._failed[place] = result.failed
         self._empty[place] = result.empty
 
+    def restore(self, requests: int, errors: int, empty: int) -> None:
+        """Continues the totals of an earlier process; the window stays empty."""
+        self.requests, self.errors, self.empty = requests, errors, empty
+
     def forget(self) -> None:
         """Empties the window; the totals stay."""
         self._at_s.fill(-math.inf)
 
     def window(self, now_s: float) -> WindowSummary:
         """Returns the requests of the last `window_s` seconds."""
-        inside = self._at_s >= now_s - self._window_s
+        return self._summary(self._at_s >= now_s - self._window_s)
+
+    def latest(self) -> WindowSummary:
+        """Returns the last requests, MAX_WINDOW at most, of any age since `forget`."""
+        return self._summary(self._at_s > -math.inf)
+
+    def _summary(self, inside: NDArray[np.bool_]) -> WindowSummary:
         seconds = self._seconds[inside]
         return WindowSummary(
             requests=int(inside.sum()),

@@ -9,16 +9,46 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from recserve.experiments.assignment import ArmSplit, Assignment
 from recserve.experiments.serving.arm_fields import ArmFields, Exclusion
-from recserve.experiments.serving.arm_tally import ArmResult, ArmTally, percentile
-from recserve.experiments.serving.guard import CAUSES, Cause, judge
+from recserve.experiments.serving.arm_tally import (
+    ArmResult,
+    ArmTally,
+    Percentile,
+    WindowSummary,
+    percentile,
+)
+from recserve.experiments.serving.goal_tally import GoalTally, SeenEvents, user_group
+from recserve.experiments.serving.guard import (
+    CAUSES,
+    P99,
+    Breach,
+    Cause,
+    Check,
+    check_empty,
+    check_errors,
+    check_p99,
+    judge,
+)
+from recserve.experiments.serving.saved_counts import SavedArm, SavedExperiment
 from recserve.experiments.serving.settings import ArmSettings, ExperimentSettings, GuardSettings
-from recserve.schemas.experiments import ArmStatus, ExperimentStatus, Status
+from recserve.experiments.serving.verdict import decide, describe_goal
+from recserve.experiments.statistics.conversions import NUM_BUCKETS, RateSums
+from recserve.schemas.experiments import (
+    ArmStatus,
+    ArmVerdict,
+    ExperimentLabel,
+    ExperimentStatus,
+    GuardrailStatus,
+    Status,
+)
 
 log = logging.getLogger(__name__)
 # Seconds between two looks of a guard.
@@ -58,6 +88,7 @@ class ServingArm:
         fields: Request fields that the arm sets.
         label: `experiment/arm`, the label of metrics.
         tally: Its requests.
+        goals: Its answers, and the events that they led to.
         forwarded: Number of requests for its server by what became of them.
     """
 
@@ -66,6 +97,7 @@ class ServingArm:
     fields: ArmFields
     label: str
     tally: ArmTally
+    goals: GoalTally
     forwarded: Counter[Forwarding] = field(
         default_factory=lambda: Counter(dict.fromkeys(FORWARDINGS, 0))
     )
@@ -126,7 +158,14 @@ class Experiment:
         fields = settings.arm_fields()
         names = [arm.name for arm in settings.arms]
         self.arms = tuple(
-            ServingArm(arm, weight, each, f"{settings.name}/{arm.name}", ArmTally(guard.window_s))
+            ServingArm(
+                arm,
+                weight,
+                each,
+                f"{settings.name}/{arm.name}",
+                ArmTally(guard.window_s),
+                GoalTally(settings.goal_types),
+            )
             for arm, weight, each in zip(settings.arms, settings.weights, fields, strict=True)
         )
         self.split = ArmSplit.even(
@@ -145,6 +184,15 @@ class Experiment:
         self._units: set[int] = set()
         self._units_per_arm: Counter[str] = Counter()
         self._looked_s = clock()
+        self._seen = SeenEvents()
+        self._ran_s = 0.0
+        self._began_s: float | None = clock()  # None while it does not run
+        self._breach: tuple[str, str] | None = None  # arm and figures of an automatic fall-back
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment."""
+        return self.settings.name
 
     @property
     def control(self) -> ServingArm:
@@ -183,6 +231,75 @@ class Experiment:
             self._looked_s = now_s
             self._look(now_s, self.settings.guard)
 
+    def count_answer(self, label: ExperimentLabel, unit: str) -> None:
+        """Counts an answer whose events are compared between the arms.
+
+        Args:
+            label: What the answer says about its arm.
+            unit: Id of the user, or of the request if it names no user.
+        """
+        if label.arm is None or label.reason is not None or not self.settings.goal_types:
+            return
+        group = user_group(self.split.seed, unit)
+        with self._lock:
+            self.arm(label.arm).goals.add_answer(group)
+
+    def count_event(self, arm: str, unit: str, event_type: str, key: str) -> None:
+        """Counts an event that an answer led to, once.
+
+        Args:
+            arm: Name of the arm in the attribution token.
+            unit: Id of the user, or of the request if the answer was for no user.
+            event_type: Type of the event.
+            key: Names the answer and the item; an event with the same key and type comes again.
+        """
+        if not self.settings.goal_types or arm not in (each.name for each in self.arms):
+            return
+        group = user_group(self.split.seed, unit)
+        with self._lock:
+            # An event of another type does not count, so it need not be remembered.
+            if event_type not in self.settings.goal_types or self._seen.add(f"{key} {event_type}"):
+                self.arm(arm).goals.add_event(group, event_type)
+
+    def save(self) -> SavedExperiment:
+        """Returns the counts, so that the next process can continue them."""
+        with self._lock:
+            arms = [
+                SavedArm(
+                    name=arm.name,
+                    requests=arm.tally.requests,
+                    errors=arm.tally.errors,
+                    empty=arm.tally.empty,
+                    answers=_to_bytes(arm.goals.answers),
+                    events={goal: _to_bytes(each) for goal, each in arm.goals.events.items()},
+                    other_events=arm.goals.other_events,
+                )
+                for arm in self.arms
+            ]
+            return SavedExperiment(
+                self._settings_hash(), self._running_s(), arms, self._seen.keys()
+            )
+
+    def restore(self, saved: SavedExperiment) -> None:
+        """Continues the counts of an earlier process.
+
+        Raises:
+            ValueError: If arms, weights, seed or goals differ from those of the counts.
+        """
+        if saved.settings != self._settings_hash():
+            raise ValueError("the counts belong to other arms, weights, goals or another seed")
+        answers = [_from_bytes(one.answers) for one in saved.arms]
+        events = [
+            {goal: _from_bytes(each) for goal, each in one.events.items()} for one in saved.arms
+        ]
+        with self._lock:
+            self._ran_s = saved.ran_s
+            self._seen = SeenEvents(saved.seen)
+            for index, (arm, counts) in enumerate(zip(self.arms, saved.arms, strict=True)):
+                arm.tally.restore(counts.requests, counts.errors, counts.empty)
+                arm.goals.answers, arm.goals.events = answers[index], events[index]
+                arm.goals.other_events = counts.other_events
+
     def coin(self, request_id: str) -> random.Random:
         """Returns a source of draws for a request; the same for the same request."""
         return random.Random(f"{self.split.seed}:{request_id}")
@@ -202,60 +319,199 @@ class Experiment:
     def stop(self) -> None:
         """Stops the experiment: every request gets the control."""
         with self._lock:
+            self._pause()
             self.status, self.reason = "stopped", "stopped by an operator"
         log.warning("experiment %s is stopped", self.settings.name)
 
     def start(self) -> None:
         """Starts the experiment again with empty windows. Assignments are the same as before."""
         with self._lock:
-            self.status, self.reason = "running", None
+            self.status, self.reason, self._breach = "running", None, None
             for arm in self.arms:
                 arm.tally.forget()
             self._looked_s = self._clock()
+            if self._began_s is None:
+                self._began_s = self._clock()
         log.warning("experiment %s is started", self.settings.name)
 
     def described(self) -> ExperimentStatus:
         """Returns the state for GET /v1/experiments."""
         with self._lock:
             now_s = self._clock()
-            arms = [_arm_status(arm, now_s) for arm in self.arms]
-            status, reason = self.status, self.reason
+            tallies = [_copy_arm(arm, now_s) for arm in self.arms]
+            status, reason, ran_s = self.status, self.reason, self._running_s()
             counts = tuple(self._units_per_arm[arm.name] for arm in self.arms)
+        sample_ratio_p = _sample_ratio_p(counts, self.settings.weights)
+        arms = [
+            self._arm_status(arm, mine, tallies[0], sample_ratio_p, ran_s)
+            for arm, mine in zip(self.arms, tallies, strict=True)
+        ]
         return ExperimentStatus(
             name=self.settings.name,
             mode=self.settings.mode,
             status=status,
             reason=reason,
             coverage=self.settings.coverage,
-            sample_ratio_p=_sample_ratio_p(counts, self.settings.weights),
+            smallest_effect=self.settings.smallest_effect,
+            sample_ratio_p=sample_ratio_p,
             arms=arms,
         )
+
+    def _arm_status(
+        self,
+        arm: ServingArm,
+        mine: _ArmCounts,
+        control: _ArmCounts,
+        sample_ratio_p: float | None,
+        ran_s: float,
+    ) -> ArmStatus:
+        p50, p99 = (percentile(mine.seconds, share, 0.95) for share in (0.5, P99))
+        base = None if mine is control else control
+        verdict = None if base is None else self._verdict(arm, mine, base, sample_ratio_p, ran_s)
+        return ArmStatus(
+            name=arm.name,
+            weight=arm.weight,
+            requests=mine.summary.requests,
+            errors=mine.summary.errors,
+            empty=mine.summary.empty,
+            p50_ms=_ms(p50.value if p50 else None),
+            p99_ms=_ms(p99.value if p99 else None),
+            p99_low_ms=_ms(p99.low if p99 else None),
+            p99_high_ms=_ms(p99.high if p99 else None),
+            answers=mine.answers,
+            goals=[
+                describe_goal(goal, sums, None if base is None else base.goals[goal], self.settings)
+                for goal, sums in mine.goals.items()
+            ],
+            verdict=verdict,
+        )
+
+    def _verdict(
+        self,
+        arm: ServingArm,
+        mine: _ArmCounts,
+        control: _ArmCounts,
+        sample_ratio_p: float | None,
+        ran_s: float,
+    ) -> ArmVerdict:
+        guard = self.settings.guard or GuardSettings()
+        breach = self._breach
+        fell_back = breach[1] if breach is not None and breach[0] == arm.name else None
+        return decide(
+            self.settings,
+            arm.name,
+            [(control.goals[goal], sums) for goal, sums in mine.goals.items()],
+            control.other_events + mine.other_events,
+            _guardrails(control.summary, mine.summary, guard),
+            fell_back,
+            sample_ratio_p,
+            ran_s,
+        )
+
+    def _running_s(self) -> float:
+        """Returns for how long the experiment has been running, without stops."""
+        began_s = self._began_s
+        return self._ran_s + (0.0 if began_s is None else self._clock() - began_s)
+
+    def _pause(self) -> None:
+        self._ran_s, self._began_s = self._running_s(), None
+
+    def _settings_hash(self) -> str:
+        """Returns a hash of the settings that counts depend on."""
+        one = self.settings
+        arms = [(arm.name, arm.fields, arm.url) for arm in one.arms]
+        parts = (one.use, one.mode, self.split.seed, one.weights, arms, one.goal_types)
+        return blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
     def _look(self, now_s: float, guard: GuardSettings) -> None:
         control = self.control.tally.window(now_s)
         for arm in self.arms[1:]:
             verdict = judge(control, arm.tally.window(now_s), guard)
             if verdict is not None:
+                self._pause()
                 self.status, self.reason = "fallen_back", f"arm {arm.name}: {verdict.text}"
                 self.fallbacks[verdict.cause] += 1
+                self._breach = arm.name, verdict.text
                 log.error("experiment %s fell back: %s", self.settings.name, self.reason)
                 return
 
 
-def _arm_status(arm: ServingArm, now_s: float) -> ArmStatus:
-    seconds = arm.tally.window(now_s).seconds
-    p50, p99 = percentile(seconds, 0.5, 0.95), percentile(seconds, 0.99, 0.95)
-    return ArmStatus(
-        name=arm.name,
-        weight=arm.weight,
-        requests=arm.tally.requests,
-        errors=arm.tally.errors,
-        empty=arm.tally.empty,
-        p50_ms=_ms(p50.value if p50 else None),
-        p99_ms=_ms(p99.value if p99 else None),
-        p99_low_ms=_ms(p99.low if p99 else None),
-        p99_high_ms=_ms(p99.high if p99 else None),
+@dataclass(frozen=True)
+class _ArmCounts:
+    """A copy of the counts of an arm.
+
+    Attributes:
+        summary: Totals since the start of the experiment, and the last latencies.
+        seconds: Sorted latencies within the window.
+        answers: Answers whose events are compared.
+        goals: Sums of the goals, the first one decides.
+        other_events: Attributed events of other types.
+    """
+
+    summary: WindowSummary
+    seconds: NDArray[np.float64]
+    answers: int
+    goals: dict[str, RateSums]
+    other_events: int
+
+
+def _copy_arm(arm: ServingArm, now_s: float) -> _ArmCounts:
+    tally, goals = arm.tally, arm.goals
+    last = tally.latest().seconds
+    return _ArmCounts(
+        WindowSummary(tally.requests, tally.errors, tally.empty, last),
+        tally.window(now_s).seconds,
+        int(goals.answers.sum()),
+        {goal: goals.sums(goal) for goal in goals.goals},
+        goals.other_events,
     )
+
+
+def _guardrails(
+    control: WindowSummary, arm: WindowSummary, guard: GuardSettings
+) -> list[GuardrailStatus]:
+    """Returns the state of the guardrails: shares of all requests, p99 of the last ones."""
+
+    def status(
+        name: Cause, found: Check, control_value: float | None, value: float | None
+    ) -> GuardrailStatus:
+        result = "fails" if isinstance(found, Breach) else found
+        return GuardrailStatus(name=name, result=result, control=control_value, arm=value)
+
+    def share(count: int, total: int) -> float | None:
+        return count / total if total else None
+
+    p99s: list[Percentile | None] = [percentile(one.seconds, P99, 0.95) for one in (control, arm)]
+    return [
+        status(
+            "errors",
+            check_errors(control, arm, guard),
+            share(control.errors, control.requests),
+            share(arm.errors, arm.requests),
+        ),
+        status(
+            "empty",
+            check_empty(control, arm, guard),
+            share(control.empty, control.requests),
+            share(arm.empty, arm.requests),
+        ),
+        status(
+            "p99",
+            check_p99(control, arm, guard),
+            *(_ms(one.value if one else None) for one in p99s),
+        ),
+    ]
+
+
+def _to_bytes(sums: NDArray[np.int64]) -> bytes:
+    return sums.astype("<i8").tobytes()
+
+
+def _from_bytes(content: bytes) -> NDArray[np.int64]:
+    sums = np.frombuffer(content, "<i8").astype(np.int64)
+    if sums.shape != (NUM_BUCKETS,):
+        raise ValueError(f"expected {NUM_BUCKETS} groups of users, got {sums.size}")
+    return sums
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -18,7 +18,7 @@ P99 = 0.99
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Breach:
     """Why an arm is worse than the control.
 
     Attributes:
@@ -30,42 +30,56 @@ class Verdict:
     text: str
 
 
-def judge(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Verdict | None:
-    """Returns why the arm must stop; None if it may go on.
+# A breach, or why there is none. Both need one-sided confidence 99 % and `min_requests`.
+Check = Breach | Literal["holds", "unclear"]
 
-    An arm stops if the lower end of its interval lies above the allowed value: for shares the
-    Wilson bound, for p99 the order statistic, both with one-sided confidence 99 %.
 
-    Args:
-        control: Requests of the control in the window.
-        arm: Requests of the arm in the window.
-        guard: Bounds and the least number of requests.
-    """
-    if min(control.requests, arm.requests) < guard.min_requests:
-        return None
-    causes: tuple[tuple[Cause, str, int, int, float], ...] = (
-        ("errors", "error share", arm.errors, control.errors, guard.error_share),
-        ("empty", "share of empty answers", arm.empty, control.empty, guard.empty_share),
-    )
-    for cause, name, mine, theirs, floor in causes:
-        share, base = mine / arm.requests, theirs / control.requests
-        if wilson_low(mine, arm.requests) > max(floor, guard.factor * base):
-            return Verdict(
-                cause, f"{name} {share:.4f} in {arm.requests} requests; control {base:.4f}"
-            )
+def judge(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Breach | None:
+    """Returns why the arm must stop; None if it may go on."""
+    checks = (check_errors, check_empty, check_p99)
+    found = (check(control, arm, guard) for check in checks)
+    return next((one for one in found if isinstance(one, Breach)), None)
+
+
+def check_errors(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Check:
+    """Returns a breach if the arm surely has more errors than allowed, by the Wilson bound."""
+    counts = arm.errors, arm.requests, control.errors, control.requests
+    return _check_share("errors", "error share", counts, guard.error_share, guard)
+
+
+def check_empty(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Check:
+    """Returns a breach if the arm surely has more empty answers than allowed."""
+    counts = arm.empty, arm.requests, control.empty, control.requests
+    return _check_share("empty", "share of empty answers", counts, guard.empty_share, guard)
+
+
+def check_p99(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Check:
+    """Returns a breach if the arm's p99 is surely higher than allowed, by order statistics."""
     if min(len(control.seconds), len(arm.seconds)) < guard.min_requests:
-        return None
+        return "unclear"
     ours = percentile(arm.seconds, P99, 2 * CONFIDENCE - 1)
-    base_p99 = percentile(control.seconds, P99, CONFIDENCE)
-    if ours is None or base_p99 is None or ours.low is None:
-        return None
-    if ours.low > guard.p99_factor * base_p99.value:
-        return Verdict(
-            "p99",
-            f"p99 {ours.value * 1e3:.1f} ms in {len(arm.seconds)} answers; "
-            f"control {base_p99.value * 1e3:.1f} ms",
-        )
-    return None
+    base = percentile(control.seconds, P99, CONFIDENCE)
+    if ours is None or base is None or ours.low is None:
+        return "unclear"
+    if ours.low <= guard.p99_factor * base.value:
+        return "holds"
+    return Breach(
+        "p99",
+        f"p99 {ours.value * 1e3:.1f} ms in {len(arm.seconds)} answers; "
+        f"control {base.value * 1e3:.1f} ms",
+    )
+
+
+def _check_share(
+    cause: Cause, name: str, counts: tuple[int, int, int, int], floor: float, guard: GuardSettings
+) -> Check:
+    mine, requests, theirs, control_requests = counts
+    if min(requests, control_requests) < guard.min_requests:
+        return "unclear"
+    share, base = mine / requests, theirs / control_requests
+    if wilson_low(mine, requests) <= max(floor, guard.factor * base):
+        return "holds"
+    return Breach(cause, f"{name} {share:.4f} in {requests} requests; control {base:.4f}")
 
 
 def wilson_low(count: int, total: int) -> float:

@@ -61,6 +61,15 @@ class Experiments:
         """Returns the state of all experiments."""
         return ExperimentsResponse(experiments=[one.described() for one in self._by_name.values()])
 
+    def count_event(self, experiment: str, arm: str, unit: str, event_type: str, key: str) -> None:
+        """Counts an event that an answer of an arm led to; see `Experiment.count_event`.
+
+        A token may name an experiment that this server no longer has; its events are left out.
+        """
+        one = self._by_name.get(experiment)
+        if one is not None:
+            one.count_event(arm, unit, event_type, key)
+
     def draw(
         self, use: Use, user: str | None, request_id: str, body: msgspec.Struct
     ) -> Draw | None:

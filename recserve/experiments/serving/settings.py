@@ -17,6 +17,8 @@ from recserve.schemas.validation import converted
 MAX_EXPERIMENTS = 32
 MAX_ARMS = 8
 MAX_WINDOW = 10_000
+MAX_GOALS = 4
+DEFAULT_GOALS = ("click",)
 
 Label = Annotated[
     str,
@@ -24,6 +26,7 @@ Label = Annotated[
 ]
 Weight = Annotated[float, Meta(gt=0, le=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+EventType = Annotated[str, Meta(min_length=1, max_length=64)]
 Factor = Annotated[float, Meta(ge=1, le=1000)]
 
 
@@ -81,6 +84,9 @@ class ExperimentSettings(StrictStruct, frozen=True, kw_only=True):
         hash_version: Version of GrowthBook's hash.
         coverage: Share of the units that take part.
         guard: When the experiment falls back; None means never.
+        goals: Event types whose rates are compared; the first one decides. None means clicks.
+        smallest_effect: Smallest relative change of a rate that is of interest. The intervals are
+            narrowest where such a change is found.
     """
 
     name: Label
@@ -91,6 +97,15 @@ class ExperimentSettings(StrictStruct, frozen=True, kw_only=True):
     hash_version: Literal[2] = 2
     coverage: Share = 1.0
     guard: GuardSettings | None = GuardSettings()
+    goals: Annotated[list[EventType], Meta(min_length=1, max_length=MAX_GOALS)] | None = None
+    smallest_effect: Annotated[float, Meta(ge=0.001, le=10)] = 0.1
+
+    @property
+    def goal_types(self) -> tuple[str, ...]:
+        """Event types that are counted; none if the experiment cannot judge them."""
+        if self.use == "text" or self.mode != "split":
+            return ()
+        return DEFAULT_GOALS if self.goals is None else tuple(self.goals)
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -145,6 +160,16 @@ def _check(one: ExperimentSettings, place: str) -> None:
         raise InvalidRequest(
             f"{place}.arms", f"expected 2 arms for mode {one.mode}, got {len(names)}"
         )
+    if one.goals is not None:
+        if not one.goal_types:
+            raise InvalidRequest(
+                f"{place}.goals",
+                f"expected none for {one.use} in mode {one.mode}: events are judged for recommend "
+                "and rank in mode split",
+            )
+        if len(set(one.goals)) < len(one.goals):
+            listed = ", ".join(one.goals)
+            raise InvalidRequest(f"{place}.goals", f"expected different types, got {listed}")
     for index, arm in enumerate(one.arms):
         where = f"{place}.arms[{index}]"
         try:

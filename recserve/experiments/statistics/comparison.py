@@ -80,8 +80,8 @@ class Comparison:
         effective_size: Independent requests that say as much about the deciding statistic of one
             arm alone.
         detectable: Relative effect that a run like this finds with power 0.9.
-        kind: Whether the treatment is better, worse, or neither is shown; "invalid" where a check
-            failed.
+        kind: Whether the treatment is better, worse, or neither is shown; "do_not_ship" if a
+            guardrail fails, "invalid" where a check failed.
         verdict: The result in one sentence.
         notes: What limits the result.
     """
@@ -186,7 +186,9 @@ def compare_arms(
     decisive = next(e for e in effects[criteria.metric] if e.statistic == criteria.statistic)
     if mode == "paired":
         overlaps = paired_overlaps(columns, treatment)
-    guards = find_guardrails(columns, samples, treatment, blocks, criteria, overlaps)
+    guards = find_guardrails(
+        columns, samples, treatment, blocks, criteria, overlaps, mode == "split"
+    )
     ratio = check_ratio(columns, len(names), mode, criteria.weights)
     kind, verdict = decide(names[0], names[treatment], decisive, looks, guards, ratio, criteria)
     order = _order_effect(columns, mine, blocks) if mode == "paired" else None

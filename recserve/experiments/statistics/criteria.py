@@ -12,7 +12,7 @@ from recserve.experiments.statistics.scores import UNBOUNDED, Statistic
 from recserve.experiments.statistics.sequential import Look, stopping_block
 
 Metric = Literal["latency", "ttft", "tpot"]
-VerdictKind = Literal["better", "worse", "unclear", "invalid"]
+VerdictKind = Literal["better", "worse", "unclear", "invalid", "do_not_ship"]
 METRIC_WORDS: dict[Metric, str] = {
     "latency": "latency",
     "ttft": "time to first token",
@@ -94,22 +94,44 @@ def decide(
         f"{percent(interval.low)} to "
         f"{percent(interval.high)}{always}), {effect.control:.3g} to {effect.treatment:.3g} ms"
     )
-    failed = [guard.name for guard in guards if guard.outcome == "fail"]
-    open_ = [guard.name for guard in guards if guard.outcome == "unclear"]
-    tail = ""
-    if failed:
-        tail = f" But a guardrail fails: {', '.join(failed)}."
-    elif open_:
-        tail = f" Not enough data for the guardrail on {', '.join(open_)}."
+    kind: VerdictKind
     if not interval.excludes_zero:
-        both = f"{treatment} and {control} in {where}"
-        return "unclear", f"No difference between {both} is shown: {figures}.{tail}"
-    faster = interval.high < 0
-    word = "faster" if faster else "slower"
-    kind: VerdictKind = "better" if faster and not failed else "worse"
-    if kind == "better" and open_:
         kind = "unclear"
-    return kind, f"{treatment} is {word} than {control} in {where}: {figures}.{tail}"
+        sentence = (
+            f"No difference between {treatment} and {control} in {where} is shown: {figures}."
+        )
+    else:
+        kind = "better" if interval.high < 0 else "worse"
+        word = "faster" if kind == "better" else "slower"
+        sentence = f"{treatment} is {word} than {control} in {where}: {figures}."
+    if failed := failed_guardrails(guards):
+        losses = "; ".join(f"{guard.name} {loss(guard)}" for guard in failed)
+        return "do_not_ship", f"Do not ship {treatment}: {causes(failed)}. {losses}. {sentence}"
+    if open_ := [guard.name for guard in guards if guard.outcome == "unclear"]:
+        kind = "unclear" if kind == "better" else kind
+        sentence += f" Not enough data for the guardrail on {', '.join(open_)}."
+    return kind, sentence
+
+
+def failed_guardrails(guards: Sequence[Guardrail]) -> list[Guardrail]:
+    """Returns the guardrails that surely fail."""
+    return [guard for guard in guards if guard.outcome == "fail"]
+
+
+def causes(guards: Sequence[Guardrail]) -> str:
+    """Returns what these guardrails guard: "errors", "quality" or both."""
+    return " and ".join(sorted({guard.cause for guard in guards}))
+
+
+def loss(guard: Guardrail) -> str:
+    """Returns the values of a guardrail and the interval of its change."""
+    values = (
+        f"{guard.treatment:.3g}"
+        if guard.control is None
+        else f"{guard.control:.3g} to {guard.treatment:.3g}"
+    )
+    ends = f"{guard.change.low:+.3g} to {guard.change.high:+.3g}".replace("-", "\N{MINUS SIGN}")
+    return f"{values} (change {ends}, accepted loss {guard.margin:g})"
 
 
 def percent(value: float) -> str:

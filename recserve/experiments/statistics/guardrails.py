@@ -11,6 +11,7 @@ from recserve.experiments.load.datasets import Sample
 from recserve.experiments.report.measurements import SampleColumns
 from recserve.experiments.statistics.criteria import Criteria
 from recserve.experiments.statistics.quality import (
+    FAILED_REQUESTS,
     Guardrail,
     guard_mean,
     guard_overlap,
@@ -28,6 +29,7 @@ def find_guardrails(
     blocks: NDArray[np.int64],
     criteria: Criteria,
     overlaps: Sequence[float],
+    by_unit: bool,
 ) -> list[Guardrail]:
     """Returns the guardrails that the answers allow.
 
@@ -38,6 +40,7 @@ def find_guardrails(
         blocks: [n] time block of each request.
         criteria: Margins.
         overlaps: Overlap of the two arms' slates for the same requests; empty if unknown.
+        by_unit: Whether a unit stays in one arm.
     """
     mine = (columns.arm == 0) | (columns.arm == treatment)
     arms = (0, treatment)
@@ -45,7 +48,7 @@ def find_guardrails(
     failed = [int(columns.failed[columns.arm == arm].sum()) for arm in arms]
     found = [
         guard_share(
-            "failed requests", (failed[0], failed[1]), (totals[0], totals[1]), criteria.error_margin
+            FAILED_REQUESTS, (failed[0], failed[1]), (totals[0], totals[1]), criteria.error_margin
         )
     ]
     slates = np.array([one.reply is not None for one in columns.exchanges]) & mine
@@ -78,7 +81,9 @@ def find_guardrails(
                 for i in range(len(items))
             ]
         )
-        observed = Observations(gains[judged], columns.arm[judged] == treatment, blocks[judged])
+        units = columns.unit[judged] if by_unit else None
+        treated = columns.arm[judged] == treatment
+        observed = Observations(gains[judged], treated, blocks[judged], units)
         name = f"NDCG@{criteria.k}" if criteria.k else "NDCG"
         found.append(guard_mean(name, observed, criteria.ndcg_margin, "lower"))
     return found

@@ -13,6 +13,7 @@ from scipy import stats
 from recserve.experiments.statistics.intervals import Interval
 from recserve.experiments.statistics.scores import BlockScores, Observations
 
+FAILED_REQUESTS = "failed requests"
 Outcome = Literal["pass", "fail", "unclear"]
 
 
@@ -36,6 +37,11 @@ class Guardrail:
     change: Interval
     margin: float
     outcome: Outcome
+
+    @property
+    def cause(self) -> Literal["errors", "quality"]:
+        """What a failure means for users."""
+        return "errors" if self.name == FAILED_REQUESTS else "quality"
 
 
 def overlap(first: Sequence[str], second: Sequence[str]) -> float:
@@ -64,6 +70,8 @@ def guard_mean(
 ) -> Guardrail:
     """Returns the guardrail on a mean, with a cluster-robust interval of 95 %.
 
+    Clusters are the time blocks, or units if that gives the wider interval.
+
     Args:
         name: What is guarded.
         observations: Values of both arms; zero and negative values are fine.
@@ -77,9 +85,29 @@ def guard_mean(
     by_block = scores.shifted(treatment - control)
     num_blocks = observations.num_blocks
     error = math.sqrt(float((by_block**2).sum()) * num_blocks / max(num_blocks - 1, 1))
-    reach = float(stats.t.ppf(0.975, max(num_blocks - 1, 1))) * error
+    degrees = num_blocks - 1
+    if observations.units is not None:
+        error = max(error, unit_error(observations))
+        degrees = min(degrees, len(np.unique(observations.units)) - 2)
+    reach = float(stats.t.ppf(0.975, max(degrees, 1))) * error
     interval = Interval(change, change - reach, change + reach)
     return Guardrail(name, control, treatment, interval, margin, non_inferior(interval, margin))
+
+
+def unit_error(observations: Observations) -> float:
+    """Returns the standard error of a difference of means whose units stay in one arm.
+
+    Source: Deng, Knoblich and Lu 2018, section 3.1 (the delta method for a ratio of sums).
+    """
+    assert observations.units is not None
+    square = 0.0
+    for arm in (False, True):
+        mine = observations.treated == arm
+        values = observations.values[mine]
+        _, places = np.unique(observations.units[mine], return_inverse=True)
+        sums = np.bincount(places, values - values.mean())
+        square += len(sums) / max(len(sums) - 1, 1) * float((sums**2).sum()) / len(values) ** 2
+    return math.sqrt(square)
 
 
 def guard_share(

@@ -1,12 +1,7 @@
-"""Always-valid inference: intervals that hold at every look, so that a run may stop early.
+"""Always-valid inference on latencies, so that a run may stop early.
 
-A fixed-sample interval covers with 95 % at one planned end. Looking at it again and again and
-stopping when it excludes zero gives far more than 5 % of false alarms. A confidence sequence covers
-with 95 % at all looks together.
-
-Source: Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas 2024, "Time-uniform central limit theory and
-asymptotic confidence sequences", Annals of Statistics 52(6), theorem 2.2 and section 2.4. Time
-blocks are the observations: their log ratios are close to independent.
+`boundary.py` explains confidence sequences. Time blocks are the observations: their log ratios are
+close to independent.
 """
 
 from __future__ import annotations
@@ -18,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from recserve.experiments.statistics.boundary import boundary, tuned_rho
 from recserve.experiments.statistics.intervals import Interval, robust_estimate
 from recserve.experiments.statistics.scores import UNBOUNDED, Observations, Statistic
 
@@ -43,25 +39,6 @@ class Look:
     share: float
     relative: Interval
     fixed: Interval
-
-
-def boundary(num_blocks: float, rho: float, alpha: float = 0.05) -> float:
-    """Returns the half-width of the confidence sequence, in standard errors of the estimate.
-
-    Args:
-        num_blocks: Observations so far, t.
-        rho: Where the sequence is tightest; see `tuned_rho`.
-        alpha: Share of runs in which the truth may leave the sequence at any time.
-    """
-    scaled = num_blocks * rho**2
-    width = 2 * (scaled + 1) / scaled * math.log(math.sqrt(scaled + 1) / alpha)
-    return math.sqrt(width)
-
-
-def tuned_rho(num_blocks: float, alpha: float = 0.05) -> float:
-    """Returns the rho whose sequence is tightest after so many observations (section 2.4)."""
-    log = -2 * math.log(alpha)
-    return math.sqrt((log + math.log(log + 1)) / num_blocks)
 
 
 def confidence_sequence(

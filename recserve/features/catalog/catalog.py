@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from recserve.features.catalog.item_times import ItemTimes
 from recserve.features.catalog.semantic_ids import SemanticIds
 from recserve.features.tables.items import ItemTable, item_table
 from recserve.features.tables.parquet import SchemaError, read_table
@@ -95,9 +96,16 @@ class Catalog:
         return np.where(known[places] == keys, rows[places], -1).astype(np.int32)
 
     @cached_property
-    def popular(self) -> np.ndarray:
-        """[I] int32 rows, most popular first; ties are in row order."""
-        return np.argsort(-self.popularity, kind="stable").astype(np.int32)
+    def times(self) -> ItemTimes:
+        """When the items may be recommended."""
+        return ItemTimes.of_table(self.items)
+
+    @cached_property
+    def newest(self) -> np.ndarray:
+        """[I] int64 rows, the latest `available_from` first, of equal ones the last row."""
+        keys = np.zeros(len(self), np.int64)
+        keys[self.times.rows] = self.times.newest
+        return np.argsort(keys, kind="stable")[::-1]
 
     @cached_property
     def _rows_by_key(self) -> tuple[np.ndarray, np.ndarray]:

@@ -7,10 +7,10 @@ A filter F has one of these forms:
 - `{"in": [field, [value, ...]]}`: the field has one of the values.
 - `{"range": [field, low, high]}`: low <= field <= high. A null end is open.
 
-A null attribute satisfies no condition, and neither does NaN. A field is `item_id`, `categories`
-or a column of the items file. `categories` matches a whole path, each prefix of a path and each
-part of it. `category` is another name of `categories`, unless the items file has a column
-`category`.
+A null attribute satisfies no condition, and neither does NaN. A field is `item_id`, `categories`,
+`available_from`, `expires_at` or a column of the items file. `categories` matches a whole path,
+each prefix of a path and each part of it. `category` is another name of `categories`, unless the
+items file has a column `category`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recserve.features.catalog.filter_columns import (
     short_form,
     text_column,
 )
-from recserve.features.tables.items import ItemTable
+from recserve.features.tables.items import TIME_USE, ItemTable
 
 MAX_DEPTH = 8
 MAX_NODES = 64
@@ -91,7 +91,7 @@ class ItemFilters:
         self._kinds = {name: schema.field(name).type for name in items.attributes.column_names}
         own = [name for name, kind in self._kinds.items() if is_usable(kind)]
         shorthand = [] if CATEGORY in self._kinds else [CATEGORY]
-        self.fields = (CATEGORIES, *shorthand, ITEM_ID, *own)
+        self.fields = (CATEGORIES, *shorthand, ITEM_ID, *TIME_USE, *own)
 
     def key(self, tree: Any) -> bytes:
         """Checks a filter and returns a canonical key; equal filters have equal keys.
@@ -199,6 +199,8 @@ class ItemFilters:
     def _make_column(self, name: str) -> FilterColumn:
         if name == ITEM_ID:
             return text_column([[i] for i in self._items.ids])
+        if name in TIME_USE:
+            return make_column(self._items.time(name))
         if name in self._kinds:
             return make_column(self._items.attributes.column(name))
         return path_column(self._items.categories)

@@ -23,6 +23,8 @@ import numpy as np
 from recserve.features.catalog.item_records import ItemRecord
 from recserve.features.catalog.versions import ChangeSet, ItemChange
 
+TIME_FIELDS = ("available_from", "expires_at", "added_at")  # a line has those that there are
+
 
 class JournalError(RuntimeError):
     """The journal is damaged, cannot be written, or belongs to another process."""
@@ -168,7 +170,11 @@ def _format_line(change_set: ChangeSet) -> bytes:
 
 def _change_fields(change: ItemChange) -> dict[str, Any]:
     """Returns an item change as JSON values."""
-    fields: dict[str, Any] = dict(vars(change.record))
+    fields: dict[str, Any] = {
+        name: value
+        for name, value in vars(change.record).items()
+        if value is not None or name not in TIME_FIELDS
+    }
     fields["attributes"] = dict(change.record.attributes)
     if change.vector is not None and change.codes is not None:
         raw = np.ascontiguousarray(change.vector, "<f4").tobytes()
@@ -193,7 +199,11 @@ def _parse_line(line: bytes, path: Path, number: int) -> ChangeSet:
 def _parse_change(fields: dict[str, Any]) -> ItemChange:
     """Parses an item change."""
     record = ItemRecord(
-        fields["item_id"], fields["title"], fields["categories"], fields["attributes"]
+        fields["item_id"],
+        fields["title"],
+        fields["categories"],
+        fields["attributes"],
+        **{name: int(fields[name]) for name in TIME_FIELDS if name in fields},
     )
     if "vector" not in fields:
         return ItemChange(record)

@@ -13,11 +13,14 @@ import numpy as np
 import pyarrow as pa
 
 from recserve.features.catalog.filters import ItemFilters
+from recserve.features.catalog.item_times import NO_END, NO_START, NOT_ADDED
+from recserve.features.tables.arrays import GrowableArray
 from recserve.features.tables.attribute_values import parse_value, plain_type, record_column
-from recserve.features.tables.items import ItemTable
+from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT, TIME_TYPE, ItemTable
 
 SEGMENT = 1024
 TEXT_FIELDS = ("title", "categories")
+OWN_FIELDS = (*TEXT_FIELDS, AVAILABLE_FROM, EXPIRES_AT)
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,18 @@ class ItemRecord:
         categories: Category paths.
         attributes: Values of the catalogue's attribute columns, in the form that
             `tables/attribute_values.py` describes. A null value is absent.
+        available_from: Time from which it is recommended, in microseconds since 1970, or None.
+        expires_at: Time at which it ends, or None.
+        added_at: Time at which a live catalogue got the item; None for an item of the bundle.
     """
 
     item_id: str
     title: str
     categories: list[str]
     attributes: Mapping[str, Any]
+    available_from: int | None = None
+    expires_at: int | None = None
+    added_at: int | None = None
 
     def value(self, name: str) -> Any:
         """Returns title, categories or an attribute; None if the item has no value."""
@@ -52,11 +61,13 @@ class RecordLog:
     Attributes:
         schema: Arrow schema of the catalogue's attributes.
         records: Records in the order in which they were added.
+        times: [n, 3] times of each record, as `ItemTimes.override` reads them.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
         self.records: list[ItemRecord] = []
+        self.times = GrowableArray((3,), np.int64)
         self._full: list[ItemFilters] = []
         self._partial: tuple[int, ItemFilters] | None = None
         self._by_path: dict[str, list[int]] = {}
@@ -65,6 +76,16 @@ class RecordLog:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def append(self, record: ItemRecord) -> None:
+        """Adds a record. Only one thread may append."""
+        times = (
+            record.available_from or NO_START,
+            record.expires_at or NO_END,
+            record.added_at or NOT_ADDED,
+        )
+        self.times.append(np.array([times]))
+        self.records.append(record)
 
     def allowed(self, tree: Any, count: int) -> np.ndarray:
         """Returns [count] bool, True for the first records that satisfy a filter.
@@ -134,6 +155,12 @@ def record_table(records: Sequence[ItemRecord], schema: pa.Schema) -> ItemTable:
         [record.title for record in records],
         [record.categories for record in records],
         pa.table(columns),
+        pa.table(
+            {
+                AVAILABLE_FROM: pa.array([r.available_from for r in records], TIME_TYPE),
+                EXPIRES_AT: pa.array([r.expires_at for r in records], TIME_TYPE),
+            }
+        ),
     )
 
 
@@ -146,7 +173,7 @@ def check_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str, A
     checked = {}
     for name, value in given.items():
         if name not in schema.names:
-            near = difflib.get_close_matches(name, [*schema.names, *TEXT_FIELDS], 1)
+            near = difflib.get_close_matches(name, [*schema.names, *OWN_FIELDS], 1)
             known = f"did you mean {near[0]}?" if near else _list_attributes(schema)
             raise ValueError(f"unknown attribute {name[:60]!r}; {known}")
         kind = schema.field(name).type

@@ -28,9 +28,12 @@ from recserve.features.catalog.item_records import (
     RecordLog,
     restore_attributes,
 )
+from recserve.features.catalog.item_times import ItemTimes
 from recserve.features.tables.arrays import ExtendedArray, GrowableArray, RowMap, are_among
+from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
+SCAN_GROWTH = 10  # factor by which the scan of a list grows if it finds too few items
 
 
 class Tail:
@@ -40,14 +43,14 @@ class Tail:
         ids: Item id of each row.
         codes: [t, L] uint16 semantic ids.
         vectors: [t, F] float32 item vectors.
-        trained_rows: [t] int64 bundle row whose training events the row inherits, or -1.
+        first_rows: [t] int64 first row of the row's item. Counts of events belong to that row.
     """
 
     def __init__(self, base: Catalog) -> None:
         self.ids: list[str] = []
         self.codes = GrowableArray((base.index.num_levels,), np.uint16)
         self.vectors = GrowableArray((base.vectors.shape[1],), np.float32)
-        self.trained_rows = GrowableArray((), np.int64)
+        self.first_rows = GrowableArray((), np.int64)
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,19 @@ class CatalogVersion:
     @cached_property
     def trained_rows(self) -> np.ndarray:
         """[num_tail] int64 bundle row whose events each tail row inherits, or -1."""
-        return self.tail.trained_rows.view(self.num_tail)
+        first = self.tail.first_rows.view(self.num_tail)
+        return np.where(first < len(self.base), first, -1)
 
     def trained_row(self, row: int) -> int:
         """Returns the bundle row whose training events a row inherits, or -1."""
         return row if row < len(self.base) else int(self.trained_rows[row - len(self.base)])
+
+    def first_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Returns [n] int64 the first row of the item of each row [n]."""
+        if not self.num_tail:
+            return rows
+        later = self.tail.first_rows.view(self.num_tail)[np.maximum(rows - len(self.base), 0)]
+        return np.where(rows < len(self.base), rows, later)
 
     def item_id(self, row: int) -> str:
         """Returns the id of the item that owns or owned a row."""
@@ -123,17 +134,29 @@ class CatalogVersion:
         return self.base.items.ids[row] if row < known else self.tail.ids[row - known]
 
     def record(self, row: int) -> ItemRecord:
-        """Returns title, categories and attributes of a row in this version."""
+        """Returns title, categories, attributes and times of a row in this version."""
         at = int(np.searchsorted(self.record_rows, row))
         if at < self.record_rows.size and self.record_rows[at] == row:
             return self.log.records[int(self.record_places[at])]
         items = self.base.items
         attributes = {k: v for k, v in items.attribute(row).items() if v is not None}
-        return ItemRecord(items.ids[row], items.titles[row], items.categories[row], attributes)
+        texts = items.ids[row], items.titles[row], items.categories[row]
+        if not items.times.num_columns:
+            return ItemRecord(*texts, attributes)
+        times = (items.time(name)[row] for name in (AVAILABLE_FROM, EXPIRES_AT))
+        return ItemRecord(*texts, attributes, *(t.value if t.is_valid else None for t in times))
 
     def attributes(self, row: int) -> dict[str, Any]:
         """Returns all attribute columns of a row, None where the item has no value."""
         return dict.fromkeys(self.log.schema.names) | dict(self.record(row).attributes)
+
+    @cached_property
+    def times(self) -> ItemTimes:
+        """When the items may be recommended."""
+        if not self.record_rows.size:
+            return self.base.times
+        times = self.log.times.view(self.num_records)[self.record_places]
+        return self.base.times.override(self.record_rows, times)
 
     @property
     def field_names(self) -> tuple[str, ...]:
@@ -162,11 +185,6 @@ class CatalogVersion:
             record = self.record(int(rows[place]))
             found[place] = {name: record.value(name) for name in names}
         return found
-
-    def popularity(self, row: int) -> float:
-        """Returns the number of training events of a row's item."""
-        trained = self.trained_row(row)
-        return float(self.base.popularity[trained]) if trained >= 0 else 0.0
 
     def rows_of_keys(self, keys: np.ndarray) -> np.ndarray:
         """Returns [n] int64 rows of uint64 item keys, hidden items included, -1 if unknown."""
@@ -216,25 +234,55 @@ class CatalogVersion:
         """Whether a row must not be recommended."""
         return bool(self.are_removed(np.array(row)))
 
-    def popular(self, count: int) -> np.ndarray:
-        """Returns int64 rows that may be recommended, most popular first.
-
-        Items added after the bundle come last, in row order.
+    def present_rows(self, first_rows: np.ndarray) -> np.ndarray:
+        """Returns the rows that items have now, in the order of their first rows.
 
         Args:
-            count: Least number of rows to return. Fewer are returned if the catalogue has fewer.
+            first_rows: int64 rows of any version. Those that are no first row, and those of items
+                that are hidden or that this version does not have, are left out.
         """
-        # At most `removed_rows.size` of the most popular rows are removed, so this many suffice.
-        head = self.base.popular[: count + self.removed_rows.size].astype(np.int64)
-        if self.removed_rows.size:
-            at = np.minimum(np.searchsorted(self.removed_rows, head), self.removed_rows.size - 1)
-            # A replaced row passes its rank on to its successor.
-            head = np.where(self.removed_rows[at] == head, self.successors[at], head)
-            head = head[(head >= 0) & ~self.are_removed(head)]
-        if head.size >= count or not self.num_tail:
-            return head
-        fresh = np.flatnonzero(self.trained_rows < 0) + len(self.base)
-        return np.concatenate([head, fresh[~self.are_removed(fresh)]])
+        rows = first_rows[first_rows < self.num_rows]
+        if self.num_tail:
+            rows = rows[self.first_rows(rows) == rows]
+        if not self.removed_rows.size:
+            return rows
+        at = np.minimum(np.searchsorted(self.removed_rows, rows), self.removed_rows.size - 1)
+        rows = np.where(self.removed_rows[at] == rows, self.successors[at], rows)
+        return np.asarray(rows[(rows >= 0) & ~self.are_removed(rows)])
+
+    def newest(self, count: int) -> np.ndarray:
+        """Returns up to `count` int64 rows, hidden ones included, newest first.
+
+        An item's age is its `available_from`, or else the time at which a live catalogue got it.
+        The bundle's items without a time come last, later rows of the file first.
+        """
+        looked_at = count
+        while True:
+            known = self.base.newest[:looked_at]
+            known = known[~are_among(known, self.record_rows)]
+            if known.size >= count or looked_at >= len(self.base):
+                break
+            looked_at *= SCAN_GROWTH
+        rows = np.concatenate([known, self._newest_changed[:count]])
+        return np.asarray(rows[np.lexsort((rows, self._ages(rows)))[::-1]][:count])
+
+    def newer_rows(self, since_us: int) -> np.ndarray:
+        """Returns the ascending rows of items that began at a time or later, see `newest`."""
+        return self.times.rows[self.times.newest >= since_us]
+
+    @cached_property
+    def _newest_changed(self) -> np.ndarray:
+        """[r] int64 the rows with a record, newest first."""
+        rows = self.record_rows
+        return np.asarray(rows[np.lexsort((rows, self._ages(rows)))[::-1]])
+
+    def _ages(self, rows: np.ndarray) -> np.ndarray:
+        """Returns [n] int64 times by which rows [n] are sorted, 0 where there is none."""
+        times = self.times
+        if not times.rows.size:
+            return np.zeros(rows.size, np.int64)
+        at = np.minimum(np.searchsorted(times.rows, rows), times.rows.size - 1)
+        return np.where(times.rows[at] == rows, times.newest[at], 0)
 
 
 def first_version(base: Catalog, rows: dict[str, int]) -> CatalogVersion:
@@ -269,7 +317,7 @@ class ItemChange:
     """The new state of one item.
 
     Attributes:
-        record: Title, categories and attributes.
+        record: Title, categories, attributes and times.
         vector: [F] new vector, or None to leave the item's row as it is.
         codes: [L] new semantic id. It is given if and only if `vector` is given.
     """
@@ -369,7 +417,8 @@ def restore_version(
 def compact_log(version: CatalogVersion) -> CatalogVersion:
     """Returns the same content with a log of its own that holds only each row's latest record."""
     log = RecordLog(version.log.schema)
-    log.records = [version.log.records[place] for place in version.record_places.tolist()]
+    for place in version.record_places.tolist():
+        log.append(version.log.records[place])
     places = np.arange(len(log.records))
     return replace(version, log=log, record_places=places, num_records=len(log.records))
 
@@ -409,7 +458,7 @@ class VersionBuilder:
         self.ids: list[str] = []
         self.codes: list[np.ndarray] = []
         self.vectors: list[np.ndarray] = []
-        self.trained_rows: list[int] = []
+        self.first_rows: list[int] = []
         self.records: dict[int, int] = {}
 
     def put(self, change: ItemChange, row: int) -> None:
@@ -422,7 +471,7 @@ class VersionBuilder:
         self.visible[item_id] = row
         log = self.old.log
         self.records[row] = len(log.records)
-        log.records.append(change.record)
+        log.append(change.record)
 
     def hide(self, item_id: str, row: int) -> None:
         """Excludes an item from all results. Histories that contain the item stay valid.
@@ -440,7 +489,7 @@ class VersionBuilder:
         self.ids.append(item_id)
         self.codes.append(codes)
         self.vectors.append(vector)
-        self.trained_rows.append(self.old.trained_row(old) if old >= 0 else -1)
+        self.first_rows.append(int(self.old.first_rows(np.array(old))) if old >= 0 else row)
         self.keys[item_key(item_id)] = row
         if old >= 0:
             self.removed[old] = row
@@ -459,7 +508,7 @@ class VersionBuilder:
         tail.ids += self.ids
         tail.codes.append(np.stack(self.codes))
         tail.vectors.append(np.stack(self.vectors))
-        tail.trained_rows.append(np.array(self.trained_rows))
+        tail.first_rows.append(np.array(self.first_rows))
 
     def build(self, number: int) -> CatalogVersion:
         """Returns the next version."""

@@ -20,6 +20,22 @@ OTHER_NAMES = {
     ),
     "title": ("name", "itemname", "productname", "movietitle", "itemtitle", "producttitle"),
     "categories": ("category", "genre", "genres", "categoryname", "categorypath", "cat", "cats"),
+    "available_from": (
+        *("availableat", "availablesince", "validfrom", "startsat", "startdate", "publishedat"),
+        *("publishdate", "publicationdate", "releasedate", "releasedat", "visiblefrom"),
+    ),
+    "expires_at": (
+        *(
+            "expiresat",
+            "expires",
+            "expiry",
+            "expirydate",
+            "expirationdate",
+            "validuntil",
+            "validto",
+        ),
+        *("endsat", "enddate", "availableuntil", "visibleuntil"),
+    ),
     "timestamp": (
         *("time", "ts", "date", "datetime", "eventtime", "createdat", "unixtime", "unixreviewtime"),
         *("unixtimestamp", "eventtimestamp", "timestampms", "when", "occurredat"),

@@ -179,6 +179,14 @@ def convert_times(values: pa.ChunkedArray) -> tuple[Times, str]:
     return Times(np.where(null, 0, times), null, given), note
 
 
+def show_time(given: pa.Scalar) -> str:
+    """Returns a time as the file has it; a timestamp that no calendar holds as its number."""
+    try:
+        return str(given)
+    except (ValueError, OverflowError):
+        return f"{given.value} {given.type.unit} since 1970"
+
+
 def _of_timestamps(values: pa.ChunkedArray, per_s: int) -> np.ndarray:
     """Returns [n] microseconds of timestamps of a unit, compared with the bounds in that unit."""
     raw, null = _int64(values.cast(pa.int64()))

@@ -25,6 +25,7 @@ from recserve.features.tables.conversions import (
     convert_text,
     convert_times,
     convert_values,
+    show_time,
 )
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import InputTable
@@ -188,7 +189,7 @@ class _Columns:
             (values < least) | (values > most),
             f"{clock} out of range",
             clock,
-            lambda r: f"it is {_format(given[r])}; expected {bound}",
+            lambda r: f"it is {show_time(given[r])}; expected {bound}",
         )
         check.refuse(
             ~(np.abs(self.values) <= MAX_VALUE),
@@ -313,11 +314,3 @@ def _repeats(keys: tuple[np.ndarray, ...], kept: np.ndarray) -> np.ndarray:
     repeated = np.zeros(kept.size, dtype=bool)
     repeated[rows[order[1:][same]]] = True
     return repeated
-
-
-def _format(given: pa.Scalar) -> str:
-    """Returns a time as the file has it; a timestamp that no calendar holds as its number."""
-    try:
-        return str(given)
-    except (ValueError, OverflowError):
-        return f"{given.value} {given.type.unit} since 1970"

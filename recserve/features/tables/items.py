@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,20 @@ from recserve.bounds import (
     MAX_CATEGORIES,
     MAX_CATEGORY_LENGTH,
     MAX_ID_LENGTH,
+    MAX_TIME_US,
     MAX_TITLE_LENGTH,
+    MIN_TIME_US,
+    TIMES,
 )
 from recserve.features.tables.attribute_values import record_value, take_values
 from recserve.features.tables.conversions import (
     ARROW_UNITS,
+    Times,
     convert_ids,
     convert_split,
     convert_text,
+    convert_times,
+    show_time,
 )
 from recserve.features.tables.input_table import NO_VALUE, InputTable, check_split
 from recserve.features.tables.parquet import (
@@ -37,7 +44,13 @@ from recserve.features.tables.parquet import (
     null_or_blank,
 )
 
-RESERVED = ("item_id", "title", "categories")
+AVAILABLE_FROM, EXPIRES_AT = "available_from", "expires_at"
+RESERVED = ("item_id", "title", "categories", AVAILABLE_FROM, EXPIRES_AT)
+TIME_USE = {
+    AVAILABLE_FROM: "times from which items are recommended, filterable",
+    EXPIRES_AT: "times at which items end, filterable",
+}
+TIME_TYPE = pa.timestamp("us", "UTC")
 OWN_COLUMNS = ("__semantic_id", "__popularity")  # of the catalogue in a bundle
 ATTRIBUTE = "attribute"
 CATEGORY_USE = "categories, filterable"
@@ -60,6 +73,7 @@ class ItemTable:
         titles: [I] titles, "" if unknown.
         categories: [I] lists of category paths.
         attributes: Arrow table of the other columns, with one row per item.
+        times: Columns `available_from` and `expires_at` of TIME_TYPE, as far as an item has one.
 
     Raises:
         ValueError: If the columns differ in length.
@@ -69,11 +83,13 @@ class ItemTable:
     titles: list[str]
     categories: list[list[str]]
     attributes: pa.Table
+    times: pa.Table = field(default_factory=lambda: pa.table({}))
 
     def __post_init__(self) -> None:
         lengths = {len(self.ids), len(self.titles), len(self.categories)}
-        if self.attributes.num_columns:
-            lengths.add(self.attributes.num_rows)
+        for columns in (self.attributes, self.times):
+            if columns.num_columns:
+                lengths.add(columns.num_rows)
         if len(lengths) != 1:
             raise ValueError(f"item columns differ in length: {sorted(lengths)}")
 
@@ -86,6 +102,12 @@ class ItemTable:
             return {}
         names = self.attributes.column_names
         return {name: record_value(self.attributes.column(name)[row]) for name in names}
+
+    def time(self, name: str) -> pa.ChunkedArray:
+        """Returns the column `available_from` or `expires_at`, null where an item has no time."""
+        if name in self.times.column_names:
+            return self.times.column(name)
+        return pa.chunked_array([pa.nulls(len(self), TIME_TYPE)])
 
     def values(self, name: str, rows: np.ndarray) -> list[Any]:
         """Returns the values [n] of title, categories or another column at rows [n]."""
@@ -104,19 +126,22 @@ class ItemTable:
                 "categories": pa.array(self.categories, pa.list_(pa.string())),
             }
         )
-        for name in self.attributes.column_names:
-            table = table.append_column(name, self.attributes.column(name))
+        for columns in (self.times, self.attributes):
+            for name in columns.column_names:
+                table = table.append_column(name, columns.column(name))
         return table
 
 
 def item_table(table: pa.Table) -> ItemTable:
-    """Returns an ItemTable from checked columns: `item_id`, `title`, `categories`, attributes."""
+    """Returns an ItemTable from checked columns: those of RESERVED, and attributes."""
     others = [name for name in table.column_names if name not in RESERVED]
+    times = [name for name in TIME_USE if name in table.column_names]
     return ItemTable(
         _values(table.column("item_id")),
         _values(table.column("title")),
         _values(table.column("categories")),
         table.select(others),
+        pa.table({name: table.column(name).cast(TIME_TYPE) for name in times}),
     )
 
 
@@ -133,14 +158,15 @@ def read_items(
 ) -> tuple[ItemTable, BadRows]:
     """Reads items from Parquet, CSV or JSON lines.
 
-    The columns are `item_id`, optionally `title` and `categories` (list<string>), and any others. A
-    null title becomes "" and a null category list becomes an empty list. A column without any value
-    is ignored.
+    The columns are `item_id`, optionally `title`, `categories` (list<string>), `available_from` and
+    `expires_at` (what `conversions.convert_times` reads), and any others. A null title becomes ""
+    and a null category list becomes an empty list. A column without any value is ignored.
 
     These rows are rejected:
 
     - A null, empty, long or repeated `item_id`.
     - A title, a list of categories or a category that is longer than an API accepts.
+    - A time out of bounds, or an item that ends before it is available.
 
     Args:
         path: The file.
@@ -163,10 +189,15 @@ def read_items(
     divide = convert_split(split["categories"]) if "categories" in split else _convert_categories
     categories = source.convert("categories", divide, CATEGORY_USE, pa.nulls(rows, PATHS))
     others = _attributes(source, split)
+    nothing = Times(
+        np.zeros(rows, np.int64), np.ones(rows, bool), pa.chunked_array([pa.nulls(rows)])
+    )
+    times = {n: source.convert(n, convert_times, use, nothing) for n, use in TIME_USE.items()}
     source.check()
     check = RowCheck(source.path, rows, on_bad_rows)
     _reject_ids(check, ids)
     _reject_texts(check, titles, categories)
+    _reject_times(check, times)
     for name, values in others.items():
         _reject_moments(check, name, values)
     kept = check.finish()
@@ -176,6 +207,7 @@ def read_items(
             "item_id": ids,
             "title": pc.fill_null(titles, ""),
             "categories": _without_empty(categories),
+            **{n: _time_column(column) for n, column in times.items() if not column.null.all()},
             **others,
         }
     )
@@ -185,8 +217,8 @@ def read_items(
 def _attributes(source: InputTable, split: Mapping[str, str]) -> dict[str, pa.ChunkedArray]:
     """Returns the columns without a meaning of their own, which items keep as attributes."""
     others = {}
-    for field in source.table.schema:
-        name = field.name
+    for column in source.table.schema:
+        name = column.name
         if name in RESERVED:
             continue
         if name in OWN_COLUMNS:
@@ -196,7 +228,7 @@ def _attributes(source: InputTable, split: Mapping[str, str]) -> dict[str, pa.Ch
         elif name in split:
             nothing = pa.nulls(len(source), PATHS)
             others[name] = source.convert(name, convert_split(split[name]), ATTRIBUTE, nothing)
-        elif pa.types.is_null(field.type):
+        elif pa.types.is_null(column.type):
             source.uses[name] = NO_VALUE + source.suggestion(name)
         else:
             others[name] = source.table.column(name)
@@ -251,6 +283,31 @@ def _reject_texts(check: RowCheck, titles: pa.Array, categories: pa.Array) -> No
             f"at most {MAX_CATEGORY_LENGTH}"
         ),
     )
+
+
+def _reject_times(check: RowCheck, times: Mapping[str, Times]) -> None:
+    for name, column in times.items():
+        out = (column.values < MIN_TIME_US) | (column.values >= MAX_TIME_US)
+        show = partial(_show_time, column)
+        check.refuse(~column.null & out, f"{name} out of range", name, show)
+    first, last = times[AVAILABLE_FROM], times[EXPIRES_AT]
+    check.refuse(
+        ~first.null & ~last.null & (first.values >= last.values),
+        f"{EXPIRES_AT} before {AVAILABLE_FROM}",
+        EXPIRES_AT,
+        lambda row: (
+            f"it is {show_time(last.given[row])}; expected a time after {AVAILABLE_FROM}, "
+            f"{show_time(first.given[row])}"
+        ),
+    )
+
+
+def _show_time(times: Times, row: int) -> str:
+    return f"it is {show_time(times.given[row])}; expected {TIMES}, or null for no time"
+
+
+def _time_column(times: Times) -> pa.Array:
+    return pa.array(times.values, pa.int64(), mask=times.null).cast(TIME_TYPE)
 
 
 def _reject_moments(check: RowCheck, name: str, values: pa.ChunkedArray) -> None:

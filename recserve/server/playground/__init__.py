@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
+from typing import Any
 
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.server.app_state import AppState, json_response
-from recserve.server.routes.paths import add_get
+from recserve.schemas.api import Json, Pages
+from recserve.server.context import RequestContext
+from recserve.server.routing import handles
 
 NUM_USERS = 50
 NUM_ITEMS = 200
@@ -44,6 +45,7 @@ class StaticFile:
     headers: dict[str, str]
 
 
+@cache
 def static_files() -> dict[str, StaticFile]:
     """Reads the files of the page from the package, by name."""
     found = {}
@@ -64,27 +66,35 @@ def static_files() -> dict[str, StaticFile]:
     return found
 
 
-def add_routes(app: FastAPI, app_state: AppState) -> None:
-    """Adds the page, its files, and the sample users and items for stores that list no users."""
-    there = static_files()
+@handles(Pages.playground)
+async def playground(context: RequestContext) -> Response:
+    """Answers with the page."""
+    return _answer(context, PAGE)
 
-    def answer(request: Request, file: StaticFile) -> Response:
-        if request.headers.get("if-none-match") == file.headers["ETag"]:
-            return Response(None, 304, file.headers)
-        return Response(file.body, headers=file.headers)
 
-    async def playground(request: Request) -> Response:
-        return answer(request, there[PAGE])
+@handles(Pages.static)
+async def static(context: RequestContext, name: str) -> Response:
+    """Answers with a file of the page."""
+    return _answer(context, name)
 
-    async def static(request: Request, name: str) -> Response:
-        if name not in there:
-            raise HTTPException(404)
-        return answer(request, there[name])
 
-    @app.get("/playground/samples", include_in_schema=False)
-    async def samples() -> Response:
-        samples_of = app_state.service.samples
-        return json_response(await asyncio.to_thread(samples_of, NUM_USERS, NUM_ITEMS))
+@handles(Pages.samples)
+async def samples(context: RequestContext) -> Json:
+    """Answers with users and items that the page offers."""
+    return await asyncio.to_thread(context.service.samples, NUM_USERS, NUM_ITEMS)
 
-    add_get(app, "/", playground)
-    add_get(app, "/playground/{name}", static)
+
+@handles(Pages.recent)
+async def recent(context: RequestContext) -> list[Any]:
+    """Answers with the metrics of the last ten minutes."""
+    return context.state.recent.samples
+
+
+def _answer(context: RequestContext, name: str) -> Response:
+    """Returns a file, or that the browser's copy is right. Raises HTTPException without one."""
+    file = static_files().get(name)
+    if file is None:
+        raise HTTPException(404)
+    if context.request.headers.get("if-none-match") == file.headers["ETag"]:
+        return Response(None, 304, file.headers)
+    return Response(file.body, headers=file.headers)

@@ -50,7 +50,7 @@ async function showItem(id) {
     application.go("rank", { candidates: [...new Set([id, ...known])].join("\n") });
   } });
   byId("browse-detail").replaceChildren(element("h2", { text: item.title || id }),
-    facts([["id", id], ["categories", item.categories.join("; ") || "none"], ["semantic id", item.semantic_id.join(" · ")], ["training events", item.popularity.toLocaleString("en")],
+    facts([["id", id], ["categories", item.categories.join("; ") || "none"], ["semantic id", item.semantic_id.join(" · ")], ["popularity", item.popularity.toLocaleString("en")],
       ...attributes.map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)]), ["catalogue", item.catalog_version]]),
     application.available.rank ? add : "");
 }

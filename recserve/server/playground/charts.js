@@ -22,11 +22,11 @@ function canvas(label, width = WIDTH, height = HEIGHT) {
   return svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
 }
 
-function axes(picture, most, unit, bottom) {
+function axes(picture, most, bottom) {
   for (const share of [0, 0.5, 1]) {
     const y = TOP + high * (1 - share);
     picture.append(svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }));
-    picture.append(svg("text", { class: "end", x: LEFT - 6, y: y + 4, text: count(most * share) + (share === 1 && unit ? ` ${unit}` : "") }));
+    picture.append(svg("text", { class: "end", x: LEFT - 6, y: y + 4, text: count(most * share) }));
   }
   for (const [x, text, kind] of bottom) picture.append(svg("text", { class: kind, x, y: HEIGHT - 9, text }));
 }
@@ -35,7 +35,7 @@ function axes(picture, most, unit, bottom) {
  *
  * @param samples Objects with `at` in milliseconds, oldest first.
  * @param lines Pairs of a name and a function that reads a sample; a value that is not finite breaks the line.
- * @param unit Unit of the values.
+ * @param unit Unit of the values, for the description.
  */
 export function lineChart(samples, lines, unit, minutes = 10) {
   const now = samples.length ? samples[samples.length - 1].at : 0;
@@ -47,7 +47,7 @@ export function lineChart(samples, lines, unit, minutes = 10) {
     return `${name} ${Number.isFinite(value) ? count(value) : "none"} ${unit}`;
   });
   const picture = canvas(`${last.join(", ")} now; the last ${minutes} minutes`);
-  axes(picture, most, unit, [[LEFT, `${minutes} min ago`, ""], [WIDTH - RIGHT, "now", "end"]]);
+  axes(picture, most, [[LEFT, `${minutes} min ago`, ""], [WIDTH - RIGHT, "now", "end"]]);
   lines.forEach(([, read], number) => {
     let path = "";
     let open = false;
@@ -55,12 +55,12 @@ export function lineChart(samples, lines, unit, minutes = 10) {
       const value = read(sample);
       const x = LEFT + wide * (1 - (now - sample.at) / span);
       if (Number.isFinite(value) && x >= LEFT) {
-        path += `${open ? "L" : "M"}${x.toFixed(1)} ${(TOP + high * (1 - value / most)).toFixed(1)}`;
+        // A value between two gaps is a short line, so that it can be seen.
+        path += `${open ? "L" : "M"}${x.toFixed(1)} ${(TOP + high * (1 - value / most)).toFixed(1)}${open ? "" : "h.1"}`;
         open = true;
       } else open = false;
     }
-    // A single sample is a short line, so that it can be seen.
-    if (path) picture.append(svg("path", { class: `line-${number}`, "stroke-linecap": "round", d: path.includes("L") ? path : `${path}h.1` }));
+    if (path) picture.append(svg("path", { class: `line-${number}`, "stroke-linecap": "round", d: path }));
   });
   const keys = lines.length > 1 ? element("div", { class: "legend" }, ...lines.map(([name], number) => element("span", {}, element("i", { class: `line-key-${number}` }), name))) : null;
   return element("div", {}, picture, ...(keys ? [keys] : []));
@@ -70,7 +70,7 @@ export function lineChart(samples, lines, unit, minutes = 10) {
 export function barChart(pairs, unit, below) {
   const most = ceiling(Math.max(0, ...pairs.map(([, value]) => value)));
   const picture = canvas(`${unit} by ${below}: ${pairs.map(([label, value]) => `${label}: ${count(value)}`).join(", ")}`, WIDTH, HEIGHT + 14);
-  axes(picture, most, "", []);
+  axes(picture, most, []);
   const step = wide / Math.max(pairs.length, 6);
   const every = Math.ceil(pairs.length / 16);
   pairs.forEach(([label, value], at) => {

@@ -1,31 +1,30 @@
-// The tab Health: the metrics of the last ten minutes, which the page collects while it is open.
+// The tab Health: the last ten minutes, of which the server keeps samples, and figures since its start.
 
 import { byId, count, element, empty, ms, percent } from "./dom.js";
 import { call } from "./api.js";
 import { barChart, lineChart } from "./charts.js";
 
-const EVERY_MS = 3000;
-const KEPT_MS = 600e3;
+const EVERY_MS = 5000;
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$/;
 const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
-const samples = [];
-let latest = null;
+let samples = [];
+let found = [];
 let timer = null;
 let application = null;
 
 function parse(text) {
-  const found = [];
+  const parsed = [];
   for (const line of text.split("\n")) {
     const match = LINE.exec(line);
     if (!match) continue;
     const labels = Object.fromEntries([...(match[2] || "").matchAll(LABEL)].map(([, name, value]) => [name, value.replaceAll(/\\(.)/g, (_, one) => (one === "n" ? "\n" : one))]));
-    found.push({ name: match[1], labels, value: Number(match[3]) });
+    parsed.push({ name: match[1], labels, value: Number(match[3]) });
   }
-  return found;
+  return parsed;
 }
 
 /** Returns cumulative bucket counts by upper bound, summed over all series that fit. */
-function buckets(found, name, keep = () => true) {
+function buckets(name, keep) {
   const sums = new Map();
   for (const one of found) {
     if (one.name !== `${name}_bucket` || !keep(one.labels)) continue;
@@ -47,65 +46,68 @@ export function quantile(counts, share) {
   return low;
 }
 
-const less = (now, before) => {
-  const earlier = new Map(before);
-  return now.map(([bound, sum]) => [bound, Math.max(0, sum - (earlier.get(bound) || 0))]);
-};
-
-const isModel = (labels) => /recommend|rank|completions|rerank|scoring/.test(labels.route || "");
+const sum = (name, keep = () => true) => found.filter((one) => one.name === name && keep(one.labels)).reduce((total, one) => total + one.value, 0);
+const number = (value) => (value === null ? NaN : value);
 
 async function poll() {
-  const found = parse(await call("GET", "/metrics"));
-  const sum = (name, keep = () => true) => found.filter((one) => one.name === name && keep(one.labels)).reduce((total, one) => total + one.value, 0);
-  const has = (name) => found.some((one) => one.name === name);
-  const running = ["recserve_requests_running", "recserve_running_requests"].find(has);
-  const now = { at: Date.now(), found, latency: buckets(found, "recserve_request_seconds", isModel), queue: sum("recserve_queue_depth"), running: running ? sum(running) : NaN,
-    hits: sum("recserve_prefix_cache_tokens_total", (labels) => labels.result === "hit"), misses: sum("recserve_prefix_cache_tokens_total", (labels) => labels.result === "miss"),
-    tokens: sum("recserve_text_tokens_total", (labels) => labels.kind === "completion"), pages: sum("recserve_kv_pages"), used: sum("recserve_kv_pages", (labels) => labels.state !== "free"), failed: sum("recserve_requests_failed_total") };
-  const before = samples[samples.length - 1];
-  now.requests = now.latency.length ? now.latency[now.latency.length - 1][1] : 0;
-  if (before && now.requests >= before.requests) {
-    const seconds = (now.at - before.at) / 1e3;
-    const fresh = less(now.latency, before.latency);
-    now.p50 = 1e3 * quantile(fresh, 0.5);
-    now.p99 = 1e3 * quantile(fresh, 0.99);
-    now.rate = (now.requests - before.requests) / seconds;
-    now.speed = (now.tokens - before.tokens) / seconds;
-    const tokens = now.hits + now.misses - before.hits - before.misses;
-    now.hitShare = tokens > 0 ? (100 * (now.hits - before.hits)) / tokens : NaN;
-  }
-  latest = now;
-  samples.push(now);
-  if (before) before.found = null;
-  while (samples.length && samples[0].at < now.at - KEPT_MS) samples.shift();
+  const [recent, text] = await Promise.all([call("GET", "/playground/recent"), call("GET", "/metrics")]);
+  found = parse(text);
+  samples = recent.map((one) => ({
+    ...one, at: 1e3 * one.at_s, p50: number(one.p50_ms), p99: number(one.p99_ms), rate: one.requests / one.seconds, speed: one.tokens / one.seconds,
+    failed: Object.values(one.errors).reduce((total, each) => total + each, 0) / one.seconds, hitShare: one.prefix_tokens ? (100 * one.cached_tokens) / one.prefix_tokens : NaN,
+  }));
 }
 
 const tell = (name, value, note) => element("div", { class: "stat" }, element("div", { class: "key", text: name }), element("div", { class: "value", text: value }), element("div", { class: "note", text: note }));
 
 function showStats() {
-  const now = latest;
+  const hits = sum("recserve_prefix_cache_tokens_total", (labels) => labels.result === "hit");
+  const tokens = sum("recserve_prefix_cache_tokens_total");
+  const [pages, used] = [sum("recserve_kv_pages"), sum("recserve_kv_pages", (labels) => labels.state !== "free")];
+  const last = samples[samples.length - 1];
   byId("stats").replaceChildren(
-    tell("Queue", count(now.queue), "requests waiting"),
-    tell("Running", count(now.running), Number.isFinite(now.running) ? "requests in the engine" : "not measured here"),
-    tell("Prefix cache", now.hits + now.misses ? percent(now.hits / (now.hits + now.misses)) : "–", `${count(now.hits)} prefix tokens found`),
-    tell("KV pages", now.pages ? percent(now.used / now.pages) : "–", `${count(now.used)} of ${count(now.pages)} in use`),
-    tell("Failed", count(now.failed), "requests, all reasons"),
-    tell("Text", Number.isFinite(now.speed) ? count(now.speed) : "–", "tokens/s now"));
+    tell("Queue", count(sum("recserve_queue_depth")), "requests waiting"),
+    tell("Running", count(sum("recserve_requests_running")), "requests in the engine"),
+    tell("Prefix cache", tokens ? percent(hits / tokens) : "–", `${count(hits)} prefix tokens found`),
+    tell("KV pages", pages ? percent(used / pages) : "–", `${count(used)} of ${count(pages)} in use`),
+    tell("Failed", count(sum("recserve_requests_failed_total")), "requests, all reasons"),
+    ...(application.available.text ? [tell("Text", last ? count(last.speed) : "–", "tokens/s now")] : []));
 }
 
 function showCharts() {
   const charts = [
     ["Latency of model requests", [["p50", (one) => one.p50], ["p99", (one) => one.p99]], "ms"],
     ["Model requests", [["requests", (one) => one.rate]], "/s"],
-    ["Queue and running", [["queue", (one) => one.queue], ["running", (one) => one.running]], ""],
+    ["Errors", [["errors", (one) => one.failed]], "/s"],
+    ["Queue and running", [["queue", (one) => one.queue_depth], ["running", (one) => one.running]], ""],
     ["Prefix cache hits", [["hits", (one) => one.hitShare]], "%"],
+    ...(application.available.text ? [["Text", [["tokens", (one) => one.speed]], "tokens/s"]] : []),
   ];
-  byId("charts").replaceChildren(...charts.map(([title, lines, unit]) => element("div", { class: "card" }, element("h2", { text: title }), lineChart(samples, lines, unit))));
+  byId("charts").replaceChildren(...charts.map(([title, lines, unit]) => element("div", { class: "card" }, element("h2", { text: title }, element("span", { class: "count", text: unit })), lineChart(samples, lines, unit))));
+}
+
+/** Shows each code of an error: how often in the last ten minutes, when last, and since the start. */
+function showErrors() {
+  const codes = new Map();
+  for (const { name, labels, value } of found) {
+    if (name === "recserve_errors_total" && value) codes.set(labels.code, { recent: 0, last: NaN, all: value });
+  }
+  for (const sample of samples) {
+    for (const [code, times] of Object.entries(sample.errors)) {
+      const known = codes.get(code);
+      if (known) [known.recent, known.last] = [known.recent + times, sample.at];
+    }
+  }
+  const rows = [...codes].sort(([, one], [, other]) => other.recent - one.recent || other.all - one.all);
+  byId("errors").replaceChildren(...rows.map(([code, { recent, last, all }]) => element("tr", {}, element("td", { class: "mono", text: code }), element("td", { class: "num", text: count(recent) }),
+    element("td", { class: "num", text: Number.isFinite(last) ? new Date(last).toLocaleTimeString("en-GB") : "–" }), element("td", { class: "num", text: count(all) }))));
+  byId("no-errors").hidden = rows.length > 0;
+  byId("errors-table").hidden = !rows.length;
 }
 
 function showPositions() {
   const drafters = new Map();
-  for (const { name, labels, value } of latest.found) {
+  for (const { name, labels, value } of found) {
     if (name !== "recserve_spec_accepted_per_position_total") continue;
     if (!drafters.has(labels.drafter)) drafters.set(labels.drafter, []);
     drafters.get(labels.drafter).push([Number(labels.position), value]);
@@ -119,11 +121,11 @@ function showPositions() {
 
 function showRoutes() {
   const groups = new Map();
-  for (const { name, labels } of latest.found) {
+  for (const { name, labels } of found) {
     if (name === "recserve_request_seconds_bucket") groups.set(`${labels.route}\n${labels.strategy}`, labels);
   }
   byId("routes").replaceChildren(...[...groups].sort(([one], [other]) => (one < other ? -1 : 1)).map(([, { route, strategy }]) => {
-    const counts = buckets(latest.found, "recserve_request_seconds", (labels) => labels.route === route && labels.strategy === strategy);
+    const counts = buckets("recserve_request_seconds", (labels) => labels.route === route && labels.strategy === strategy);
     return element("tr", {}, element("td", { class: "mono", text: route.replaceAll(":path}", "}") }), element("td", { text: strategy === "none" ? "–" : strategy }), element("td", { class: "num", text: count(counts[counts.length - 1][1]) }),
       element("td", { class: "num", text: ms(1e3 * quantile(counts, 0.5)) }), element("td", { class: "num", text: ms(1e3 * quantile(counts, 0.99)) }));
   }));
@@ -141,24 +143,24 @@ function showVersions(app) {
 function draw() {
   showStats();
   showCharts();
+  showErrors();
   showPositions();
   showRoutes();
 }
 
 export const health = {
-  start(app) {
-    application = app;
-    if (timer) return;
-    // The page collects from the start, so that the charts have a past when the tab opens.
-    timer = setInterval(() => {
-      if (document.hidden) return;
-      poll().then(() => { if (application.name === "health") draw(); }, () => {});
-    }, EVERY_MS);
-  },
-
   async run(app) {
+    application = app;
     await poll();
     draw();
     showVersions(app);
+    timer ??= setInterval(() => {
+      if (!document.hidden) poll().then(draw, () => {});
+    }, EVERY_MS);
+  },
+
+  stop() {
+    clearInterval(timer);
+    timer = null;
   },
 };

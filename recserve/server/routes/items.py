@@ -1,27 +1,30 @@
-"""Routes of the catalogue: GET, PUT and DELETE of items, and rollback."""
+"""Handlers of the catalogue: GET, PUT and DELETE of items, and rollback."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
 
-from recserve.schemas.browse import ItemsQuery
+from recserve.schemas.api import Api
+from recserve.schemas.browse import ItemPage, ItemsQuery
 from recserve.schemas.items import (
     MAX_ITEMS,
+    HideItemResponse,
     InvalidRequest,
+    ItemResponse,
     ItemsRequest,
+    ItemsResponse,
     RequestId,
     RollbackRequest,
+    RollbackResponse,
     StrictStruct,
 )
 from recserve.schemas.numbers import exact_number
-from recserve.server.app_state import AppState, json_response, query_of
 from recserve.server.body_decoder import MalformedBody
+from recserve.server.context import RequestContext
+from recserve.server.routing import handles
 
 
 class PutBody(StrictStruct, frozen=True, kw_only=True):
@@ -34,41 +37,41 @@ class PutBody(StrictStruct, frozen=True, kw_only=True):
 PUT = msgspec.json.Decoder(PutBody)
 EXACT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=exact_number)
 EMBEDDING: msgspec.json.Decoder[Any] = msgspec.json.Decoder()  # long, and read as doubles
-ROLLBACK = msgspec.json.Decoder(RollbackRequest)
 
 
-def add_routes(app: FastAPI, app_state: AppState) -> None:
-    """Adds the routes of the catalogue; changes wait for the disk on a thread."""
+async def _read_items(context: RequestContext) -> ItemsRequest:
+    """Reads the body of PUT /v1/items."""
+    return _items(await context.body(PUT))
 
-    @app.get("/v1/items", operation_id="items")
-    async def items(request: Request) -> Response:
-        """Return a page of the catalogue, or the items of `ids`."""
-        query = query_of(request, ItemsQuery)
-        return json_response(await app_state.from_store(app_state.service.catalog.page, query))
 
-    @app.put("/v1/items", operation_id="put_items")
-    async def put_items(request: Request) -> Response:
-        """Insert and update items; the next answer takes them into account."""
-        body = _items(await app_state.body(request, PUT))
-        return json_response(await app_state.from_store(app_state.service.catalog.put, body))
+@handles(Api.items)
+async def items(context: RequestContext, query: ItemsQuery) -> ItemPage:
+    """Answers with a page of the catalogue."""
+    return await context.from_store(context.service.catalog.page, query)
 
-    @app.post("/v1/items:rollback", operation_id="rollback_items")
-    async def rollback_items(request: Request) -> Response:
-        """Restore the items of an earlier catalogue version."""
-        body = await app_state.body(request, ROLLBACK)
-        return json_response(await app_state.from_store(app_state.service.catalog.rollback, body))
 
-    @app.delete("/v1/items/{item_id:path}", operation_id="hide_item")
-    async def hide_item(item_id: str) -> Response:
-        """Remove an item from all answers."""
-        return json_response(
-            await app_state.from_store(app_state.service.catalog.hide_item, item_id)
-        )
+@handles(Api.put_items, read=_read_items)
+async def put_items(context: RequestContext, body: ItemsRequest) -> ItemsResponse:
+    """Changes the catalogue, and waits for the disk on a thread."""
+    return await context.from_store(context.service.catalog.put, body)
 
-    @app.get("/v1/items/{item_id:path}", operation_id="item")
-    async def item(item_id: str) -> Response:
-        """Return one item of the catalogue."""
-        return json_response(app_state.service.catalog.get(item_id))
+
+@handles(Api.rollback_items)
+async def rollback_items(context: RequestContext, body: RollbackRequest) -> RollbackResponse:
+    """Restores a version of the catalogue."""
+    return await context.from_store(context.service.catalog.rollback, body)
+
+
+@handles(Api.hide_item)
+async def hide_item(context: RequestContext, item_id: str) -> HideItemResponse:
+    """Hides an item."""
+    return await context.from_store(context.service.catalog.hide_item, item_id)
+
+
+@handles(Api.item)
+async def item(context: RequestContext, item_id: str) -> ItemResponse:
+    """Answers with one item."""
+    return context.service.catalog.get(item_id)
 
 
 def _items(body: PutBody) -> ItemsRequest:

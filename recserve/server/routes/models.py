@@ -1,22 +1,19 @@
-"""Routes GET /v1/models and /v1/models/{name}."""
+"""Handlers of GET /v1/models and /v1/models/{name}."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-from starlette.responses import Response
+from recserve.schemas.api import Api, Json
+from recserve.server.context import RequestContext
+from recserve.server.routing import handles
 
-from recserve.server.app_state import AppState, json_response
+
+@handles(Api.models)
+async def models(context: RequestContext) -> Json:
+    """Answers with all models."""
+    return {"object": "list", "data": context.service.models()}
 
 
-def add_routes(app: FastAPI, app_state: AppState) -> None:
-    """Adds the routes that list models."""
-
-    @app.get("/v1/models", operation_id="models")
-    async def models() -> Response:
-        """Return the served models in OpenAI's list format."""
-        return json_response({"object": "list", "data": app_state.service.models()})
-
-    @app.get("/v1/models/{name:path}", operation_id="model")
-    async def model(name: str) -> Response:
-        """Return one of the models."""
-        return json_response(app_state.service.model(name))
+@handles(Api.model)
+async def model(context: RequestContext, name: str) -> Json:
+    """Answers with one model."""
+    return context.service.model(name)

@@ -1,55 +1,48 @@
-"""Routes POST /v1/rank and /v1/rank:batch."""
+"""Handlers of POST /v1/rank and /v1/rank:batch."""
 
 from __future__ import annotations
 
-import msgspec
-from fastapi import FastAPI
-from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.schemas.items import RankBatchRequest, RankBatchResponse, RankOutcome, RankRequest
-from recserve.server.app_state import AppState, gather, json_response
+from recserve.schemas.api import Api
+from recserve.schemas.items import (
+    RankBatchRequest,
+    RankBatchResponse,
+    RankOutcome,
+    RankRequest,
+    RankResponse,
+)
+from recserve.server.context import RequestContext
 from recserve.server.errors import error_answer
+from recserve.server.routing import handles, json_response
 from recserve.server.threads import is_large, on_thread
-from recserve.server.transport.trace import trace_of
-
-BODY = msgspec.json.Decoder(RankRequest)
-BATCH_BODY = msgspec.json.Decoder(RankBatchRequest)
 
 
-def add_routes(app: FastAPI, app_state: AppState) -> None:
-    """Adds the routes that rank candidates."""
+@handles(Api.rank)
+async def rank(context: RequestContext, body: RankRequest) -> RankResponse:
+    """Answers with a ranking."""
+    return await context.state.answer_items(context, context.service.ranker.begin, body)
 
-    @app.post("/v1/rank", operation_id="rank")
-    async def rank(request: Request) -> Response:
-        """Return the given candidates, best first."""
-        body = await app_state.body(request, BODY)
-        service = app_state.service
-        begin = service.ranker.begin
-        answer = await app_state.answer_items(app_state, request, service, begin, body)
-        return json_response(answer)
 
-    @app.post("/v1/rank:batch", operation_id="rank_batch")
-    async def rank_batch(request: Request) -> Response:
-        """Return one ranking per request; an error in one does not affect the others."""
-        body = await app_state.body(request, BATCH_BODY)
-        begin = app_state.service.ranker.begin_batch
-        deadline_s = app_state.deadline_s(request, body.timeout_ms)
-        works = await app_state.begin(begin, request, body, deadline_s)
-        pool = app_state.threads.items if is_large(body) else None
-        found = await gather(request, works, deadline_s, pool)
-        trace = trace_of(request.scope)
-        for outcome in found:
-            if not isinstance(outcome, Exception):
-                trace.degraded.extend(outcome.degraded)
+@handles(Api.rank_batch)
+async def rank_batch(context: RequestContext, body: RankBatchRequest) -> Response:
+    """Answers with several rankings; those of many candidates are written on a thread."""
+    deadline_s = context.deadline_s(body.timeout_ms)
+    works = await context.begin(context.service.ranker.begin_batch, body, deadline_s)
+    pool = context.state.threads.items if is_large(body) else None
+    found = await context.gather(works, deadline_s, pool)
+    trace = context.trace
+    for outcome in found:
+        if not isinstance(outcome, Exception):
+            trace.degraded.extend(outcome.degraded)
 
-        def answer() -> Response:
-            results = [
-                RankOutcome(error=error_answer(outcome).error)
-                if isinstance(outcome, Exception)
-                else RankOutcome(answer=outcome)
-                for outcome in found
-            ]
-            return json_response(RankBatchResponse(request_id=trace.request_id, results=results))
+    def answer() -> Response:
+        results = [
+            RankOutcome(error=error_answer(outcome).error)
+            if isinstance(outcome, Exception)
+            else RankOutcome(answer=outcome)
+            for outcome in found
+        ]
+        return json_response(RankBatchResponse(request_id=trace.request_id, results=results))
 
-        return answer() if pool is None else await on_thread(pool, answer)
+    return answer() if pool is None else await on_thread(pool, answer)

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 from starlette.types import Scope
 
-from recserve.server.transport.trace import Trace, route_of
+from recserve.server.trace import Trace
 
 access = logging.getLogger("recserve.access")
 LogFormat = Literal["text", "json"]
@@ -108,7 +108,7 @@ def log_request(scope: Scope, trace: Trace) -> None:
         "request",
         extra=fields(
             method=scope["method"],
-            route=route_of(scope),
+            route=trace.route,
             status=trace.status,
             ms=round((time.monotonic() - trace.began_s) * 1e3, 2),
             strategy=trace.strategy,

@@ -9,7 +9,7 @@ from recserve.config import ConfigError, ServerConfig
 from recserve.metrics import Gauges
 from recserve.server.telemetry.logs import log_request
 from recserve.server.telemetry.traces import Tracing, open_tracing
-from recserve.server.transport.trace import Recorder
+from recserve.server.trace import Recorder
 from recserve.service.slate_log.slate_log import SlateLog, SlateLogSettings
 
 log = logging.getLogger(__name__)

@@ -17,14 +17,13 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from recserve.schemas.items import TimingMs
-from recserve.server.transport.trace import Trace, route_of
+from recserve.server.trace import Trace
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
 MAX_QUEUED = 2048  # ended requests that wait for the thread; further ones get no trace
-UNTRACED = ("/health", "/v2/health", "/metrics")  # first parts of paths
 PARENT_HEADERS = ("traceparent", "tracestate")
 STAGES = ("features", "queue", "prefill", "draft", "verify")
 
@@ -72,12 +71,12 @@ class Tracing:
 
     def record(self, scope: Scope, trace: Trace) -> None:
         """Takes an ended request; it returns at once."""
-        if scope["path"].startswith(UNTRACED):
+        if not trace.counted:
             return
         headers, now = Headers(scope=scope), time.monotonic()
         parent = {name: headers[name] for name in PARENT_HEADERS if name in headers}
         epoch_ns = time.time_ns() - int(now * 1e9)
-        ended = _Ended(trace, scope["method"], route_of(scope), parent, now, epoch_ns)
+        ended = _Ended(trace, scope["method"], trace.route, parent, now, epoch_ns)
         try:
             self._ended.put_nowait(ended)
         except queue.Full:

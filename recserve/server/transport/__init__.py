@@ -1,1 +1,1 @@
-"""Client connections with their limits, and the gate in front of the routes."""
+"""Client connections with their limits, quotas, and the check of the page that sends a request."""

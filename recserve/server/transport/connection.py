@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from recserve.metrics import Metrics
+from recserve.schemas.api import OPEN_PATHS
 from recserve.server.errors import (
     HeadersTooLarge,
     MalformedRequest,
@@ -26,6 +27,7 @@ from recserve.server.errors import (
     refusal_bytes,
     row_of,
 )
+from recserve.server.trace import UPLOAD_KEY, Upload
 from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.server.transport.flow_control import (
     HoldableFlow,
@@ -33,11 +35,9 @@ from recserve.server.transport.flow_control import (
     limit_unread_answer,
     send_without_chunks,
 )
-from recserve.server.transport.gate import OPEN_PATHS
 from recserve.server.transport.header_count import HeaderCount
 from recserve.server.transport.pace import Arrivals
 from recserve.server.transport.request_timer import RequestPart, RequestTimer
-from recserve.server.transport.trace import UPLOAD_KEY, Upload
 
 PROBES = tuple(f"{method} {path}".encode() for path in OPEN_PATHS for method in ("GET", "HEAD"))
 MAX_WAITING_BYTES = 64 << 10  # of a connection whose turn has not come
@@ -332,7 +332,8 @@ class Connection(HttpToolsProtocol):
         self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _write_refusal(self, error: Exception) -> None:
-        self.metrics.failure(row_of(error).reason)
+        row = row_of(error)
+        self.metrics.failure(row.reason, row.code)
         path = unquote(self.url.partition(b"?")[0].decode("latin-1")) if self._begun else ""
         self.transport.write(refusal_bytes(error, path, self.server_state.default_headers))
 

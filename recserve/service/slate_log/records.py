@@ -13,7 +13,7 @@ import pyarrow as pa
 from recserve.features.tables.rfc3339 import parse_event_time
 from recserve.schemas.events import REMOVE, EventInput
 from recserve.schemas.items import RecommendResponse, Rejection
-from recserve.service.attribution import MAC_BYTES, BadToken, Signer
+from recserve.service.attribution import MAC_BYTES, Attribution, BadToken, Signer
 
 Users = Literal["hash", "id", "none"]
 MAX_TOKEN = 4096  # characters
@@ -113,6 +113,7 @@ class OutcomeRecord:
         user: Keyed hash or id of the user, or None.
         event: The event.
         key: Keyed hash of the event's id; None without an id.
+        attribution: Content of the slate's attribution token.
     """
 
     token_id: str
@@ -120,6 +121,7 @@ class OutcomeRecord:
     user: str | None
     event: EventInput
     key: str | None
+    attribution: Attribution
 
     @property
     def size(self) -> int:
@@ -174,9 +176,10 @@ def attributed(
     for index, event in enumerate(events):
         if event.attribution_token is None or index in refused:
             continue
-        reason = _misfit(event, signer)
-        if reason is not None:
-            wrong.append(Rejection(index=index, reason=f"attribution_token: {reason}"))
+        try:
+            said = _read_token(event, signer)
+        except BadToken as error:
+            wrong.append(Rejection(index=index, reason=f"attribution_token: {error}"))
             continue
         name = event.event_id
         outcomes.append(
@@ -186,25 +189,23 @@ def attributed(
                 logged_user(users, event.user_id, signer),
                 event,
                 None if name is None else signer.user(f"{event.user_id}\0{name}"),
+                said,
             )
         )
     return outcomes, wrong
 
 
-def _misfit(event: EventInput, signer: Signer) -> str | None:
-    """Returns why an event's token cannot be used; None if it can."""
+def _read_token(event: EventInput, signer: Signer) -> Attribution:
+    """Returns the content of an event's token. Raises BadToken if the token cannot be used."""
     token = event.attribution_token or ""
     if len(token) > MAX_TOKEN:
-        return f"expected at most {MAX_TOKEN} characters, got {len(token)}"
+        raise BadToken(f"expected at most {MAX_TOKEN} characters, got {len(token)}")
     if event.correction == REMOVE:
-        return f"correction {REMOVE} stores no event"
-    try:
-        said = signer.read(token)
-    except BadToken as error:
-        return str(error)
+        raise BadToken(f"correction {REMOVE} stores no event")
+    said = signer.read(token)
     if said.user and said.user != signer.user(event.user_id):
-        return "it was issued to another user"
-    return None
+        raise BadToken("it was issued to another user")
+    return said
 
 
 def _time_us(event: EventInput) -> int:

@@ -160,6 +160,7 @@ def test_texts_of_two_drafters_with_heads_step_without_them(model):
     assert min(drafter.num_contexts for drafter in drafters.values()) > 2
 
 
+@pytest.mark.slow
 def test_the_host_waits_once_a_step(monkeypatch, force_kernels):
     """On a pretended device: one look, no upload that is waited for, whatever is drafted."""
     from tests.support import triton_interpreter

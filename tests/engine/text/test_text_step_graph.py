@@ -50,7 +50,13 @@ def recorded(model):
 
 
 @pytest.mark.parametrize(
-    "kind,name", covering(("none", "right", "auxiliary", "mixed"), tuple(PARAMETERS))
+    "kind,name",
+    [
+        pytest.param(*one.values, id=one.id, marks=[*one.marks, *[pytest.mark.slow] * (number % 3)])
+        for number, one in enumerate(
+            covering(("none", "right", "auxiliary", "mixed"), tuple(PARAMETERS))
+        )
+    ],
 )
 def test_replays_write_the_plain_text(name, kind, recorded, expected):
     """Alone, and eight together with neighbours of other parameters."""

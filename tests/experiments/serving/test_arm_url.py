@@ -1,6 +1,7 @@
 """Settings of an arm with another server: where a url may stand, and what it may be."""
 
 import sys
+import tempfile
 
 import pytest
 
@@ -68,7 +69,9 @@ def test_a_url_stands_only_where_it_can_work(one, words):
 
 
 def start(arm):
-    create_app(ServerConfig(bundle="b", experiments=[experiment({"url": URL, **arm})]))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"experiments": [experiment({"url": URL, **arm})], "experiments_dir": folder}
+        create_app(ServerConfig(bundle="b", **settings))
 
 
 def test_without_httpx_the_start_says_what_to_install(monkeypatch):

@@ -71,7 +71,7 @@ class Model:
         return new
 
 
-def drawn(steps, seed):
+def drawn(steps, seed, timed=False):
     """Versions of drawn change sets, rollbacks and shortened logs among them, with their models."""
     draw = np.random.default_rng(seed)
     catalog, quantizer = make_catalog()
@@ -101,7 +101,8 @@ def drawn(steps, seed):
             if name in fresh and name not in places:
                 continue
             path = [PATHS[int(draw.integers(4))]]
-            record = ItemRecord(name, f"t{number}", path, {"price": float(draw.random())})
+            price = {"price": float(draw.random())}
+            record = ItemRecord(name, f"t{number}", path, price, *drawn_times(draw, timed))
             changes.append(ItemChange(record, *places.get(name, (None, None))))
             vector = places[name][0] if name in places else model.items[name][1]
             model.items[name] = (record, vector)
@@ -112,6 +113,14 @@ def drawn(steps, seed):
             version = compact_log(version)
         kept.append((version, model))
     return kept
+
+
+def drawn_times(draw, timed):
+    first, length, added = (
+        int(draw.integers(1, 50)) if draw.random() < 0.5 else None for _ in "abc"
+    )
+    last = None if length is None else (first or 0) + length
+    return (first, last, added) if timed else ()
 
 
 @pytest.fixture(scope="module", params=range(4))
@@ -158,15 +167,36 @@ def test_the_difference_from_the_bundle_makes_the_version_again(history):
             assert again.trained_row(row) == version.trained_row(old)
 
 
-def test_popular_rows_follow_their_items(history):
+def test_counts_follow_their_items(history):
+    """Events of an item count for it in every version, whatever rows the item has had."""
+    last = history[-1][0]
     for version, model in history[::10]:
         shown = [n for n in model.items if n not in model.hidden]
-        rows = version.popular(version.num_rows)
+        rows = version.present_rows(np.arange(last.num_rows))
         assert sorted(version.item_id(row) for row in rows.tolist()) == sorted(shown)
-        counts = [version.popularity(row) for row in rows.tolist()]
-        assert counts == sorted(counts, reverse=True)
-        few = min(5, len(shown))
-        assert version.popular(few)[:few].tolist() == rows[:few].tolist()
+        first = version.first_rows(version.rows_of_keys(item_keys(shown)))
+        assert version.present_rows(first).tolist() == version.visible.get_many(shown)
+        bundled = np.array([n[0] == "i" for n in shown])
+        names_of = [f"i{row}" for row in first[bundled].tolist()]
+        assert names_of == [n for n in shown if n[0] == "i"]
+
+
+def test_the_newest_items_come_first():
+    """Beside a plain sort, for every version and number of items."""
+    for version, model in drawn(120, 5, timed=True)[::10]:
+        rows = version.newest(version.num_rows)
+        shown = rows[~version.are_removed(rows)].tolist()
+        assert sorted(version.item_id(row) for row in shown) == sorted(
+            model.items.keys() - model.hidden
+        )
+        records = [model.items[version.item_id(row)][0] for row in shown]
+        ages = [
+            (r.available_from or r.added_at or 0, row)
+            for r, row in zip(records, shown, strict=True)
+        ]
+        assert ages == sorted(ages, reverse=True)
+        for count in (1, 3, 17):
+            assert version.newest(count).tolist() == rows[:count].tolist()
 
 
 def test_ids_are_those_of_the_quantiser_where_there_is_room(history):

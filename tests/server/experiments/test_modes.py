@@ -196,6 +196,7 @@ def test_interleaved_slates_name_the_team_of_each_item(tmp_path, monkeypatch):
 
 def test_a_shadow_copy_does_not_run_on_a_replaced_service():
     """The caches of a replaced service are empty, and stay so."""
-    app_state = SimpleNamespace(service="new", default_timeout_ms=100)
-    request = _ItemRequest(None, app_state, None, "old", None, None, 0.0)
+    state = SimpleNamespace(lifecycle=SimpleNamespace(service="new"), default_timeout_ms=100)
+    context = SimpleNamespace(state=state, service="old")
+    request = _ItemRequest(None, context, None, None, 0.0)
     asyncio.run(request.copy(SimpleNamespace(arms=[None, None]), []))

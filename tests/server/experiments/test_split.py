@@ -171,11 +171,13 @@ def test_status_and_metrics_count_by_arm(client, users):
     for arm in ("beam", "nezha"):
         assert after[arm] - before[arm] == drawn.count(arm)
     assert set(one) == {
-        *("name", "mode", "status", "reason", "coverage", "sample_ratio_p", "arms"),
+        *("name", "mode", "status", "reason", "coverage", "smallest_effect", "sample_ratio_p"),
+        "arms",
     }
     assert set(one["arms"][0]) == {
         *("name", "weight", "requests", "errors", "empty"),
         *("p50_ms", "p99_ms", "p99_low_ms", "p99_high_ms"),
+        *("answers", "goals", "verdict"),
     }
     assert one["arms"][0]["p50_ms"] > 0 and one["arms"][0]["weight"] == 0.5
     page = client.get("/metrics").text
@@ -228,7 +230,8 @@ def test_a_wrong_setting_is_refused_at_start(change, words):
 def test_an_arm_that_the_models_cannot_answer_stops_the_start(tmp_path):
     wrong = {**WIDTH, "arms": [{"name": "a"}, {"name": "b", "fields": {"strategy": "rpg"}}]}
     service = Service.open(shared_bundle(), f"lmdb:{tmp_path}", "cpu")
-    app = create_app(ServerConfig(bundle=shared_bundle(), experiments=[wrong]), service)
+    config = ServerConfig(bundle=shared_bundle(), experiments=[wrong], experiments_dir=tmp_path)
+    app = create_app(config, service)
     lifecycle = app.state.lifecycle
     lifecycle.start()
     lifecycle.loaded.wait(30)

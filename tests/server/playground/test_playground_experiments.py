@@ -106,14 +106,14 @@ def cells(page):
     """The texts of all rows by experiment."""
     script = """Object.fromEntries([...document.querySelectorAll('.experiment')].map((card) => [
         card.querySelector('h2').firstChild.textContent,
-        [...card.querySelectorAll('tbody tr')].map((row) =>
+        [...card.querySelectorAll('.arms tbody tr')].map((row) =>
             [...row.cells].map((cell) => cell.textContent))]))"""
     return page.run(script)
 
 
 def badges(page):
     script = """[...document.querySelectorAll('.experiment')].map((card) =>
-        [...card.querySelectorAll('.badge')].map((one) => one.textContent))"""
+        [...card.querySelectorAll('h2 .badge')].map((one) => one.textContent))"""
     return page.run(script)
 
 
@@ -188,9 +188,8 @@ def test_each_state_has_its_badge_and_its_reason(page, client):
 
 
 def test_the_tab_follows_the_server(page, client):
-    states = (
-        "[...document.querySelectorAll('.experiment .badge:first-child')].map((b) => b.innerText)"
-    )
+    first = "document.querySelectorAll('.experiment h2 .badge:first-child')"
+    states = f"[...{first}].map((badge) => badge.innerText)"
     client.post("/admin/experiments/faulty:start", headers=BEARER)  # with an empty window
     page.until(f"{states}.join() === 'running,stopped,running'")  # it reads again by itself
     assert "No arm has recent answers." in page.run("document.querySelector('main').innerText")

@@ -261,7 +261,7 @@ def test_browse(page, users):
     page.click("#item-found button")
     page.until("document.querySelector('#browse-detail dl')")
     detail = page.run("document.getElementById('browse-detail').innerText")
-    assert "semantic id" in detail and "training events" in detail
+    assert "semantic id" in detail and "popularity" in detail
     page.click("#rank-this")
     page.until("document.getElementById('rank-results').querySelector('tbody tr')")
     page.back()
@@ -285,6 +285,11 @@ def test_experiments(page):
     for words in ("nezha-or-beam", "running", "fallen back", "50 % of the traffic", "above the"):
         assert words in text
     assert "8.90 ms to 10.1 ms" in text and "sample ratio p = 0.42" in text
+    assert "keep control clicks fell by 51 % (31 % to 72 %)" in " ".join(text.split())
+    goals = "[...document.querySelectorAll('.goals tbody tr')].map((row) => row.innerText)"
+    control, treated = ([" ".join(row.split())] for row in page.run(goals))
+    assert control == ["click control 1200 212 0.177 – –"]
+    assert treated == ["nezha-or-beam 1200 103 0.0858 −51.0 % −72.0 % to −31.0 %"]
     page.answer = lambda url: (200, {"experiments": []})
     page.click("#experiments-again")
     page.until("document.querySelector('#experiments .empty')")
@@ -295,6 +300,25 @@ def test_experiments(page):
     page.answer = lambda url: (503, {"error": {"message": "the server is loading", "code": "x"}})
     page.click("#experiments-again")
     page.until("document.getElementById('error').textContent === 'the server is loading'")
+
+
+def test_health_shows_the_past_of_the_server_at_once(page, client, users):
+    """The page is opened only after requests and errors; nothing happens afterwards."""
+    page.open("about:blank")
+    recent = client.app.state.recent
+    for number in range(3):
+        client.post("/v1/recommend", json={"user": {"id": users[number]}})
+        client.post("/v1/recommend", json={"user": {"id": users[number]}, "k": 0})
+        client.get("/v1/items/nothing-of-this-name")
+        recent.take()
+    page.open(f"{page.home}#health")
+    page.until("document.querySelector('#charts path')")
+    lines = page.run("[...document.querySelectorAll('#charts path')].map((one) => one.outerHTML)")
+    assert len(lines) >= 6 and all("L" in line for line in lines[:4])
+    rows = page.run("[...document.querySelectorAll('#errors tr')].map((one) => one.innerText)")
+    counts = {row.split("\t")[0]: int(row.split("\t")[1]) for row in rows}
+    assert counts["out_of_range"] >= 3 and counts["unknown_item"] >= 3
+    no_error(page)
 
 
 def test_health(page, client, users):

@@ -4,7 +4,7 @@ import base64
 
 import pytest
 
-from recserve.server.transport.gate import AccessKeys
+from recserve.server.access import AccessKeys
 from tests.support.live_server import live
 from tests.support.scripted_text import scripted
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.engine.engine_config import EngineConfig
-from recserve.server.transport.gate import AccessKeys
+from recserve.server.access import AccessKeys
 from recserve.service import Service, ServiceOptions
 from recserve.service.text.loader import TextSettings, load_text
 from tests.support.live_server import live

@@ -10,8 +10,8 @@ from starlette.applications import Starlette
 from recserve.config import ConfigError, ServerConfig
 from recserve.engine.engine_config import EngineConfig
 from recserve.metrics import Metrics
+from recserve.server.access import client_address
 from recserve.server.run import uvicorn_config
-from recserve.server.transport.gate import client_address
 from recserve.service import Service, ServiceOptions
 from recserve.service.text.loader import TextSettings, load_text
 from tests.support.live_server import live

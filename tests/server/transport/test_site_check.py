@@ -164,7 +164,7 @@ def test_a_browser_keeps_its_key_from_other_pages(toy, tmp_path):
     ):
         target = str(client.base_url).rstrip("/")
         seen = []
-        client.app.state.metrics.failure = seen.append
+        client.app.state.metrics.failure = lambda reason, code: seen.append(reason)
         tab.open(f"{target.replace('//', f'//me:{KEY}@')}/version")
         tab.open(target)
         tab.until("!document.getElementById('text-go').disabled")

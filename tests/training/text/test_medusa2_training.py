@@ -103,6 +103,7 @@ def test_an_interrupted_run_continues_where_it_was(model, few, tmp_path, monkeyp
         torch.testing.assert_close(cut.state_dict()[name], weight)
 
 
+@pytest.mark.slow
 def test_a_fresh_run_ignores_an_older_second_stage(model, few, tmp_path):
     short = replace(RECIPE, schedule=replace(JOINT, epochs=1))
     first = train_medusa2(model, *few, tmp_path, OPTIONS, short)

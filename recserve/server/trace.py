@@ -1,4 +1,4 @@
-"""State of one HTTP request: its trace, and the progress of its body."""
+"""What a request leaves in logs, metrics and headers, and what its connection knows of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from recserve.schemas.items import REQUEST_ID, InvalidRequest, TimingMs
 HEADER = "x-request-id"
 EXPERIMENT_HEADER = b"x-recserve-experiment"
 _SHAPE = re.compile(REQUEST_ID.pattern or "")
-SCOPE_KEY = "recserve.trace"
 UPLOAD_KEY = "recserve.upload"
 
 
@@ -32,7 +31,7 @@ def random_id() -> str:
 
 @dataclass
 class Trace:
-    """Facts about a request that the gate logs and counts.
+    """Facts about a request that are logged and counted.
 
     Attributes:
         request_id: The client's id, or a random one.
@@ -40,10 +39,13 @@ class Trace:
         strategy: Strategy of the answer; "none" until a model has answered.
         timing_ms: Times of the stages; None until a model has answered.
         failure: Label of the failure counter; None unless the request failed.
+        error_code: Code of the error; empty unless the request failed.
         status: HTTP status of the response; 0 before it starts.
         answered_s: time.monotonic() value at the answer of the service; None without one.
         experiment: Experiment and arm of the request; None outside experiments.
         degraded: Codes of `degraded` of all answers in the response.
+        route: Path template, which has no ids; "other" if no route matched.
+        counted: Whether the operation counts for quotas and has a span.
     """
 
     request_id: str = field(default_factory=random_id)
@@ -51,10 +53,13 @@ class Trace:
     strategy: str = "none"
     timing_ms: TimingMs | None = None
     failure: str | None = None
+    error_code: str = ""
     status: int = 0
     answered_s: float | None = None
     experiment: ExperimentLabel | None = None
     degraded: list[str] = field(default_factory=list)
+    route: str = "other"
+    counted: bool = True
 
     @property
     def arm(self) -> str:
@@ -102,17 +107,6 @@ class Trace:
 
 
 Recorder = Callable[[Scope, Trace], None]
-
-
-def route_of(scope: Scope) -> str:
-    """Returns the path template of a request, which has no ids; "other" if no route matched."""
-    return getattr(scope.get("route"), "path", None) or "other"
-
-
-def trace_of(scope: Scope) -> Trace:
-    """Returns the trace that the gate put into the scope."""
-    trace: Trace = scope[SCOPE_KEY]
-    return trace
 
 
 @dataclass

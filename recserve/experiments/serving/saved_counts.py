@@ -1,0 +1,156 @@
+"""The counts of experiments in a folder, so that they survive a restart."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+SAVE_S = 10.0
+SUFFIX = ".counts"
+
+
+class SavedArm(msgspec.Struct, frozen=True):
+    """Counts of one arm.
+
+    Attributes:
+        name: Name of the arm.
+        requests: Requests since the start of the experiment.
+        errors: Failed requests.
+        empty: Empty answers.
+        answers: Answers by group of users, as int64 little-endian.
+        events: By goal, events by group of users.
+        other_events: Attributed events of other types.
+    """
+
+    name: str
+    requests: int
+    errors: int
+    empty: int
+    answers: bytes
+    events: dict[str, bytes]
+    other_events: int
+
+
+class SavedExperiment(msgspec.Struct, frozen=True):
+    """Counts of one experiment.
+
+    Attributes:
+        settings: Hash of the settings that the counts belong to.
+        ran_s: Seconds for which it has been running.
+        arms: The arms.
+        seen: Hashes of the events that are counted.
+    """
+
+    settings: str
+    ran_s: float
+    arms: list[SavedArm]
+    seen: list[int]
+
+
+class Saves(Protocol):
+    """An experiment whose counts are saved."""
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment, also that of its file."""
+
+    def save(self) -> SavedExperiment:
+        """Returns the counts."""
+
+    def restore(self, saved: SavedExperiment) -> None:
+        """Continues counts. Raises ValueError if they do not fit the settings."""
+
+
+class SavedCounts:
+    """Restores counts at start, and writes them every SAVE_S seconds and at the end.
+
+    A crash loses the counts of the last SAVE_S seconds, of all arms alike. One process writes a
+    folder; another one that has the same folder keeps its counts in memory.
+
+    Attributes:
+        folder: The folder, with one file per experiment.
+    """
+
+    def __init__(self, folder: Path, experiments: Iterable[Saves]) -> None:
+        """Opens the folder and restores the counts.
+
+        Args:
+            folder: The folder; it is created.
+            experiments: The experiments of the server.
+
+        Raises:
+            OSError: If the folder or a file in it cannot be used.
+        """
+        self.folder = folder
+        self._experiments = list(experiments)
+        self._written: dict[str, SavedExperiment] = {}
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (folder / ".lock").open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("%s belongs to another process; experiments count in memory here", folder)
+            self._experiments = []
+        for one in self._experiments:
+            self._restore(one)
+
+    def start(self) -> None:
+        """Starts the thread that writes."""
+        self._thread = threading.Thread(target=self._run, name="experiment-counts", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes the last counts and gives the folder back."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._lock.close()
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            closing = self._closing.wait(SAVE_S)
+            for one in self._experiments:
+                try:
+                    self._write(one)
+                except OSError as error:
+                    log.error("counts of experiment %s are not saved: %s", one.name, error)
+
+    def _restore(self, one: Saves) -> None:
+        path = self.folder / f"{one.name}{SUFFIX}"
+        if not path.exists():
+            return
+        content = path.read_bytes()
+        try:
+            one.restore(msgspec.msgpack.decode(content, type=SavedExperiment))
+        except (msgspec.DecodeError, ValueError) as error:
+            log.warning("experiment %s counts from zero: %s: %s", one.name, path, error)
+            path.replace(path.with_name(f"{path.name}.old"))
+        else:
+            log.info("experiment %s continues the counts of %s", one.name, path)
+
+    def _write(self, one: Saves) -> None:
+        """Writes aside, syncs and renames, so that a crash leaves whole counts."""
+        saved, last = one.save(), self._written.get(one.name)
+        idle = last is not None and msgspec.structs.replace(saved, ran_s=last.ran_s) == last
+        if idle and not self._closing.is_set():
+            return
+        path = self.folder / f"{one.name}{SUFFIX}"
+        aside = path.with_name(f".{path.name}.tmp")
+        with aside.open("wb") as file:
+            file.write(msgspec.msgpack.encode(saved))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        self._written[one.name] = saved

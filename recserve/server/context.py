@@ -1,0 +1,532 @@
+"""The state of an application, and each request on its way through it.
+
+A handler gets a `RequestContext`: what the request asks for, the service that answers it, and the
+waits for the engine, for stores and for the end of the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+from starlette._utils import get_route_path
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import Receive, Scope
+
+from recserve.core.errors import DeadlineExceeded
+from recserve.metrics import Metrics, RecentMetrics
+from recserve.schemas.api import Models, Operation, is_admin
+from recserve.schemas.browse import LISTS, split_texts
+from recserve.schemas.items import (
+    MAX_TIMEOUT_MS,
+    InvalidRequest,
+    RankRequest,
+    RankResponse,
+    RecommendRequest,
+    RecommendResponse,
+)
+from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS, TextRequest
+from recserve.schemas.validation import validation_error
+from recserve.server.body_decoder import decode
+from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
+from recserve.server.inference_counts import InferenceCounts
+from recserve.server.lifecycle import Lifecycle
+from recserve.server.threads import Threads, checked_first, is_large, on_thread, reads_store
+from recserve.server.trace import Trace, upload_of
+from recserve.service import Service
+from recserve.service.attribution import Signer
+from recserve.service.pending import Pending
+from recserve.service.slate_log.slate_log import SlateLog
+from recserve.service.text.pending_texts import PendingTexts
+from recserve.service.text.stream import Listener
+
+if TYPE_CHECKING:
+    from recserve.experiments.serving.registry import Experiments
+
+T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+Asked = TypeVar("Asked", bound=RecommendRequest | RankRequest)
+Answered = TypeVar("Answered", bound=RecommendResponse | RankResponse)
+Text = TypeVar("Text", bound=TextRequest)
+BeginTexts = Callable[[Text, str, float, Listener], PendingTexts]
+SCOPE_KEY = "recserve.context"
+DEADLINE_HEADER = "x-deadline-ms"
+# The engine itself ends late requests. A route waits this much longer for the engine's error.
+GRACE_S = 0.05
+GONE = "the client closed the connection"
+
+
+class AnswerItems(Protocol):
+    """The plain `answer_items`, or that of a server with experiments."""
+
+    async def __call__(
+        self,
+        context: RequestContext,
+        begin: Callable[[Asked, str, float], Pending[Answered]],
+        body: Asked,
+    ) -> Answered:
+        """Returns the answer of a recommend or rank request."""
+
+
+class WriteTexts(Protocol):
+    """The plain `write_texts`, or that of a server with experiments."""
+
+    async def __call__(
+        self, context: RequestContext, begin: BeginTexts[Text], body: Text
+    ) -> Response:
+        """Returns the response of a text request."""
+
+
+@dataclass(frozen=True)
+class AppState:
+    """State that all requests of an application share.
+
+    Attributes:
+        lifecycle: Holds the service.
+        metrics: Counters and histograms of the application.
+        answer_items: Answers recommend and rank requests.
+        write_texts: Answers text requests.
+        recent: The metrics of the last ten minutes.
+        max_body_bytes: Upper bound on the size of a request body.
+        default_timeout_ms: Timeout of an item request that does not set one.
+        text_timeout_ms: Timeout of a text request that does not set one.
+        slate_log: Log of slates and outcomes; None without one.
+        experiments: Experiments of the server; None without any.
+        stall_timeout_s: Time after which a step of the engine counts as hanging.
+        threads: Threads for work that must not hold the event loop.
+        inferences: Answers of the Open Inference Protocol, by model and version.
+    """
+
+    lifecycle: Lifecycle
+    metrics: Metrics
+    answer_items: AnswerItems
+    write_texts: WriteTexts
+    recent: RecentMetrics
+    max_body_bytes: int
+    default_timeout_ms: int
+    text_timeout_ms: int
+    slate_log: SlateLog | None = None
+    experiments: Experiments | None = None
+    stall_timeout_s: float = 30.0
+    threads: Threads = field(default_factory=Threads)
+    inferences: dict[tuple[str, str], InferenceCounts] = field(default_factory=dict)
+
+    def log_slate(self, body: RecommendRequest, answer: RecommendResponse, signer: Signer) -> None:
+        """Logs a slate that is about to be returned, if slates are logged."""
+        if self.slate_log is not None:
+            user = None if body.user is None else body.user.id
+            self.slate_log.slate(user, answer, signer)
+
+
+class RequestContext:
+    """A request with all that its handler needs; the middleware makes one for each request.
+
+    Attributes:
+        state: State of the application.
+        request: The HTTP request.
+        route: The path of the table that it names; None if there is none.
+        row: Any row of this path, which decides who may call it; None without a route.
+        operation: The row that it asks for; None if its method does nothing here.
+        parameters: Decoded parameters of the path.
+        trace: What is logged and counted.
+        upload: The request as its connection sees it.
+    """
+
+    def __init__(
+        self,
+        state: AppState,
+        scope: Scope,
+        receive: Receive,
+        route: BaseRoute | None = None,
+        operations: Mapping[str, Operation[Any, Any]] | None = None,
+        parameters: Mapping[str, str] | None = None,
+    ) -> None:
+        """Makes the context of a request without reading its body.
+
+        Args:
+            state: State of the application.
+            scope: Scope of the request.
+            receive: Receives the body, and then the end of the connection.
+            route: The path of the table that it names.
+            operations: The operations of this path by method.
+            parameters: Decoded parameters of the path.
+        """
+        operations = operations or {}
+        self.state = state
+        self.request = Request(scope, receive)
+        self.route = route
+        self.row = next(iter(operations.values()), None)
+        self.operation = operations.get(scope["method"])
+        self.parameters = parameters or {}
+        self.upload = upload_of(scope)
+        self.trace = Trace()
+        self.trace.began_s = self.upload.arrived_s or self.trace.began_s
+        self._watched: asyncio.Task[None] | None = None
+
+    @cached_property
+    def service(self) -> Service:
+        """The service, also after it has been replaced. Raises NotReady if it takes no requests."""
+        return self.state.lifecycle.service
+
+    @property
+    def open(self) -> bool:
+        """Whether the request needs no key."""
+        return self.row is not None and self.row.open
+
+    @property
+    def counted(self) -> bool:
+        """Whether the request counts for the quota of its key, and has a span."""
+        return self.row is None or self.row.counted
+
+    @property
+    def admin(self) -> bool:
+        """Whether the request needs an admin key. It does so below `/admin` without a route."""
+        return is_admin(get_route_path(self.request.scope) if self.row is None else self.row.path)
+
+    @property
+    def models(self) -> Models:
+        """Models of which one has the queue in which the request waits."""
+        return () if self.operation is None else self.operation.models(self.parameters)
+
+    def refuse_on_arrival(self) -> None:
+        """Raises QueueFull if requests that came earlier fill the queue of the engine."""
+        if self.upload.num_ahead and self.models:
+            with contextlib.suppress(NotReady):  # the handler says so
+                self.service.engine.check_queue(self.models, self.upload.num_ahead)
+
+    def close(self) -> None:
+        """Ends the watch over the connection."""
+        if self._watched is not None:
+            self._watched.cancel()
+
+    async def body(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """Reads and decodes the body.
+
+        Raises:
+            MalformedBody: If the body is not JSON.
+            InvalidRequest: If a field is invalid.
+            Exception: An error of `raw_body`.
+        """
+        body = decode(decoder, await self.raw_body())
+        self.trace.rename(getattr(body, "request_id", None))
+        return body
+
+    async def raw_body(self) -> bytes:
+        """Reads the body.
+
+        Raises:
+            BodyTooLarge: If the body is longer than `max_body_bytes`.
+            ClientGone: If the client closes the connection.
+            Exception: The connection's own error if it has refused the rest of the body.
+        """
+        limit = self.state.max_body_bytes
+        announced = self.request.headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > limit:
+            raise BodyTooLarge(f"the body may have at most {limit} bytes, got {announced}")
+        chunks = []
+        size = 0
+        more = True
+        while more:
+            message = await self.request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise BodyTooLarge(f"the body may have at most {limit} bytes, got more")
+            chunks.append(chunk)
+            more = message.get("more_body", False)
+            if more and self.upload.error is not None:
+                raise self.upload.error
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def query(self, kind: type[T]) -> T:
+        """Converts the parameters of the URL to a message type.
+
+        Raises:
+            InvalidRequest: If a parameter is unknown, out of range or given twice.
+        """
+        given: dict[str, Any] = {}
+        for name, value in self.request.query_params.multi_items():
+            if name in given:
+                one = "one value with commas between its parts" if name in LISTS else "one value"
+                raise InvalidRequest(name[:64], f"expected {one}, got several")
+            given[name] = split_texts(value) if name in LISTS else value
+        try:
+            return msgspec.convert(given, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise validation_error(str(error), given, kind) from None
+
+    def deadline_s(self, timeout_ms: float | None) -> float:
+        """Returns the deadline as a time.monotonic() value.
+
+        It is the earlier one of `timeout_ms` and of the header X-Deadline-Ms; without both, the
+        time that the settings give to items or to texts.
+
+        Args:
+            timeout_ms: Timeout in the body; None if there is none.
+
+        Raises:
+            InvalidRequest: If the header is not a positive number.
+        """
+        text = self.operation is not None and self.operation.text
+        most_ms = MAX_TEXT_TIMEOUT_MS if text else MAX_TIMEOUT_MS
+        limits: list[float] = [] if timeout_ms is None else [timeout_ms]
+        header = self.request.headers.get(DEADLINE_HEADER)
+        if header is not None:
+            if not (header.isascii() and header.isdigit() and len(header) < 10) or not int(header):
+                raise InvalidRequest(
+                    "X-Deadline-Ms", f"expected 1 to {most_ms} ms, got {header[:40]!r}"
+                )
+            limits.append(min(int(header), most_ms))
+        default_ms = self.state.text_timeout_ms if text else self.state.default_timeout_ms
+        return self.trace.began_s + min(limits, default=default_ms) / 1e3
+
+    async def from_store(self, function: Callable[..., A], *arguments: Any) -> A:
+        """Calls a function that waits for the history store or for the disk, on a thread."""
+        return await on_thread(self.state.threads.changes, partial(function, *arguments))
+
+    async def begin(self, function: Callable[[B, str, float], A], body: B, deadline_s: float) -> A:
+        """Calls a function that prepares a request for items, on a thread if that may take long.
+
+        Requests that wait for a store are prepared on the store's threads, so that a store that
+        hangs does not hold up requests with a history of their own.
+
+        Args:
+            function: Called with body, request id and deadline.
+            body: The decoded body.
+            deadline_s: time.monotonic() value of the deadline.
+
+        Raises:
+            QueueFull: If the request would be prepared for a queue that is full.
+            DeadlineExceeded: If the deadline passes before it is its turn.
+        """
+        prepare = partial(function, body, self.trace.request_id, deadline_s)
+        call = checked_first(self.service.engine, self.models, deadline_s, prepare)
+        if self.service.histories.store.blocks and reads_store(body):
+            return await on_thread(self.state.threads.store, call)
+        if is_large(body):
+            return await on_thread(self.state.threads.items, call)
+        return call()
+
+    async def begin_text(self, function: Callable[[], A], deadline_s: float) -> A:
+        """Calls a function that prepares texts, on a thread, because a long one takes a while.
+
+        Args:
+            function: Applies the template and tokenises.
+            deadline_s: time.monotonic() value of the deadline.
+
+        Raises:
+            QueueFull: If the request would be prepared for a queue that is full.
+            DeadlineExceeded: If the deadline passes before it is its turn.
+        """
+        engine = self.service.engine
+        engine.check_queue(self.models)
+        call = checked_first(engine, self.models, deadline_s, function)
+        return await on_thread(self.state.threads.text, call)
+
+    def watch(self, deadline_s: float, what: str, end: Callable[[Exception], None]) -> Watch:
+        """Calls a function when the client closes the connection, or when the deadline passes.
+
+        Args:
+            deadline_s: time.monotonic() value of the deadline.
+            what: What is not ready then, for the message.
+            end: Called with ClientGone or DeadlineExceeded, on the event loop.
+        """
+        return Watch(self._gone, deadline_s, what, end)
+
+    async def while_connected(self, work: Coroutine[Any, Any, A]) -> A:
+        """Returns the result of a coroutine; cancels it if the client leaves.
+
+        Raises:
+            ClientGone: If the client closes the connection.
+        """
+        task, gone = asyncio.create_task(work), self._gone
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone(GONE)
+            return task.result()
+        finally:
+            task.cancel()
+
+    @property
+    def _gone(self) -> asyncio.Task[None]:
+        """The one task that waits for the end of the connection, for all waits of the request."""
+        if self._watched is None:
+            self._watched = asyncio.create_task(self._disconnect())
+        return self._watched
+
+    async def _disconnect(self) -> None:
+        """Waits until the client closes the connection."""
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+
+    async def wait(
+        self, futures: Sequence[Future[Any]], deadline_s: float, together: bool = True
+    ) -> None:
+        """Waits until all futures are done; on an error it cancels the unfinished ones.
+
+        Args:
+            futures: Results of the engine.
+            deadline_s: time.monotonic() value of the deadline.
+            together: Whether the answer needs all results. The first failure then ends the wait.
+
+        Raises:
+            ClientGone: If the client closes the connection.
+            DeadlineExceeded: If the deadline passes.
+            Exception: The error of a result that the answer needs.
+        """
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Exception | None] = loop.create_future()
+        left = len(futures)
+
+        def end(error: Exception | None) -> None:
+            if not outcome.done():
+                outcome.set_result(error)
+
+        def count(future: Future[Any]) -> None:
+            nonlocal left
+            left -= 1
+            if together and not future.cancelled():
+                error = future.exception()
+                if isinstance(error, Exception):
+                    end(error)
+            if not left:
+                end(None)
+
+        def computed(future: Future[Any]) -> None:
+            """Runs on the engine's thread, which may outlive the event loop."""
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(count, future)
+
+        for future in futures:
+            future.add_done_callback(computed)
+        watch = self.watch(deadline_s, "the answer was ready", end)
+        try:
+            error = await outcome
+        finally:
+            watch.close()
+            for future in futures:
+                future.cancel()
+        if error is not None:
+            raise error
+
+    async def gather(
+        self,
+        works: Sequence[Pending[A]],
+        deadline_s: float,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> list[A | Exception]:
+        """Waits for pending answers and returns each answer or its error, in order.
+
+        Args:
+            works: The pending answers.
+            deadline_s: time.monotonic() value of the deadline.
+            pool: Threads that make the answers from the engine's results; None makes them here.
+
+        Raises:
+            ClientGone: If the client closes the connection; unfinished answers are cancelled.
+            DeadlineExceeded: If the deadline passes; unfinished answers are cancelled.
+        """
+        futures = [future for work in works for future in work.futures]
+        if futures:
+            await self.wait(futures, deadline_s, together=False)
+
+        def answers() -> list[A | Exception]:
+            return [work.outcome() for work in works]
+
+        return answers() if pool is None else await on_thread(pool, answers)
+
+    async def answer(
+        self, function: Callable[[B, str, float], Pending[A]], body: B, deadline_s: float
+    ) -> A:
+        """Prepares a request, waits for it and returns the answer. Arguments are those of `begin`.
+
+        Raises:
+            ClientGone: If the client closes the connection.
+            DeadlineExceeded: If the deadline passes.
+            Exception: What the request fails with.
+        """
+        work = await self.begin(function, body, deadline_s)
+        pool = self.state.threads.items if is_large(body) else None
+        (outcome,) = await self.gather([work], deadline_s, pool)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def record(self, answer: A | Exception) -> A:
+        """Records an answer in the trace and returns it; raises it if it is an error."""
+        if isinstance(answer, Exception):
+            raise answer
+        timing_ms = getattr(answer, "timing_ms", None)
+        self.trace.record_answer(timing_ms, getattr(answer, "strategy", "none"))
+        self.trace.degraded.extend(getattr(answer, "degraded", ()))
+        return answer
+
+
+class Watch:
+    """Waits for the end of the connection and for a deadline until it is closed.
+
+    Attributes:
+        gone: True once the client has closed the connection.
+    """
+
+    def __init__(
+        self,
+        gone: asyncio.Task[None],
+        deadline_s: float,
+        what: str,
+        end: Callable[[Exception], None],
+    ) -> None:
+        self._task, self._end = gone, end
+        self.gone = False
+        late = DeadlineExceeded(f"the deadline passed before {what}")
+        # The engine ends late requests itself. This timer is for an engine that is stuck.
+        left_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
+        self._timer = asyncio.get_running_loop().call_later(left_s, end, late)
+        gone.add_done_callback(self._disconnected)
+
+    def _disconnected(self, _: object) -> None:
+        self.gone = True
+        self._end(ClientGone(GONE))
+
+    def close(self) -> None:
+        """Stops waiting; `end` is not called any more."""
+        self._timer.cancel()
+        self._task.remove_done_callback(self._disconnected)
+
+
+async def answer_items(
+    context: RequestContext,
+    begin: Callable[[Asked, str, float], Pending[Answered]],
+    body: Asked,
+) -> Answered:
+    """Returns the answer of a recommend or rank request.
+
+    Args:
+        context: The request.
+        begin: Starts the request on the service.
+        body: The decoded body.
+
+    Raises:
+        Exception: What the request fails with; row_of maps it to an HTTP error.
+    """
+    deadline_s = context.deadline_s(body.timeout_ms)
+    return context.record(await context.answer(begin, body, deadline_s))
+
+
+def context_of(scope: Scope) -> RequestContext:
+    """Returns the context that the middleware put into the scope."""
+    context: RequestContext = scope[SCOPE_KEY]
+    return context
