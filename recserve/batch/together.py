@@ -5,7 +5,8 @@ normally batches the requests that have arrived when it steps. This module there
 while the engine is paused between two steps. Batch composition, and so every output byte, then
 depends on the requests alone.
 
-For the same reason `auto` means `beam` wherever beam search is available. Outside of batch jobs
+For the same reason `auto` means what validation chose for the bundle, or else `beam` where it is
+available. Outside of batch jobs
 `auto` depends on measured response times, and so on the clock.
 """
 

@@ -87,6 +87,8 @@ class ListedItem(Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         attributes: Values of the other columns, in an answer to `ids` only.
+        available_from: Time from which it may be in an answer, in an answer to `ids` only.
+        expires_at: Time from which it may not, in an answer to `ids` only.
     """
 
     item_id: str
@@ -95,6 +97,8 @@ class ListedItem(Struct, frozen=True, kw_only=True, gc=False):
     semantic_id: list[int]
     popularity: float
     attributes: dict[str, Any] | UnsetType = UNSET
+    available_from: str | UnsetType = UNSET
+    expires_at: str | UnsetType = UNSET
 
 
 class ItemPage(Struct, frozen=True, kw_only=True):

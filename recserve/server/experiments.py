@@ -462,7 +462,7 @@ def _probe(service: Service, use: Use, fields: ArmFields) -> None:
     """Begins a request without a history; it does not reach the engine."""
     deadline_s = time.monotonic() + 60.0
     if use == "recommend":
-        slate = fields.applied(RecommendRequest(history=[], k=1))
+        slate = fields.applied(RecommendRequest(history=[], k=fields.least_k))
         service.recommender.begin(slate, "probe", deadline_s)
     elif use == "rank":
         unknown = [Candidate(item_id="\x00no such item")]

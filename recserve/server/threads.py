@@ -90,7 +90,8 @@ def is_large(body: object) -> bool:
             ids = len(body.history or ()) + len(body.exclude.item_ids)
             shown = body.k * len(body.fields)
             large = ids > LARGE_IDS or body.k > LARGE_K or shown > LARGE_VALUES
-            return body.filter is not None or large
+            quota = body.diversity is not None and body.diversity.at_least is not None
+            return body.filter is not None or quota or large
         case RankRequest():
             ids, shown = len(body.candidates), len(body.candidates) * len(body.fields)
             return len(body.history or ()) + ids > LARGE_IDS or shown > LARGE_VALUES
@@ -105,7 +106,7 @@ def reads_store(body: object) -> bool:
     """Returns whether a request needs the stored history of a user."""
     match body:
         case RecommendRequest() | RankRequest():
-            return body.history is None
+            return body.user is not None and body.history is None
         case RankBatchRequest():
-            return any(one.history is None for one in body.requests)
+            return any(one.user is not None and one.history is None for one in body.requests)
     return False

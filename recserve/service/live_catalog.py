@@ -102,6 +102,7 @@ class LiveCatalog:
             arrive after the replacement. None before that.
         recent: Ids of the items that have changed since this service began to answer.
         counts_file: File of the live counts of events; None keeps them in memory only.
+        counting: Held while events are counted, and while another catalogue takes the counts.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class LiveCatalog:
         self.successor: LiveCatalog | None = None
         self.recent: set[str] = set()
         self.counts_file: Path | None = None
+        self.counting = threading.Lock()
         self._bundle, self._engine, self._ranking = bundle, engine, ranking
         self._tools: tuple[NewVectors, IdAssigner] | None = None
         self._lock = threading.Lock()  # of changes
@@ -179,15 +181,7 @@ class LiveCatalog:
         row = items.visible.get(item_id)
         if row < 0:
             raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
-        record = items.record(row)
-        first, last = record.available_from, record.expires_at
-        return ItemResponse(
-            **_item_fields(snapshot, row),
-            available_from=UNSET if first is None else format_time(first),
-            expires_at=UNSET if last is None else format_time(last),
-            attributes=items.attributes(row),
-            catalog_version=items.name,
-        )
+        return ItemResponse(**_all_fields(snapshot, row), catalog_version=items.name)
 
     def page(self, query: ItemsQuery) -> ItemPage:
         """Returns the items of `ids`, or a page of items whose title or id contains the query.
@@ -341,15 +335,18 @@ class LiveCatalog:
             keys: [n] key of each event's item.
             times_us: [n] times in microseconds since 1970.
         """
-        if self.successor is not None:
-            self.successor.count_events(keys, times_us)
+        with self.counting:
+            successor = self.successor
+            if successor is None:
+                items = self._current.items
+                rows = items.rows_of_keys(np.array(keys, np.uint64))
+                known = rows >= 0
+                first = items.first_rows(rows[known])
+                self._current.popularity.count(first, np.array(times_us, np.int64)[known])
+                self._counts_changed = True
+        if successor is not None:
+            successor.count_events(keys, times_us)
             return
-        items = self._current.items
-        rows = items.rows_of_keys(np.array(keys, np.uint64))
-        known = rows >= 0
-        first = items.first_rows(rows[known])
-        self._current.popularity.count(first, np.array(times_us, np.int64)[known])
-        self._counts_changed = True
         due = time.monotonic() - self._saved_at_s > SAVE_COUNTS_S
         if due and self.counts_file is not None and not self._saving.locked():
             threading.Thread(target=self._save_counts, name="save-counts", daemon=True).start()
@@ -559,6 +556,18 @@ def _item_fields(snapshot: Snapshot, row: int) -> dict[str, Any]:
     }
 
 
+def _all_fields(snapshot: Snapshot, row: int) -> dict[str, Any]:
+    """Returns the fields of an item that was asked for by its id."""
+    record = snapshot.items.record(row)
+    first, last = record.available_from, record.expires_at
+    return {
+        **_item_fields(snapshot, row),
+        "available_from": UNSET if first is None else format_time(first),
+        "expires_at": UNSET if last is None else format_time(last),
+        "attributes": snapshot.items.attributes(row),
+    }
+
+
 def _find_items(snapshot: Snapshot, query: ItemsQuery, ids: Sequence[str]) -> ItemPage:
     """Returns the items of these ids in their order; unknown ones are in `missing_item_ids`."""
     items = snapshot.items
@@ -566,11 +575,7 @@ def _find_items(snapshot: Snapshot, query: ItemsQuery, ids: Sequence[str]) -> It
     if others := [name for name, value in given.items() if value not in ("", UNSET, 0)]:
         raise InvalidRequest("ids", f"expected no other parameter with it, got {others[0]}")
     rows = items.visible.get_many(ids)
-    found = [
-        ListedItem(**_item_fields(snapshot, row), attributes=items.attributes(row))
-        for row in rows
-        if row >= 0
-    ]
+    found = [ListedItem(**_all_fields(snapshot, row)) for row in rows if row >= 0]
     missing = dict.fromkeys(name for name, row in zip(ids, rows, strict=True) if row < 0)
     return ItemPage(
         items=found,

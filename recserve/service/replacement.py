@@ -135,7 +135,7 @@ def probe(service: Service) -> None:
     Raises:
         Exception: The error of the request.
     """
-    (item,) = service.samples(0, 1)["items"]
+    item = service.catalog.current.items.item_id(0)  # whatever its times
     with contextlib.suppress(UnknownModel):  # the bundle has no such model
         service.recommend(RecommendRequest(history=[item], k=1))
     with contextlib.suppress(UnknownModel):
@@ -217,9 +217,11 @@ def hand_over(
             carried += _carry(before, after, override)
         if after.journal is None:  # both catalogues have one journal file
             after.journal, before.journal = before.journal, None
-        after.take_counts(before)
+        with before.counting:
+            after.take_counts(before)
+            before.successor = after
         after.recent.clear()
-        before.successor, old.histories.successor = after, new.engine
+        old.histories.successor = new.engine
         old.histories.owns_store = False
         new.histories.owns_store = True
         publish()

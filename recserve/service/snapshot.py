@@ -170,7 +170,9 @@ class Snapshot:
             return None
         mask = np.ones(self.num_items, dtype=bool)
         mask[self.hidden] = False
-        return AllowedItems.of(mask)
+        shown = AllowedItems.of(mask)
+        shown.leaves(self.trie)  # computed here to keep the work off the engine's thread
+        return shown
 
     def rows_of(self, item_ids: Iterable[str]) -> list[int]:
         """Returns the row of each id; -1 if the item is unknown, hidden, not begun or ended."""

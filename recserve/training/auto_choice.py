@@ -126,7 +126,7 @@ def _choose(
     nothing = Figure(0.0, 0.0, 0.0)
     timed = cases.sample(timed_users)
     for strategy, weight in _candidates(answers):
-        options = answers.options(strategy, WIDTH, column == "filtered", weight)
+        options = answers.options(answers.as_served(strategy), WIDTH, column == "filtered", weight)
 
         def slates(which: NDArray[np.int64], filtered: bool) -> NDArray[np.int64]:
             return answers.slates(cases, which, K, options)  # noqa: B023  # called below

@@ -4,7 +4,9 @@ import pytest
 
 from recserve.schemas.items import (
     Candidate,
+    Diversity,
     Exclude,
+    Quota,
     RankBatchRequest,
     RankRequest,
     RecommendRequest,
@@ -14,6 +16,7 @@ from recserve.server.threads import is_large, reads_store
 
 MOST_IDS, MOST_K, MOST_REQUESTS = 512, 256, 8
 USER = UserRef(id="u")
+NEW = Diversity(at_least=Quota(count=1, new_within_s=60))
 
 
 def ids(count: int) -> list[str]:
@@ -35,6 +38,8 @@ def ranking(candidates: int, history: int | None = None) -> RankRequest:
         (RecommendRequest(user=USER, k=MOST_K), False),
         (RecommendRequest(user=USER, k=MOST_K + 1), True),
         (RecommendRequest(user=USER, filter={"eq": ["category", "A"]}), True),
+        (RecommendRequest(user=USER, diversity=Diversity(category=1)), False),
+        (RecommendRequest(user=USER, diversity=NEW), True),
         (RecommendRequest(history=ids(MOST_IDS)), False),
         (RecommendRequest(history=ids(MOST_IDS + 1)), True),
         (RecommendRequest(history=ids(300), exclude=Exclude(item_ids=ids(300))), True),
@@ -56,6 +61,7 @@ def test_large_requests(body, large):
     [
         (RecommendRequest(user=USER), True),
         (RecommendRequest(history=[]), False),
+        (RecommendRequest(strategy="popular"), False),
         (ranking(1), True),
         (ranking(1, history=2), False),
         (RankBatchRequest(requests=[ranking(1, history=2), ranking(1)]), True),

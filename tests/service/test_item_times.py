@@ -11,10 +11,11 @@ from recserve.bounds import format_time
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.schemas.browse import ItemsQuery
 from recserve.schemas.items import RollbackRequest
 from recserve.service import Service, ServiceOptions
 from recserve.service import snapshot as snapshot_module
-from recserve.service.replacement import hand_over, open_successor
+from recserve.service.replacement import hand_over, open_successor, probe
 from tests.support.live_catalogues import base_of, item_like, opened, put, slate
 from tests.support.tiny_bundle import shared_bundle, with_models
 
@@ -81,6 +82,8 @@ def test_time_alone_begins_and_ends_an_item(service):
         assert everywhere(service, "sale") == {there}, second
         got = service.item("sale")
         assert (got.available_from, got.expires_at) == (at(10), at(20))
+        (listed,) = service.catalog.page(ItemsQuery(ids=["sale"])).items
+        assert (listed.available_from, listed.expires_at) == (at(10), at(20))
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -244,6 +247,12 @@ def test_another_bundle_gets_the_times(tmp_path):
             assert ids(slate(new)) - ids(slate(new, filter={"in": ["item_id", ["plain"]]}))
             assert "sale" not in ids(slate(new)) and "plain" in ids(slate(new))
             service.close()
+
+
+def test_a_bundle_without_an_item_that_may_be_shown_answers_its_probe(service, monkeypatch):
+    """It may be prepared for tomorrow."""
+    monkeypatch.setattr(type(service), "samples", lambda *_: {"users": [], "items": []})
+    probe(service)
 
 
 @pytest.fixture(scope="module")

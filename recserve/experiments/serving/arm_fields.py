@@ -90,6 +90,12 @@ class ArmFields:
         body = converted({**rules.required, **given}, rules.kind)
         return cls({name: getattr(body, name) for name in given})
 
+    @property
+    def least_k(self) -> int:
+        """Fewest items of a slate that these fields fit: their quota `at_least`."""
+        diversity = self.values.get("diversity")
+        return 1 if diversity is None or diversity.at_least is None else diversity.at_least.count
+
     def applied(self, body: B) -> B:
         """Returns a request with the fields of this arm."""
         return msgspec.structs.replace(body, **self.values) if self.values else body
@@ -122,10 +128,12 @@ class Exclusion:
     Attributes:
         defaults: Value of an absent field, by name of each field that excludes.
         most_k: Smallest beam width of the arms; a slate may not be longer. None without one.
+        least_k: Largest quota of the arms; a slate may not be shorter.
     """
 
     defaults: Mapping[str, Any]
     most_k: int | None
+    least_k: int
 
     @classmethod
     def of(cls, use: Use, arms: Iterable[ArmFields]) -> Exclusion:
@@ -138,7 +146,11 @@ class Exclusion:
         plain = converted(dict(rules.required), rules.kind)
         widths = [arm.values["beam_width"] for arm in arms if arm.values.get("beam_width")]
         ordered = [name for name in rules.fields if name in names]
-        return cls({name: getattr(plain, name) for name in ordered}, min(widths, default=None))
+        return cls(
+            {name: getattr(plain, name) for name in ordered},
+            min(widths, default=None),
+            max(arm.least_k for arm in arms),
+        )
 
     def reason(self, body: msgspec.Struct) -> str | None:
         """Returns why a request takes no part; None if it does."""
@@ -147,4 +159,6 @@ class Exclusion:
                 return f"the request sets {name}"
         if self.most_k is not None and getattr(body, "k", 0) > self.most_k:
             return f"k is above the beam width {self.most_k} of an arm"
+        if getattr(body, "k", self.least_k) < self.least_k:
+            return f"k is below the quota {self.least_k} of an arm"
         return None

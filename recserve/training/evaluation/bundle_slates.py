@@ -28,11 +28,13 @@ class BundleSlates:
         graph: Graph of similar items for `rpg`. It is built in memory if the bundle has none, and
             None for a model without level heads.
         dense_weight: The bundle's weight of the dense head.
+        saved_graph: Whether the bundle holds the graph.
     """
 
     slates: Slates
     graph: ItemGraph | None
     dense_weight: float
+    saved_graph: bool
 
     @staticmethod
     def open(bundle: Bundle, device: torch.device | str = "cpu") -> BundleSlates:
@@ -51,11 +53,18 @@ class BundleSlates:
         slates = Slates(model, trie, catalog.index.codes, heads, item_index(model, heads))
         slates.engine.record(trie)
         graph = load_item_graph(bundle, place)
+        saved_graph = graph is not None
         if graph is None and "rpg" in slates.engine.strategies:
             graph = graph_of_links(links_of(model, catalog.index.codes), place)
-        return BundleSlates(
-            slates, graph, float(bundle.manifest.recommender.get("dense_weight", 0.0))
-        )
+        weight = float(bundle.manifest.recommender.get("dense_weight", 0.0))
+        return BundleSlates(slates, graph, weight, saved_graph)
+
+    def as_served(self, strategy: str) -> str:
+        """Returns the strategy whose slates a server makes.
+
+        Without a graph in the bundle, a server's `rpg` scores all items.
+        """
+        return EXHAUSTIVE if strategy == "rpg" and not self.saved_graph else strategy
 
     @property
     def autoregressive(self) -> bool:

@@ -311,7 +311,8 @@ def _evaluate_auto(
 
     def slates(which: Ints, filtered: bool) -> Ints:
         setting = chosen["filtered" if filtered else "kept"]
-        way = answers.options(setting.strategy, options.width, filtered, setting.dense_weight)
+        strategy = answers.as_served(setting.strategy)
+        way = answers.options(strategy, options.width, filtered, setting.dense_weight)
         return answers.slates(data.cases, which, max(options.k), way)
 
     names = [

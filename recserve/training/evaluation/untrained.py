@@ -66,7 +66,7 @@ class TrainingData:
     @property
     def batch(self) -> int:
         """Number of cases whose scores fit into MAX_ENTRIES."""
-        return max(1, min(256, MAX_ENTRIES // self.num_items))
+        return max(1, min(256, MAX_ENTRIES // max(self.num_items, (6 * self.k) ** 2)))
 
     @cached_property
     def places(self) -> Ints:

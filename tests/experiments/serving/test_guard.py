@@ -9,7 +9,7 @@ from recserve.experiments.serving.arm_fields import nested
 from recserve.experiments.serving.arm_tally import ArmResult, ArmTally, percentile
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.settings import parse_experiments
-from recserve.schemas.items import InvalidRequest
+from recserve.schemas.items import InvalidRequest, RecommendRequest
 
 GUARD = {"window_s": 100, "min_requests": 100, "p99_factor": 1.5}
 
@@ -127,6 +127,15 @@ def test_a_tally_is_bounded():
     for n in range(12_000):
         tally.add(ArmResult(1.0), float(n))
     assert tally.requests == 12_000 and tally.window(0.0).requests == 10_000
+
+
+def test_slates_that_are_shorter_than_a_quota_take_no_part():
+    fields = {"diversity.at_least": {"count": 3, "new_within_s": 60}}
+    arms = [{"name": "a"}, {"name": "b", "fields": fields}]
+    (settings,) = parse_experiments([{"name": "x", "use": "recommend", "arms": arms}])
+    one = Experiment(settings)
+    for k, reason in ((2, "k is below the quota 3 of an arm"), (3, None)):
+        assert one.excludes(RecommendRequest(history=[], k=k)) == reason
 
 
 def test_dotted_names_nest():

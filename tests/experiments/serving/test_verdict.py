@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import msgspec
 import pytest
 
 from recserve.experiments.serving.arm_tally import ArmResult
@@ -250,7 +249,8 @@ def test_a_restart_starts_no_experiment_that_was_stopped_or_fell_back(tmp_path):
         first.close()
         again = experiment(guard={"window_s": 60, "p99_factor": 1.5})
         SavedCounts(tmp_path, [again]).close()
-        assert again.described() == msgspec.structs.replace(before, arms=again.described().arms)
+        after = again.described()
+        assert (after.status, after.reason) == (before.status, before.reason)
         assert verdict(again).text == before.arms[1].verdict.text
         again.start()
         assert again.status == "running"
