@@ -193,6 +193,8 @@ def test_rank_orders_the_items_and_names_the_missing(bundle, store):
     assert scores == sorted(scores, reverse=True)
     assert ranking["missing_item_ids"] == ["nothing"]
     assert "not in the catalogue: nothing" in run(*arguments).stderr
+    for others in ((*arguments, "--json"), arguments[:-2]):
+        assert "not in the catalogue" not in run(*others).stderr
     assert answer(*arguments, "--scorer", "likelihood")["scorer"] == "likelihood"
 
 

@@ -305,3 +305,10 @@ def test_largest_is_argmax(size, dtype):
     rows[4::5] = torch.where(torch.rand(8, size, generator=g) < 0.5, 0.0, -0.0).to(dtype)
     for own in (rows, rows[2::5], rows[1::5], rows[::3, size // 2 :], rows.t().contiguous().t()):
         assert torch.equal(largest(own), own.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_each_penalty_counts_tokens(name):
+    assert not SamplingParams().counts_tokens
+    for value in (-1.0, 0.5, 2.0)[name == "repetition_penalty" :]:
+        assert SamplingParams(**{name: value}).counts_tokens

@@ -41,6 +41,13 @@ def test_neighbours_are_the_most_similar_items(items, edges):
     assert links.entries.size and len(np.unique(links.entries)) == links.entries.size
 
 
+def test_an_item_that_does_not_find_itself_loses_its_last_neighbour():
+    """The longest of five parallel vectors have the largest inner products with each of them."""
+    vectors = np.ones((5, 2), np.float32) * np.arange(5, 0, -1, dtype=np.float32)[:, None]
+    found = item_graph._search(vectors, 2, seed=0)
+    assert found.tolist() == [[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]]
+
+
 def test_short_vectors_and_an_inverted_file_miss_little(monkeypatch):
     """Wide code embeddings cut to an eighth, and an index that reads a part of its lists."""
     codes, books = catalogue(4000, sizes=(16,) * 8, dim=64)
