@@ -63,7 +63,13 @@ def predictions(model: LanguageModel, text: torch.Tensor, dtype: torch.dtype) ->
     adapter = DecoderAdapter(model)
     inputs, slots = text[:-1], torch.arange(len(text) - 1)
     runner = Runner(adapter, KVPool(adapter.kv_shape, len(slots), 1, dtype))
-    piece = BatchSlice(chain(inputs), NodeInputs(inputs), None, slots, (slots[:0],))
+    piece = BatchSlice(
+        tree=chain(inputs),
+        inputs=NodeInputs(inputs),
+        queries=None,
+        slots=slots,
+        prefix_slots=(slots[:0],),
+    )
     return model.logits(runner.forward([piece])[0]).float().log_softmax(-1)
 
 

@@ -147,7 +147,7 @@ def print_experiment(one: dict[str, Any]) -> None:
         if arm["verdict"] is not None:
             name = f"{arm['name']}: " if len(one["arms"]) > 2 else ""
             console.print(Text(f"{name}{arm['verdict']['text']}", style="bold"))
-    if one["sample_ratio_p"] is not None and one["sample_ratio_p"] < 0.001:
+    if one["sample_ratio_p"] is not None and one["sample_ratio_p"] < 1e-5:
         share = f"{one['sample_ratio_p']:.2g}"
         console.print(Text(f"users are not divided by the weights (p = {share})", style="red"))
 

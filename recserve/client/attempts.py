@@ -22,7 +22,7 @@ from recserve.schemas.items import ErrorDetail
 
 A = TypeVar("A")
 # The server refuses these before it begins a request, so any request may be sent again.
-NOT_BEGUN = ("queue_full", "not_ready", "too_many_connections")
+NOT_BEGUN = ("queue_full", "quota_exceeded", "not_ready", "too_many_connections")
 RETRIED = (429, 503)
 # The server ends a late request itself. It gets this much less time, so that its error arrives.
 RETURN_SHARE, RETURN_S = 0.1, 1.0

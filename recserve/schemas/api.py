@@ -493,7 +493,7 @@ class Pages:
     def samples(self) -> Json:
         """Returns sample users and items, for stores that list no users."""
 
-    @operation("GET /playground/recent", described=False)
+    @operation("GET /playground/recent", counted=False, described=False)
     def recent(self) -> list[Any]:
         """Returns the metrics of the last ten minutes."""
 

@@ -53,6 +53,7 @@ from recserve.server.routes.completions import write_texts
 from recserve.service import Service
 from recserve.service.errors import UnknownModel
 from recserve.service.pending import Pending
+from recserve.service.snapshot import LISTS
 from recserve.service.text.prompts import speculation
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
     if folder is None and config.bundles_dir is not None:
         folder = config.bundles_dir.resolve() / COUNTS_FOLDER
     if folder is None and config.bundle is not None:
-        bundle = config.bundle.resolve()
+        bundle = config.bundle.absolute()  # a link may name another bundle after the next start
         folder = bundle.with_name(bundle.name + COUNTS_FOLDER)
     if folder is None:
         return None
@@ -493,11 +494,11 @@ def _item_ids(answer: RecommendResponse | RankResponse) -> list[str]:
 
 
 def _is_empty(answer: RecommendResponse | RankResponse) -> bool:
-    """Whether an answer has no item from a model, although there is a history."""
+    """Whether an answer has no item from a model, although a model was asked."""
     if isinstance(answer, RankResponse):
         return not answer.items
-    cold = "cold_start" in answer.degraded
-    return not cold and not any(item.source == "model" for item in answer.items)
+    asked = answer.strategy not in LISTS  # a user without a history gets `popular`
+    return asked and not any(item.source == "model" for item in answer.items)
 
 
 def _record_answer(

@@ -212,13 +212,25 @@ def scored(model, tokens, parents, kinds, masks, root):
     pool = KVPool(adapter.kv_shape, 64, 1)
     runner, slots = Runner(adapter, pool), torch.arange(64)
     size, count = len(root), len(tokens)
-    before = BatchSlice(chain(root), NodeInputs(root), None, slots[:size], (slots[:0],))
+    before = BatchSlice(
+        tree=chain(root),
+        inputs=NodeInputs(root),
+        queries=None,
+        slots=slots[:size],
+        prefix_slots=(slots[:0],),
+    )
     runner.forward([before])
     tree = from_parents(tokens, parents)
     if kinds is not None:
         tree = copy.copy(tree)
         object.__setattr__(tree, "kinds", kinds)
-    piece = BatchSlice(tree, NodeInputs(tokens), None, slots[size : size + count], (slots[:size],))
+    piece = BatchSlice(
+        tree=tree,
+        inputs=NodeInputs(tokens),
+        queries=None,
+        slots=slots[size : size + count],
+        prefix_slots=(slots[:size],),
+    )
     (hidden,) = runner.forward([piece], masks=masks)
     return hidden, pool.keys[:, size : size + count], pool.values[:, size : size + count]
 

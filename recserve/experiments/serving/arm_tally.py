@@ -66,6 +66,7 @@ class ArmTally:
         requests: Requests since the start of the experiment.
         errors: Failed requests.
         empty: Empty answers.
+        before: Requests, failed requests and empty answers before the last start.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -77,6 +78,7 @@ class ArmTally:
         self.requests = 0
         self.errors = 0
         self.empty = 0
+        self.before = (0, 0, 0)
         self._window_s = window_s
         self._place = 0
         # Ring buffers: a deque of 10,000 results would stall the event loop at each look.
@@ -97,13 +99,14 @@ class ArmTally:
         self._failed[place] = result.failed
         self._empty[place] = result.empty
 
-    def restore(self, requests: int, errors: int, empty: int) -> None:
+    def restore(self, requests: int, errors: int, empty: int, before: tuple[int, int, int]) -> None:
         """Continues the totals of an earlier process; the window stays empty."""
-        self.requests, self.errors, self.empty = requests, errors, empty
+        self.requests, self.errors, self.empty, self.before = requests, errors, empty, before
 
     def forget(self) -> None:
-        """Empties the window; the totals stay."""
+        """Empties the window and begins `since_start`; the totals stay."""
         self._at_s.fill(-math.inf)
+        self.before = (self.requests, self.errors, self.empty)
 
     def window(self, now_s: float) -> WindowSummary:
         """Returns the requests of the last `window_s` seconds."""
@@ -112,6 +115,16 @@ class ArmTally:
     def latest(self) -> WindowSummary:
         """Returns the last requests, MAX_WINDOW at most, of any age since `forget`."""
         return self._summary(self._at_s > -math.inf)
+
+    def since_start(self) -> WindowSummary:
+        """Returns the counts since `forget`, with the latencies of `latest`."""
+        requests, errors, empty = self.before
+        return WindowSummary(
+            requests=self.requests - requests,
+            errors=self.errors - errors,
+            empty=self.empty - empty,
+            seconds=self.latest().seconds,
+        )
 
     def _summary(self, inside: NDArray[np.bool_]) -> WindowSummary:
         seconds = self._seconds[inside]

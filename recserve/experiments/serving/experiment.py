@@ -273,15 +273,22 @@ class Experiment:
                     answers=_to_bytes(arm.goals.answers),
                     events={goal: _to_bytes(each) for goal, each in arm.goals.events.items()},
                     other_events=arm.goals.other_events,
+                    before=arm.tally.before,
                 )
                 for arm in self.arms
             ]
             return SavedExperiment(
-                self._settings_hash(), self._running_s(), arms, self._seen.keys()
+                settings=self._settings_hash(),
+                ran_s=self._running_s(),
+                arms=arms,
+                seen=self._seen.keys(),
+                status=self.status,
+                reason=self.reason,
+                breach=self._breach,
             )
 
     def restore(self, saved: SavedExperiment) -> None:
-        """Continues the counts of an earlier process.
+        """Continues the counts and the status of an earlier process.
 
         Raises:
             ValueError: If arms, weights, seed or goals differ from those of the counts.
@@ -294,9 +301,12 @@ class Experiment:
         ]
         with self._lock:
             self._ran_s = saved.ran_s
+            self.status, self.reason, self._breach = saved.status, saved.reason, saved.breach
+            if saved.status != "running":
+                self._began_s = None
             self._seen = SeenEvents(saved.seen)
             for index, (arm, counts) in enumerate(zip(self.arms, saved.arms, strict=True)):
-                arm.tally.restore(counts.requests, counts.errors, counts.empty)
+                arm.tally.restore(counts.requests, counts.errors, counts.empty, counts.before)
                 arm.goals.answers, arm.goals.events = answers[index], events[index]
                 arm.goals.other_events = counts.other_events
 
@@ -402,7 +412,7 @@ class Experiment:
             arm.name,
             [(control.goals[goal], sums) for goal, sums in mine.goals.items()],
             control.other_events + mine.other_events,
-            _guardrails(control.summary, mine.summary, guard),
+            _guardrails(control.judged, mine.judged, guard),
             fell_back,
             sample_ratio_p,
             ran_s,
@@ -442,6 +452,7 @@ class _ArmCounts:
 
     Attributes:
         summary: Totals since the start of the experiment, and the last latencies.
+        judged: Counts since the last start, which the guardrails judge.
         seconds: Sorted latencies within the window.
         answers: Answers whose events are compared.
         goals: Sums of the goals, the first one decides.
@@ -449,6 +460,7 @@ class _ArmCounts:
     """
 
     summary: WindowSummary
+    judged: WindowSummary
     seconds: NDArray[np.float64]
     answers: int
     goals: dict[str, RateSums]
@@ -457,9 +469,9 @@ class _ArmCounts:
 
 def _copy_arm(arm: ServingArm, now_s: float) -> _ArmCounts:
     tally, goals = arm.tally, arm.goals
-    last = tally.latest().seconds
     return _ArmCounts(
-        WindowSummary(tally.requests, tally.errors, tally.empty, last),
+        WindowSummary(tally.requests, tally.errors, tally.empty, tally.latest().seconds),
+        tally.since_start(),
         tally.window(now_s).seconds,
         int(goals.answers.sum()),
         {goal: goals.sums(goal) for goal in goals.goals},
@@ -470,7 +482,7 @@ def _copy_arm(arm: ServingArm, now_s: float) -> _ArmCounts:
 def _guardrails(
     control: WindowSummary, arm: WindowSummary, guard: GuardSettings
 ) -> list[GuardrailStatus]:
-    """Returns the state of the guardrails: shares of all requests, p99 of the last ones."""
+    """Returns the state of the guardrails: shares since the start, p99 of the last requests."""
 
     def status(
         name: Cause, found: Check, control_value: float | None, value: float | None

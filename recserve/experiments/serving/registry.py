@@ -115,6 +115,8 @@ def _draw(
         )
 
     excluded = one.excludes(body)
+    if excluded is None and settings.mode == "interleaved" and getattr(body, "diversity", None):
+        excluded = "the request sets diversity, which two joined slates cannot keep"
     if excluded is not None:
         return Draw(one, label(None, excluded), None, counted=False)
     if one.status != "running":

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import msgspec
 
+from recserve.schemas.experiments import Status
+
 log = logging.getLogger(__name__)
 
 SAVE_S = 10.0
@@ -29,6 +31,7 @@ class SavedArm(msgspec.Struct, frozen=True):
         answers: Answers by group of users, as int64 little-endian.
         events: By goal, events by group of users.
         other_events: Attributed events of other types.
+        before: Requests, errors and empty answers before the last start.
     """
 
     name: str
@@ -38,6 +41,7 @@ class SavedArm(msgspec.Struct, frozen=True):
     answers: bytes
     events: dict[str, bytes]
     other_events: int
+    before: tuple[int, int, int] = (0, 0, 0)
 
 
 class SavedExperiment(msgspec.Struct, frozen=True):
@@ -48,12 +52,18 @@ class SavedExperiment(msgspec.Struct, frozen=True):
         ran_s: Seconds for which it has been running.
         arms: The arms.
         seen: Hashes of the events that are counted.
+        status: Whether it runs.
+        reason: Why it does not run; None if it runs.
+        breach: The arm that made it fall back, and why; None if none did.
     """
 
     settings: str
     ran_s: float
     arms: list[SavedArm]
     seen: list[int]
+    status: Status = "running"
+    reason: str | None = None
+    breach: tuple[str, str] | None = None
 
 
 class Saves(Protocol):

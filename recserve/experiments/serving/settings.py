@@ -177,6 +177,11 @@ def _check(one: ExperimentSettings, place: str) -> None:
         except InvalidRequest as error:
             param = f"{where}.fields" + (f".{error.param}" if error.param else "")
             raise InvalidRequest(param, _reason(error)) from None
+        if one.mode == "interleaved" and any(n.split(".")[0] == "diversity" for n in arm.fields):
+            raise InvalidRequest(
+                f"{where}.fields.diversity",
+                "expected none in mode interleaved: two joined slates cannot keep it",
+            )
         if arm.url is not None:
             _check_url(one.use, index, arm.url, f"{where}.url")
         elif arm.api_key_file is not None:

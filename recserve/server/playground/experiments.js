@@ -58,7 +58,7 @@ function card(experiment) {
   const p = experiment.sample_ratio_p;
   const facts = element("span", { class: "facts" }, badge(experiment.status.replaceAll("_", " "), STATES[experiment.status] || ""), badge(experiment.mode),
     badge(`${count(100 * experiment.coverage)} % of the traffic`, "", "Share of the requests that take part"),
-    Number.isFinite(p) && badge(`sample ratio p = ${p.toPrecision(2)}`, p < 0.001 ? "bad" : "", "Chi-square test: are requests split as the weights say? Below 0.001 something is wrong."));
+    Number.isFinite(p) && badge(`sample ratio p = ${p.toPrecision(2)}`, p < 1e-5 ? "bad" : "", "Chi-square test: are requests split as the weights say? Below 0.00001 something is wrong."));
   return element("div", { class: "card experiment" }, element("h2", {}, experiment.name, element("span", { class: "spacer" }), facts), experiment.reason ? element("p", { class: "notes", text: experiment.reason }) : null,
     ...judged.map((arm) => verdictLine(arm, judged.length > 1)), goalTable(experiment),
     element("div", { class: "two" }, element("div", { class: "scroll arms", tabindex: "0", role: "group", "aria-label": `Arms of ${experiment.name}` }, table), element("div", {}, element("h3", { text: "p99 latency with its interval" }), rows.some((row) => Number.isFinite(row.value)) ? whiskerChart(rows, "ms") : empty("No arm has recent answers."))));

@@ -25,16 +25,16 @@ def experiments(context: RequestContext) -> ExperimentsResponse:
 
 
 @handles(Api.stop_experiment)
-async def stop_experiment(context: RequestContext, name: str) -> ExperimentStatus:
-    """Stops an experiment."""
+def stop_experiment(context: RequestContext, name: str) -> ExperimentStatus:
+    """Stops an experiment. Its first call may import scipy, so it runs on a thread."""
     experiment = _find(context, name)
     experiment.stop()
     return experiment.described()
 
 
 @handles(Api.start_experiment)
-async def start_experiment(context: RequestContext, name: str) -> ExperimentStatus:
-    """Starts an experiment again."""
+def start_experiment(context: RequestContext, name: str) -> ExperimentStatus:
+    """Starts an experiment again, on a thread as well."""
     experiment = _find(context, name)
     experiment.start()
     return experiment.described()

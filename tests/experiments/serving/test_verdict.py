@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import msgspec
 import pytest
 
 from recserve.experiments.serving.arm_tally import ArmResult
@@ -15,6 +16,8 @@ from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import InvalidRequest
 
 DAY_S = 86_400.0
+
+NONE = {"control": 0.0, "rpg": 0.0}  # clicks
 
 
 class Clock:
@@ -202,6 +205,12 @@ def test_modes_without_clicks_per_arm_say_so(changes):
         experiment(**changes, goals=["click"])
 
 
+def test_arms_that_are_interleaved_have_no_diversity():
+    arms = [{"name": "control"}, {"name": "b", "fields": {"diversity.category": 2}}]
+    with pytest.raises(InvalidRequest, match=r"arms\[1\].fields.diversity: expected none in mode"):
+        experiment(mode="interleaved", arms=arms)
+
+
 def test_goals_are_different():
     with pytest.raises(InvalidRequest, match="expected different types, got click, click"):
         experiment(goals=["click", "click"])
@@ -226,6 +235,49 @@ def test_counts_survive_a_restart(tmp_path):
     assert other.described().arms[0].requests == 0
     for each in (second, third):
         each.close()
+
+
+def test_a_restart_starts_no_experiment_that_was_stopped_or_fell_back(tmp_path):
+    bad = {"control": 0.01, "rpg": 0.1}.get
+    for ends in (Experiment.stop, lambda one: traffic(one, NONE, step=0.05, seconds=bad)):
+        one = experiment(guard={"window_s": 60, "p99_factor": 1.5})
+        first = SavedCounts(tmp_path, [one])
+        first.start()
+        traffic(one, NONE)
+        ends(one)
+        assert one.status != "running"
+        before = one.described()
+        first.close()
+        again = experiment(guard={"window_s": 60, "p99_factor": 1.5})
+        SavedCounts(tmp_path, [again]).close()
+        assert again.described() == msgspec.structs.replace(before, arms=again.described().arms)
+        assert verdict(again).text == before.arms[1].verdict.text
+        again.start()
+        assert again.status == "running"
+        (tmp_path / "fast.counts").unlink()
+
+
+def test_a_new_start_judges_the_guardrails_anew(tmp_path):
+    """The totals are shown, but a repaired arm is not held to its failures from before."""
+    one = experiment(guard={"window_s": 3600, "min_requests": 50})
+    for user in range(2000):
+        if one.status == "running":
+            name = one.assign(f"user-{user}").arm
+            answer(one, f"user-{user}", failed=name == "rpg")
+        one._clock.now += 10
+    assert one.status == "fallen_back"
+    failed = one.described().arms[1].errors
+    one.start()
+    traffic(one, NONE, requests=3000)
+    assert one.described().arms[1].errors == failed > 10
+    results = [each.result for each in verdict(one).guardrails if each.name == "errors"]
+    assert results == ["holds"] and "errors rose" not in verdict(one).text
+    store = SavedCounts(tmp_path, [one])
+    store.start()
+    store.close()
+    again = experiment(guard={"window_s": 3600, "min_requests": 50})
+    SavedCounts(tmp_path, [again]).close()
+    assert "errors rose" not in verdict(again).text
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 import asyncio
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
-from recserve.server.experiments import _ItemRequest
+from msgspec import structs
+
+from recserve.schemas.items import RecommendRequest, UserRef
+from recserve.server.experiments import _is_empty, _ItemRequest
 from recserve.service import Service
 from recserve.service.recommend import RecommendService
 from tests.support.live_server import live
@@ -189,9 +192,23 @@ def test_interleaved_slates_name_the_team_of_each_item(tmp_path, monkeypatch):
             label = answer["experiment"]
             assert (label["arm"], label["mode"]) == (None, "interleaved")
         assert first == {"wide", "narrow"}
+        capped = ask(client, client.users[0], diversity={"category": 2})
+        assert capped["experiment"]["reason"].startswith("the request sets diversity")
         with failing(monkeypatch, "nezha"):
             answer = ask(client, client.users[0])
             assert "team" not in answer["items"][0] and answer["strategy"] == "beam"
+
+
+def test_a_list_is_not_an_empty_answer():
+    """`popular` and `latest` ask no model. A slate of a model that only holds filling is empty."""
+    with closing(Service.open(shared_bundle(), "memory:", "cpu")) as service:
+        (user,) = service.samples(1, 1)["users"]
+        for strategy in ("popular", "latest", "beam"):
+            body = RecommendRequest(user=UserRef(id=user), strategy=strategy)
+            answer = service.recommend(body)
+            assert not _is_empty(answer)
+        filled = [structs.replace(item, source="popular") for item in answer.items]
+        assert _is_empty(structs.replace(answer, items=filled))
 
 
 def test_a_shadow_copy_does_not_run_on_a_replaced_service():
