@@ -11,13 +11,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
-from recserve.service import Service
-from recserve.service.text.loader import TextSettings, load_text
 from tests.support.bundle_shelf import shelf
-from tests.support.live_server import live
-from tests.support.paths import ROOT, reference
+from tests.support.page_examples import page_server, read_page, serve_before
+from tests.support.paths import ROOT
 from tests.support.tiny_bundle import shared_bundle
 
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -72,10 +69,11 @@ def test_a_service_is_handed_over(folder):
 
 
 @pytest.mark.parametrize("page", ["docs/guides/text.md", "docs/reference/http-text.md"])
-def test_the_openai_client_gets_texts(page):
+def test_the_openai_client_gets_texts(tmp_path, monkeypatch, page):
     pytest.importorskip("openai")
-    text = load_text(TextSettings(reference("stories260k"), name="llm"), torch.device("cpu"))
-    with Service.of_text(text) as service, live(service) as server:
+    monkeypatch.chdir(tmp_path)
+    parts = read_page(page)
+    (index,) = (n for n, part in enumerate(parts) if getattr(part, "language", "") == "python")
+    with page_server(page, serve_before(parts, index)) as server:
         address = str(server.base_url).rstrip("/")
-        (example,) = read_examples(page)
-        assert run(example.replace("http://127.0.0.1:8080", address)).strip()
+        assert run(parts[index].text.replace("http://127.0.0.1:8080", address))

@@ -46,7 +46,21 @@ def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
         named = {"bundle": service.bundle.root}
     except UnknownModel:
         named = {"llm": "given"}
-    config = ServerConfig(**named, **settings)
+    try:
+        with run_server(ServerConfig(**named, **settings), service) as client:
+            yield client
+    finally:
+        counts.cleanup()
+
+
+@contextmanager
+def run_server(config: ServerConfig, service: Service | None = None) -> Iterator[httpx.Client]:
+    """Yields a client of a running server on a free port, once it is ready.
+
+    Args:
+        config: Settings of the server.
+        service: Its service, which closes with it; None opens the one that `config` names.
+    """
     app = create_app(config, service)
     http = connection_class(ConnectionLimits.of(config), app.state.metrics)
     server = uvicorn.Server(
@@ -62,10 +76,11 @@ def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
         try:
             with httpx.Client(base_url=address, timeout=30, verify=False) as client:
                 while client.get("/health/ready").status_code != 200:
+                    if app.state.lifecycle.failure is not None:
+                        raise app.state.lifecycle.failure
                     time.sleep(0.01)
                 client.app = app
                 yield client
         finally:
             server.should_exit = True
             thread.join()
-            counts.cleanup()
