@@ -509,8 +509,8 @@ def _journal(
     return None if shared else journal
 
 
-def _counts_file(bundle: Bundle, store: str | None, options: ServiceOptions) -> Path | None:
-    """Returns the file of the live counts of events; None for a store in memory.
+def _counts_file(bundle: Bundle, store: str | None, options: ServiceOptions) -> Path:
+    """Returns the file of the live counts of events.
 
     It lies with the events: in the folder of an LMDB store, otherwise with the journal.
     """
@@ -518,8 +518,6 @@ def _counts_file(bundle: Bundle, store: str | None, options: ServiceOptions) -> 
     scheme, _, place = url.partition("?")[0].partition(":")
     if scheme == "lmdb":
         return Path(place) / COUNTS
-    if scheme == "memory":
-        return None
     folder = default_journal(bundle.root) if options.journal is None else options.journal
     return folder / COUNTS
 

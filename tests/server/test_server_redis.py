@@ -1,6 +1,7 @@
 """The server on a real redis-server: the same answers, and what is left of them when Redis dies."""
 
 from recserve.service import Service
+from recserve.service.options import ServiceOptions
 from tests.support.live_server import live
 from tests.support.redis_server import start_redis
 from tests.support.tiny_bundle import shared_bundle
@@ -8,7 +9,8 @@ from tests.support.tiny_bundle import shared_bundle
 
 def test_redis_comes_and_goes(tmp_path):
     redis, port = start_redis(tmp_path)
-    service = Service.open(shared_bundle(), f"redis://127.0.0.1:{port}/0", "cpu")
+    options = ServiceOptions(journal=tmp_path / "items")
+    service = Service.open(shared_bundle(), f"redis://127.0.0.1:{port}/0", "cpu", options)
     assert service.histories.store.blocks
     samples = service.samples(2, 5)
     user, item = samples["users"][0], samples["items"][0]

@@ -199,9 +199,9 @@ def test_interleaved_slates_name_the_team_of_each_item(tmp_path, monkeypatch):
             assert "team" not in answer["items"][0] and answer["strategy"] == "beam"
 
 
-def test_a_list_is_not_an_empty_answer():
+def test_a_list_is_not_an_empty_answer(tmp_path):
     """`popular` and `latest` ask no model. A slate of a model that only holds filling is empty."""
-    with closing(Service.open(shared_bundle(), "memory:", "cpu")) as service:
+    with closing(Service.open(shared_bundle(), f"lmdb:{tmp_path}", "cpu")) as service:
         (user,) = service.samples(1, 1)["users"]
         for strategy in ("popular", "latest", "beam"):
             body = RecommendRequest(user=UserRef(id=user), strategy=strategy)

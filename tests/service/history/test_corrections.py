@@ -264,13 +264,10 @@ def test_corrections_are_judged_one_by_one(opened, ids):
         assert {"type": "string", "enum": ["replace", "remove"]} in kinds
 
 
-def test_a_correction_finds_its_event_in_a_real_redis(opened, ids, redis_url):
+def test_a_correction_finds_its_event_in_a_real_redis(opened, ids, redis_url, tmp_path):
     sent, expected = cases(ids)["several"]
-    with live(
-        Service.open(
-            shared_bundle(), redis_url, "cpu", ServiceOptions(EngineConfig(kv_bytes=2**22))
-        )
-    ) as client:
+    options = ServiceOptions(EngineConfig(kv_bytes=2**22), journal=tmp_path / "items")
+    with live(Service.open(shared_bundle(), redis_url, "cpu", options)) as client:
         post(client, *[event(ids, n) for n in range(12)])
         wrong, _ = ask(client, ids)
         assert post(client, *sent)["corrected"] == 3

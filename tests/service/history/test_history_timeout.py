@@ -22,9 +22,9 @@ def started(tmp_path):
     process.wait()
 
 
-def test_redis_that_stops_degrades_answers_and_loses_no_event(started):
+def test_redis_that_stops_degrades_answers_and_loses_no_event(started, tmp_path):
     redis, url = started
-    options = ServiceOptions(history_timeout_ms=30)
+    options = ServiceOptions(history_timeout_ms=30, journal=tmp_path / "items")
     with Service.open(shared_bundle(), url, "cpu", options=options) as service:
         samples = service.samples(1, 5)
         user, item = samples["users"][0], samples["items"][0]
