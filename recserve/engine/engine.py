@@ -233,7 +233,8 @@ class Engine:
         drafts = text.draft_health() if isinstance(text, TextScheduler) else {}
         for name, strategy in list(self._strategies.items()):
             if strategy.policy is not None:
-                (drafts[name],) = strategy.policy.health().values()
+                own = strategy.policy.health()
+                drafts |= {name if len(own) == 1 else f"{name} {of}": own[of] for of in own}
         return EngineStats(
             queue_depth=len(self.queue),
             running=sum(scheduler.num_running for scheduler in schedulers) - begun,

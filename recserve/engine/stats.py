@@ -28,7 +28,8 @@ class EngineStats:
         graph_seconds: Capture time of each graph, by its name.
         graph_bytes: Memory of each graph, by its name.
         unrecorded: Names of the graphs that could not be captured.
-        drafts: Acceptance of recent drafts, by drafter or strategy.
+        drafts: Acceptance of recent drafts, by drafter or strategy. A strategy with several
+            drafters has an entry for each: its name, a space, and the drafter's.
         device: Type of the device.
     """
 

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.draft_policy import KNOWN_DRAFTS, PROBE_EVERY, PROBE_LENGTH, DraftRecord
+from recserve.core.draft_policy import (
+    KNOWN_DRAFTS,
+    PROBE_EVERY,
+    PROBE_LENGTH,
+    DraftPolicy,
+    DraftRecord,
+)
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.item_heads import Calibration, DraftPlan
+from recserve.search.strategies.speculative import SpeculativeStrategy
 from recserve.search.strategy import Heads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -151,3 +158,19 @@ def test_a_good_head_raises_no_alarm():
             )
     health = engine.stats().drafts["speculative"]
     assert not health.alarm and not health.paused and health.acceptance == (1.0,)
+
+
+def test_a_strategy_may_have_any_number_of_drafters():
+    """Two strategies of one class have entries of their own."""
+    model, _ = make(CATALOGUES["ordinary"], "codes", "vocabulary")
+    head = make_head(model, "from-target")
+    engine = build_engine(EngineModels(model, heads=Heads(head)), EngineConfig(kv_bytes=2**24))
+    for number, drafters in enumerate(([], ["one"], ["one", "other"])):
+        strategy = SpeculativeStrategy(model, head)
+        strategy.policy = DraftPolicy(break_even=0.0, pauses=True)
+        for drafter in drafters:
+            strategy.policy.record(drafter)
+        engine.offer(f"plug-in {number}", strategy)
+    engine.offer("twin", SpeculativeStrategy(model, head))
+    own = ["plug-in 1", "plug-in 2 one", "plug-in 2 other", "twin"]
+    assert list(engine.stats().drafts) == ["speculative", *own]

@@ -23,7 +23,8 @@ def move_paths_reference(
         values: Same shape as the keys.
         sources: [B, D + 1] slots.
         targets: [B, D + 1] slots.
-        lengths: [B]. Only the first lengths[b] slots of path b are moved.
+        lengths: [B] of any integer type. Only the first lengths[b] slots of path b are moved: none
+            if it is negative, all if it exceeds D + 1.
     """
     sources, targets = sources.flatten(), targets.flatten()
     if not sources.shape[0]:

@@ -13,7 +13,8 @@ def move_paths(
 ) -> None:
     """Runs `moves.move_paths_reference` in C."""
     assert isinstance(keys, Tensor) and isinstance(values, Tensor)
-    sources, targets, lengths = (x.contiguous() for x in (sources, targets, lengths))
+    lengths = lengths.clamp(max=sources.shape[1])
+    sources, targets, lengths = (x.long().contiguous() for x in (sources, targets, lengths))
     layers, slots = keys.shape[:2]
     compiled().move_paths(
         keys.data_ptr(),

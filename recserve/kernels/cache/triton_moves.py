@@ -34,7 +34,7 @@ def move_kernel(
     column = tl.program_id(2) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     keys += layer * layer_size
     values += layer * layer_size
-    length = tl.load(lengths + path)
+    length = tl.minimum(tl.load(lengths + path), longest)
     for start in range(0, length, BLOCK_DEPTH):
         step = start + tl.arange(0, BLOCK_DEPTH)
         valid = step < length

@@ -51,3 +51,15 @@ def test_no_path_moves_nothing(move):
     before, none = pool.clone(), torch.empty(0, 3, dtype=torch.int64)
     move(pool, pool, none, none, torch.empty(0, dtype=torch.int64))
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("excess", [0, 9, -9])
+def test_any_integers_are_safe(dtype, excess, move):
+    """A plug-in's rule may count in another type, or count wrong. No slot outside is touched."""
+    pools = [torch.randn(LAYERS, SLOTS, HEADS, DIM) for _ in range(2)]
+    paths, places = torch.tensor([[5, 9], [21, 24]]), torch.tensor([[4, 5], [20, 21]])
+    lengths = torch.tensor([2, 1])
+    expected = [loop(pool, paths, places, (lengths + excess).clamp(0, 2)) for pool in pools]
+    move(*pools, paths, places, (lengths + excess).to(dtype))
+    assert all(map(torch.equal, pools, expected))

@@ -43,6 +43,17 @@ def test_paths_are_moved(paths, longest, layers, kv_heads, dim):
         assert torch.equal(got, expected_values)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("excess", [0, 9, -9])
+def test_wrong_lengths_move_no_other_slots(dtype, excess):
+    sources, targets, lengths, slots = draw_paths(2, 3)
+    pools = torch.randn(2, 1, slots, 1, 4)
+    expected, lengths = pools.clone(), lengths + excess
+    moves.move_paths_reference(*expected, sources, targets, lengths)
+    triton_moves.move_paths(*pools, sources, targets, lengths.to(dtype))
+    assert torch.equal(pools, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     "rows,heads,kv_heads,dim", [(1, 1, 1, 2), (7, 6, 2, 80), (63, 8, 8, 64), (5, 3, 3, 96)]
