@@ -124,6 +124,8 @@ def print_experiment(one: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from recserve.experiments.serving.verdict import SAMPLE_RATIO_ALARM
+
     state = one["status"].replace("_", " ") + (f": {one['reason']}" if one["reason"] else "")
     title = f"{one['name']} ({one['mode']}, coverage {one['coverage']:g}): {state}"
     table = Table(title=Text(title), title_justify="left")
@@ -147,7 +149,7 @@ def print_experiment(one: dict[str, Any]) -> None:
         if arm["verdict"] is not None:
             name = f"{arm['name']}: " if len(one["arms"]) > 2 else ""
             console.print(Text(f"{name}{arm['verdict']['text']}", style="bold"))
-    if one["sample_ratio_p"] is not None and one["sample_ratio_p"] < 1e-5:
+    if one["sample_ratio_p"] is not None and one["sample_ratio_p"] < SAMPLE_RATIO_ALARM:
         share = f"{one['sample_ratio_p']:.2g}"
         console.print(Text(f"users are not divided by the weights (p = {share})", style="red"))
 

@@ -469,9 +469,10 @@ class _ArmCounts:
 
 def _copy_arm(arm: ServingArm, now_s: float) -> _ArmCounts:
     tally, goals = arm.tally, arm.goals
+    judged = tally.since_start()
     return _ArmCounts(
-        WindowSummary(tally.requests, tally.errors, tally.empty, tally.latest().seconds),
-        tally.since_start(),
+        WindowSummary(tally.requests, tally.errors, tally.empty, judged.seconds),
+        judged,
         tally.window(now_s).seconds,
         int(goals.answers.sum()),
         {goal: goals.sums(goal) for goal in goals.goals},
