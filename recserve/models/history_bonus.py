@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from recserve.files import regular_file
+from recserve.kernels.host import on_device
 
 FILE = "history_bonus.safetensors"
 RECENT, DECAY = 3, 0.5
@@ -121,8 +121,7 @@ class HistoryBonus:
         """
         where, values = self.entries(histories, scores.shape[1])
         flat = scores.view(-1)
-        places = torch.from_numpy(where).to(scores.device)
-        flat[places] += torch.from_numpy(values.astype(np.float32)).to(scores.device)
+        flat[on_device(where, scores.device)] += on_device(values, scores.device, scores.dtype)
 
     def save(self, folder: Path) -> None:
         """Writes `history_bonus.safetensors`."""

@@ -59,6 +59,8 @@ class RecommenderRecipe:
             as the server's default.
         validation_users: Maximum number of users in the validation between epochs.
         validation_width: Beam width of that validation.
+        choice_users: Maximum number of validation users that choose the history bonus and the dense
+            weight of `auto` after the last epoch.
         autoregressive: As in RecommenderConfig.
         level_temperature: As in RecommenderConfig.
         scale_input: True multiplies the decoder's input by the root of the hidden size, as the
@@ -88,6 +90,7 @@ class RecommenderRecipe:
     rerank_weight: float = 2.0
     validation_users: int = 2000
     validation_width: int = 20
+    choice_users: int = 2000
     autoregressive: bool = True
     level_temperature: float = 0.0
     scale_input: bool = False
@@ -240,8 +243,8 @@ def train_recommender(
     """Trains a recommender and records its best epoch in the bundle.
 
     A model with level heads over a large catalogue also gets an item graph. If the dense head takes
-    part in beam search, validation fits its history bonus and then chooses its weight for `auto`,
-    unless the time limit ended the run.
+    part in beam search, validation fits its history bonus and then chooses its weight for `auto`.
+    The time limit does not count that.
 
     Args:
         bundle: The bundle with catalogue and events.
@@ -267,19 +270,23 @@ def train_recommender(
     (directory / HISTORY_BONUS).unlink(missing_ok=True)  # that of an earlier model
     values = section(recipe, options, report)
     reranks = trainee.model.config.dense_head and recipe.rerank_weight > 0
-    chooses = reranks and report.stopped != "max_minutes"
     console = console or Console(stderr=True)
-    if chooses:
-        fitted = fit_history_bonus(trainee.model, trainee.codes, events)
+    if reranks:
+        fitted = fit_history_bonus(trainee.model, trainee.codes, events, recipe.choice_users)
         if fitted.bonus is not None:
             fitted.bonus.save(directory)
         values["history_bonus"] = fitted.evidence()
         console.print(str(fitted), soft_wrap=True)
     bundle.commit("recommender", values)
-    if chooses:
-        quiet = Console(quiet=True)
+    if reranks:
         choices = choose_auto(
-            bundle, "quality", device, timed_users=0, console=quiet, strategies=(BEAM,)
+            bundle,
+            "quality",
+            device,
+            recipe.choice_users,
+            timed_users=0,
+            console=Console(quiet=True),
+            strategies=(BEAM,),
         )
         for column, choice in choices.items():
             console.print(f"auto, seen items {column}: {choice}", soft_wrap=True)
