@@ -134,11 +134,15 @@ class HistoryBonus:
         save_file(arrays, folder / FILE)
 
 
-def load_history_bonus(folder: Path) -> HistoryBonus | None:
+def load_history_bonus(folder: Path, num_items: int) -> HistoryBonus | None:
     """Reads what `save` wrote; None if the folder has no bonus.
 
+    Args:
+        folder: The recommender's folder.
+        num_items: Number of items that the recommender was trained with.
+
     Raises:
-        ValueError: If the file is damaged.
+        ValueError: If the file is damaged or has another number of items.
     """
     path = folder / FILE
     if not path.exists():
@@ -146,6 +150,9 @@ def load_history_bonus(folder: Path) -> HistoryBonus | None:
     try:
         arrays = load_file(regular_file(path))
         repeat = float(arrays["repeat"].reshape(()))
-        return HistoryBonus(arrays["offsets"], arrays["rows"], arrays["links"], repeat)
+        bonus = HistoryBonus(arrays["offsets"], arrays["rows"], arrays["links"], repeat)
+        if bonus.num_items != num_items:
+            raise ValueError(f"it has {bonus.num_items} items; the recommender has {num_items}")
+        return bonus
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise ValueError(f"{path}: not a history bonus ({error})") from error

@@ -352,5 +352,5 @@ def load_recommender(
     model.to(device)
     if codes is not None:
         model.bind_items(codes, vectors)
-    model.history_bonus = load_history_bonus(directory)
+    model.history_bonus = load_history_bonus(directory, config.num_items)
     return model.eval()

@@ -44,10 +44,10 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 def test_a_saved_bonus_is_read_back(tmp_path: Path) -> None:
-    assert load_history_bonus(tmp_path) is None
+    assert load_history_bonus(tmp_path, 4) is None
     bonus = bonus_of(np.eye(4), -4.0)
     bonus.save(tmp_path)
-    found = load_history_bonus(tmp_path)
+    found = load_history_bonus(tmp_path, 4)
     assert found is not None and found.repeat == -4.0
     for name in ("offsets", "rows", "links"):
         np.testing.assert_array_equal(getattr(found, name), getattr(bonus, name))
@@ -69,8 +69,11 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, number: int) -> No
     arrays = load_file(tmp_path / FILE)
     save_file(arrays | {name: DAMAGE[name][number]}, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"history_bonus\.safetensors: not a history bonus"):
-        load_history_bonus(tmp_path)
+        load_history_bonus(tmp_path, 4)
+    save_file(arrays, tmp_path / FILE)
+    with pytest.raises(ValueError, match="it has 4 items; the recommender has 5"):
+        load_history_bonus(tmp_path, 5)
     del arrays[name]
     save_file(arrays, tmp_path / FILE)
     with pytest.raises(ValueError, match="not a history bonus"):
-        load_history_bonus(tmp_path)
+        load_history_bonus(tmp_path, 4)
