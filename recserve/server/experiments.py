@@ -54,6 +54,7 @@ from recserve.service import Service
 from recserve.service.errors import UnknownModel
 from recserve.service.pending import Pending
 from recserve.service.snapshot import LISTS
+from recserve.service.state_files import EXPERIMENTS, default_experiments
 from recserve.service.text.prompts import speculation
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ B = TypeVar("B", bound=RecommendRequest | RankRequest)
 A = TypeVar("A", bound=RecommendResponse | RankResponse)
 T = TypeVar("T", bound=TextRequest)
 log = logging.getLogger(__name__)
-COUNTS_FOLDER = ".experiments"  # in bundles_dir, or the end of a name next to the bundle
 MAX_COPIES = 8  # of mode `shadow` at the same time
 
 
@@ -217,10 +217,9 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
     """
     folder = config.experiments_dir
     if folder is None and config.bundles_dir is not None:
-        folder = config.bundles_dir.resolve() / COUNTS_FOLDER
+        folder = config.bundles_dir.resolve() / EXPERIMENTS
     if folder is None and config.bundle is not None:
-        bundle = config.bundle.absolute()  # a link may name another bundle after the next start
-        folder = bundle.with_name(bundle.name + COUNTS_FOLDER)
+        folder = default_experiments(config.bundle)
     if folder is None:
         return None
     try:

@@ -84,11 +84,12 @@ class Histories:
         catalog: LiveCatalog,
         prewarm: Prewarm,
         default_value: float = 1.0,
+        owns_store: bool = True,
     ) -> None:
         self.store, self.types = store, types
         self.engine, self.catalog, self.prewarm = engine, catalog, prewarm
         self.default_value = default_value
-        self.owns_store = True
+        self.owns_store = owns_store
         self.successor: Engine | None = None
 
     def read(

@@ -112,7 +112,6 @@ class LiveCatalog:
         engine: Engine,
         snapshot: Snapshot,
         journal: ItemJournal | None,
-        ranking: LiveRanking | None,
     ) -> None:
         """Starts with the items of the bundle.
 
@@ -122,7 +121,6 @@ class LiveCatalog:
             engine: Captures searches over a new base trie, if it uses CUDA graphs.
             snapshot: The bundle's own catalogue.
             journal: Journal of the changes; None keeps the changes in memory only.
-            ranking: The ranker's item tables; None without a ranker.
         """
         self.clock: Callable[[], int] = lambda: time.time_ns() // 1000
         self.models = models
@@ -131,7 +129,8 @@ class LiveCatalog:
         self.recent: set[str] = set()
         self.counts_file: Path | None = None
         self.counting = threading.Lock()
-        self._bundle, self._engine, self._ranking = bundle, engine, ranking
+        self._bundle, self._engine = bundle, engine
+        self._ranking = None if snapshot.ranking is None else LiveRanking(snapshot.ranking)
         self._tools: tuple[NewVectors, IdAssigner] | None = None
         self._lock = threading.Lock()  # of changes
         self._swap_lock = threading.RLock()  # of `_current`
@@ -375,12 +374,13 @@ class LiveCatalog:
         self.counts_file, other.counts_file = other.counts_file, None
         self._counts_changed = True
 
-    def load_counts(self) -> None:
-        """Reads the file of counts, if there is one. A damaged one is logged and left out."""
-        if self.counts_file is None or not self.counts_file.exists():
+    def load_counts(self, path: Path) -> None:
+        """Reads and continues a file of counts. A damaged one is logged and left out."""
+        self.counts_file = path
+        if not path.exists():
             return
         try:
-            self.set_counts(SavedCounts.load(self.counts_file))
+            self.set_counts(SavedCounts.load(path))
         except UnreadableFile as error:
             log.error("popularity starts with the training events: %s", error)
 
