@@ -18,9 +18,7 @@ from typing import Any
 import msgspec
 
 from recserve.core.request import Timing
-from recserve.schemas.items import UserRef
-from recserve.service.pending import Stopwatch
-from recserve.service.snapshot import Snapshot
+from recserve.service.pending import ItemCall
 
 MAC_BYTES = 16
 USER_BYTES = 12
@@ -124,26 +122,17 @@ class Envelope:
     model_version: str
 
     def fields(
-        self,
-        request_id: str | None,
-        user: UserRef | None,
-        snapshot: Snapshot,
-        degraded: Sequence[str],
-        watch: Stopwatch,
-        timing: Timing | None,
+        self, call: ItemCall[Any], degraded: Sequence[str], timing: Timing | None
     ) -> dict[str, Any]:
         """Returns keyword arguments of the response, without `strategy`, `exact` and `rounds`.
 
         Args:
-            request_id: Identifies the request; None draws a random id.
-            user: The user of the request; None for an anonymous history.
-            snapshot: The catalogue version of the answer.
+            call: The request.
             degraded: Reasons why the answer is less than requested; duplicates are removed.
-            watch: Stopwatch of the request.
             timing: Times of the engine's stages; None if the engine did not take part.
         """
-        request_id = request_id or str(uuid.uuid4())
-        version = snapshot.items.name
+        request_id = call.request_id or str(uuid.uuid4())
+        version, user = call.snapshot.items.name, call.body.user
         user_id = None if user is None else user.id
         return {
             "request_id": request_id,
@@ -153,7 +142,7 @@ class Envelope:
             "attribution_token": self.signer.token(
                 request_id, user_id, self.model_version, version
             ),
-            "timing_ms": watch.read(timing),
+            "timing_ms": call.watch.read(timing),
         }
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from recserve.schemas.events import EventInput
-from recserve.schemas.items import UserRef
+from recserve.schemas.items import RecommendRequest, UserRef
 from recserve.service.attribution import BadToken, Envelope, Signer
-from recserve.service.pending import Stopwatch
-from recserve.service.slate_log.records import attributed
+from recserve.service.pending import ItemCall, Stopwatch
+from recserve.service.slate_log.records import verify_tokens
 from tests.support.slate_records import SIGNER, slate
 
 
@@ -61,7 +61,8 @@ def test_the_key_of_an_event_belongs_to_its_user():
 @pytest.mark.parametrize("user", [None, UserRef(id="u1")])
 def test_an_answer_is_signed_for_its_user(user):
     catalog = SimpleNamespace(items=SimpleNamespace(name="c1"))
-    fields = Envelope(SIGNER, "m1").fields("r1", user, catalog, (), Stopwatch(), None)
+    call = ItemCall(RecommendRequest(user=user), "r1", None, catalog, Stopwatch())
+    fields = Envelope(SIGNER, "m1").fields(call, (), None)
     token = SIGNER.read(fields["attribution_token"])
     assert token.user == ("" if user is None else SIGNER.user("u1"))
     assert (token.model_version, token.catalog_version) == ("m1", "c1")
