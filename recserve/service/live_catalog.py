@@ -51,7 +51,7 @@ from recserve.features.catalog.versions import (
     restore_version,
 )
 from recserve.features.ranking.live_ranking import LiveRanking
-from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT
+from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT, TIME_USE
 from recserve.features.vectors.text_encoder import unit
 from recserve.features.vectors.vector_index import VersionIndex
 from recserve.files import UnreadableFile
@@ -559,11 +559,9 @@ def _item_fields(snapshot: Snapshot, row: int) -> dict[str, Any]:
 def _all_fields(snapshot: Snapshot, row: int) -> dict[str, Any]:
     """Returns the fields of an item that was asked for by its id."""
     record = snapshot.items.record(row)
-    first, last = record.available_from, record.expires_at
     return {
         **_item_fields(snapshot, row),
-        "available_from": UNSET if first is None else format_time(first),
-        "expires_at": UNSET if last is None else format_time(last),
+        **{name: UNSET if record.value(name) is None else record.value(name) for name in TIME_USE},
         "attributes": snapshot.items.attributes(row),
     }
 

@@ -21,9 +21,11 @@ from recserve.service.fields import MAX_NAMED, unknown_column
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
-KNOWN = ["title", "categories", "brand", "price"]
+TIMES = ["available_from", "expires_at"]
+KNOWN = ["title", "categories", *TIMES, "brand", "price"]
 NEW = {"item_id": "new-1", "title": "Rose kettle", "categories": ["Tea > Pots"], "price": 7.5}
 
+NEW |= {"available_from": "2026-01-01T00:00:00.250000Z", "expires_at": "2200-01-01T00:00:00Z"}
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
@@ -52,6 +54,7 @@ def user(service):
 def stored(service, item_id, names):
     """The columns of an item as GET /v1/items/{id} has them."""
     item = service.item(item_id)
+    values |= {name: getattr(item, name) or None for name in TIMES}
     values = {"title": item.title, "categories": item.categories, **item.attributes}
     return {name: values[name] for name in names}
 
@@ -99,7 +102,9 @@ def test_a_ranking_shows_the_columns_of_each_candidate(service, user):
 def wrong_fields():
     """Lists of fields that the catalogue cannot show, with the place and a word of the message."""
     return (
-        (["title", "prise"], "fields[1]", "title, categories, brand, price; got 'prise'; did you"),
+        (["title", "prise"], "fields[1]", "expires_at, brand, price; got 'prise'; did you"),
+        (["expires"], "fields[0]", "did you mean expires_at?"),
+        (["added_at"], "fields[0]", "title, categories, available_from, expires_at"),
         (["item_id"], "fields[0]", "the catalogue has title, categories"),
         (["semantic_id"], "fields[0]", "got 'semantic_id'"),
         (["x" * 200], "fields[0]", "got '" + "x" * 60 + "'"),
@@ -140,7 +145,7 @@ def test_one_wrong_ranking_of_a_batch_fails_alone(client, user):
 def test_the_values_of_a_batch_are_bounded(client, user):
     """Each ranking is allowed alone; one more value than the bound is refused."""
     candidates = [{"item_id": str(number)} for number in range(MAX_FIELD_VALUES // 128 + 1)]
-    one = {"history": [], "candidates": candidates, "fields": KNOWN}
+    one = {"history": [], "candidates": candidates, "fields": KNOWN[:4]}
     answer = client.post("/v1/rank:batch", json={"requests": [one] * 32})
     assert answer.status_code == 422 and answer.json()["error"]["param"] == "fields"
     assert (
