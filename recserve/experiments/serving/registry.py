@@ -87,7 +87,7 @@ class Experiments:
             The draw; None if the request is in no experiment.
         """
         for one in self._by_use[use]:
-            assigned = one.assign(request_id if user is None else user)
+            assigned = one.split.assign(request_id if user is None else user)
             if assigned.arm is not None:
                 return _draw(one, assigned.arm, assigned.bucket, user, request_id, body)
         return None
@@ -114,7 +114,7 @@ def _draw(
             reason=reason,
         )
 
-    excluded = one.excludes(body)
+    excluded = one.exclusion.reason(body)
     if excluded is None and settings.mode == "interleaved" and getattr(body, "diversity", None):
         excluded = "the request sets diversity, which two joined slates cannot keep"
     if excluded is not None:

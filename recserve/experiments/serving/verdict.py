@@ -89,7 +89,7 @@ def decide(
         text = f"keep {settings.arms[0].name}: {' and '.join(failed)}"
         return ArmVerdict(kind="keep_control", text=text, guardrails=guardrails)
     if not goals:
-        text = "nothing to judge: clicks are judged for recommend and rank in mode split"
+        text = f"nothing to judge: {_no_goal(settings, arm)}"
         return ArmVerdict(kind="no_goal", text=text, guardrails=guardrails)
     control, sums = goals[0]
     return _decide_goal(settings, arm, control, sums, other_events, guardrails, ran_s)
@@ -141,6 +141,21 @@ def _decide_goal(
 def _compare(control: RateSums, sums: RateSums, settings: ExperimentSettings) -> RateChange | None:
     alpha = ALPHA / (len(settings.arms) - 1)
     return compare_rates(control, sums, settings.smallest_effect, alpha)
+
+
+def _no_goal(settings: ExperimentSettings, arm: str) -> str:
+    """Returns why the clicks of an experiment say nothing about an arm."""
+    if settings.use == "text":
+        return "clicks are judged for recommend and rank"
+    if settings.mode == "interleaved":
+        return (
+            "both arms share an answer and its attribution token; count the clicks on the items "
+            "of each team from the slate log, or judge clicks in mode split"
+        )
+    return (
+        f"in mode {settings.mode} every answer is of {settings.arms[0].name}, so clicks say "
+        f"nothing about {arm}; judge clicks in mode split"
+    )
 
 
 def _too_few(goal: str, arms: tuple[RateSums, RateSums], other_events: int) -> str:

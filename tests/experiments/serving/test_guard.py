@@ -135,7 +135,7 @@ def test_slates_that_are_shorter_than_a_quota_take_no_part():
     (settings,) = parse_experiments([{"name": "x", "use": "recommend", "arms": arms}])
     one = Experiment(settings)
     for k, reason in ((2, "k is below the quota 3 of an arm"), (3, None)):
-        assert one.excludes(RecommendRequest(history=[], k=k)) == reason
+        assert one.exclusion.reason(RecommendRequest(history=[], k=k)) == reason
 
 
 def test_dotted_names_nest():
@@ -149,7 +149,7 @@ def test_units_are_counted_once_for_the_sample_ratio(clock):
     one = experiment(clock)
     for _ in range(5):
         for n in range(3000):
-            one.see(f"user-{n}", one.assign(f"user-{n}").arm)
+            one.see(f"user-{n}", one.split.assign(f"user-{n}").arm)
     assert sum(one._units_per_arm.values()) == 3000
     assert one.described().sample_ratio_p > 0.001
     for n in range(3000, 3400):

@@ -16,6 +16,7 @@ from recserve.schemas.items import InvalidRequest
 
 DAY_S = 86_400.0
 
+RANK_ARMS = [{"name": "control"}, {"name": "rpg", "fields": {"scorer": "likelihood"}}]
 NONE = {"control": 0.0, "rpg": 0.0}  # clicks
 
 
@@ -38,7 +39,7 @@ def experiment(clock=None, **changes):
 
 def answer(one, user, seconds=0.01, **result):
     """Records an answer for a user and returns the name of the arm."""
-    name = one.assign(user).arm
+    name = one.split.assign(user).arm
     one.see(user, name)
     one.record(one.arm(name), ArmResult(seconds, **result))
     label = ExperimentLabel(
@@ -54,7 +55,7 @@ def traffic(one, clicks, users=500, requests=1000, seed=0, step=60.0, seconds=la
     for request in range(requests):
         one._clock.now += step
         user = f"user-{drawn.randrange(users)}"
-        arm = one.assign(user).arm
+        arm = one.split.assign(user).arm
         answer(one, user, seconds(arm))
         for item in range(5):
             if drawn.random() < clicks[arm]:
@@ -184,20 +185,26 @@ def test_three_arms_have_a_verdict_each():
 def test_users_that_are_not_divided_by_the_weights_make_it_invalid():
     one = experiment()
     for user in range(400):
-        if one.assign(f"user-{user}").arm == "control" or user % 3:
+        if one.split.assign(f"user-{user}").arm == "control" or user % 3:
             answer(one, f"user-{user}")
     assert verdict(one).kind == "invalid" and "not valid: users" in verdict(one).text
 
 
+CONTROL_ANSWERS = "every answer is of control, so clicks say nothing about rpg"
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"mode": "paired"},
-        {"mode": "interleaved"},
-        {"use": "text", "arms": [{"name": "a"}, {"name": "b"}]},
+        ({"mode": "paired"}, CONTROL_ANSWERS),
+        ({"mode": "shadow"}, CONTROL_ANSWERS),
+        ({"mode": "paired", "use": "rank", "arms": RANK_ARMS}, CONTROL_ANSWERS),
+        ({"mode": "interleaved"}, "the items of each team from the slate log"),
+        ({"use": "text", "arms": [{"name": "a"}, {"name": "b"}]}, "for recommend and rank"),
     ],
 )
-def test_modes_without_clicks_per_arm_say_so(changes):
+def test_modes_without_clicks_per_arm_say_why(changes, reason):
+    """Whatever has happened: an arm never waits for clicks that cannot come."""
     one = experiment(**changes)
     assert one.described().arms[0].goals == [] and verdict(one).kind == "no_goal"
     with pytest.raises(InvalidRequest, match="goals: expected none for"):
@@ -262,7 +269,7 @@ def test_a_new_start_judges_the_guardrails_anew(tmp_path):
     one = experiment(guard={"window_s": 3600, "min_requests": 50})
     for user in range(2000):
         if one.status == "running":
-            name = one.assign(f"user-{user}").arm
+            name = one.split.assign(f"user-{user}").arm
             answer(one, f"user-{user}", failed=name == "rpg")
         one._clock.now += 10
     assert one.status == "fallen_back"
