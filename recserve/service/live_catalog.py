@@ -316,7 +316,7 @@ class LiveCatalog:
             bundle, catalog = self._bundle, self.current.catalog
             raw = self.embedding_size() == int(catalog.vectors.shape[1])
             vectors = NewVectors(catalog, bundle.text_encoder(), self._content_size(), raw)
-            self._tools = vectors, IdAssigner(catalog.index, bundle.quantizer())
+            self._tools = vectors, IdAssigner(catalog.semantic_ids, bundle.quantizer())
         return self._tools
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ def load_models(
     recommender = ranker = None
     heads = Heads()
     if bundle.has("recommender"):
-        codes = torch.from_numpy(catalog.index.codes.astype("int64"))
+        codes = torch.from_numpy(catalog.semantic_ids.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
         count = _count_parameters(recommender)
         size = ModelSize(count, loaded_bytes=count * torch.float32.itemsize, weights=weights)

@@ -91,8 +91,8 @@ class Snapshot:
             device: Device of the trie.
             popularity: Live counts of events; None starts with the training events.
         """
-        codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
-        trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
+        codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
+        trie = build_trie(codes, catalog.semantic_ids.codebook_sizes).to(device)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
         first = first_version(catalog, rows)
         filters, categories = ItemFilters(catalog.items), BundleCategories(catalog.items.categories)
@@ -140,7 +140,7 @@ class Snapshot:
         """Builds a trie of this version without insertions; hidden items keep their leaves."""
         rows = self.trie.leaf_rows.cpu().long()
         codes = torch.from_numpy(self.items.codes[rows.numpy()].astype(np.int64))
-        sizes = self.catalog.index.codebook_sizes
+        sizes = self.catalog.semantic_ids.codebook_sizes
         return build_trie(codes, sizes, rows, self.num_items).to(self.trie.device)
 
     @property

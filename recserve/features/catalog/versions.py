@@ -48,7 +48,7 @@ class Tail:
 
     def __init__(self, base: Catalog) -> None:
         self.ids: list[str] = []
-        self.codes = GrowableArray((base.index.num_levels,), np.uint16)
+        self.codes = GrowableArray((base.semantic_ids.num_levels,), np.uint16)
         self.vectors = GrowableArray((base.vectors.shape[1],), np.float32)
         self.first_rows = GrowableArray((), np.int64)
 
@@ -104,7 +104,7 @@ class CatalogVersion:
     @cached_property
     def codes(self) -> ExtendedArray:
         """[num_rows, L] uint16 semantic ids."""
-        return ExtendedArray(self.base.index.codes, self.tail.codes.view(self.num_tail))
+        return ExtendedArray(self.base.semantic_ids.codes, self.tail.codes.view(self.num_tail))
 
     @cached_property
     def vectors(self) -> ExtendedArray:
