@@ -11,33 +11,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve import InvalidRequest, Service, ServiceOptions
+from recserve import InvalidRequest
 from recserve.batch import Defaults, SlateRecipe
 from recserve.batch.recipe import WrongOption, from_json, to_json
 from recserve.features.tables.attribute_values import record_value, take_values
 from recserve.schemas.items import MAX_FIELD_VALUES, MAX_FIELDS
 from recserve.server.threads import is_large
 from recserve.service.fields import MAX_NAMED, unknown_column
+from tests.support.live_catalogues import opened, put
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
 TIMES = ["available_from", "expires_at"]
 KNOWN = ["title", "categories", *TIMES, "brand", "price"]
 NEW = {"item_id": "new-1", "title": "Rose kettle", "categories": ["Tea > Pots"], "price": 7.5}
-
 NEW |= {"available_from": "2026-01-01T00:00:00.250000Z", "expires_at": "2200-01-01T00:00:00Z"}
+
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     """A service with a new item, a changed one and one whose values were removed."""
-    folder = tmp_path_factory.mktemp("fields")
-    options = ServiceOptions(journal=folder / "items")
-    with Service.open(shared_bundle(), f"lmdb:{folder}/users", "cpu", options) as opened:
-        changed, bare = opened.samples(1, 2)["items"]
+    with opened(tmp_path_factory.mktemp("fields")) as service:
+        changed, bare = service.samples(1, 2)["items"]
         items = [NEW, {"item_id": changed, "brand": "Other"}]
         items.append({"item_id": bare, "title": "", "categories": [], "price": None})
-        assert opened.put_items({"items": items}).rejected == []
-        yield opened
+        assert put(service, *items).rejected == []
+        yield service
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +53,8 @@ def user(service):
 def stored(service, item_id, names):
     """The columns of an item as GET /v1/items/{id} has them."""
     item = service.item(item_id)
-    values |= {name: getattr(item, name) or None for name in TIMES}
     values = {"title": item.title, "categories": item.categories, **item.attributes}
+    values |= {name: getattr(item, name) or None for name in TIMES}
     return {name: values[name] for name in names}
 
 
