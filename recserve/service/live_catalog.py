@@ -203,7 +203,7 @@ class LiveCatalog:
         exact = items.visible.get(query.query.strip()) if text else -1
         matching: list[int] = [exact] if exact >= 0 and not query.after else []
         place, stop = query.after, query.after + MAX_SCANNED
-        rows = snapshot.ranked(POPULAR, stop + 1)[place:].tolist()
+        rows = snapshot.read_list(POPULAR, stop + 1)[place:].tolist()
         for row in rows[:MAX_SCANNED]:
             if len(matching) >= limit:
                 break

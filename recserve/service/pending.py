@@ -76,7 +76,7 @@ def begin_all(engine: Engine, answers: Sequence[Prepared[A] | Exception]) -> lis
     prepared = [one for one in answers if isinstance(one, Prepared)]
     futures = iter(engine.submit_all([query for one in prepared for query in one.queries]))
     return [
-        failed(one)
+        fail_with(one)
         if isinstance(one, Exception)
         else Pending([next(futures) for _ in one.queries], one.finish)
         for one in answers

@@ -282,7 +282,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
     ) -> Explanation | UnsetType:
         if not builder.body.explain:
             return UNSET
-        used = 0 if slate is None else self.prefixes.used(int(builder.history.rows.size))
+        used = 0 if slate is None else self.prefixes.count_used(int(builder.history.rows.size))
         return explanation(builder.snapshot.trie, slate, rows, builder.history.num_events, used)
 
     def _count_illegal(self, count: int) -> None:
@@ -356,14 +356,14 @@ class SlateBuilder:
             self.degraded.append("hurried")
         if filter_hints is not UNSET:
             self.degraded.append("unknown_filter_values")
-        self.excluded = np.concatenate([self._given_exclusions(), self._seen()])
-        self.caps = snapshot.caps(body.diversity)
+        self.excluded = np.concatenate([self._find_excluded(), self._find_seen()])
+        self.caps = self.snapshot.caps(call.body.diversity)
         self.quota = None
         diversity = call.body.diversity
         if diversity is not None and diversity.at_least is not None:
             self.quota = self._read_quota(diversity.at_least, clock)
 
-    def _given_exclusions(self) -> np.ndarray:
+    def _find_excluded(self) -> np.ndarray:
         """Returns the rows of the excluded ids that the catalogue has."""
         rows = np.array(self.snapshot.rows_of(self.body.exclude.item_ids), dtype=np.int64)
         if (rows < 0).any():
@@ -371,7 +371,7 @@ class SlateBuilder:
             return rows[rows >= 0]
         return rows
 
-    def _seen(self) -> np.ndarray:
+    def _find_seen(self) -> np.ndarray:
         """Returns the rows of the history to exclude. Raises InvalidRequest."""
         exclude, history = self.body.exclude, self.history
         if exclude.seen_within_s is None:
@@ -395,7 +395,7 @@ class SlateBuilder:
             mask[:] = False
             mask[self.snapshot.items.newer_rows(since_us)] = True
         if quota.filter is not None:
-            mask &= _allowed(self.snapshot, quota.filter, f"{where}.filter").mask()
+            mask &= _evaluate_filter(self.snapshot, quota.filter, f"{where}.filter").mask()
         if self.allowed is not None:
             mask &= self.allowed.mask()
         return quota.count, AllowedItems.of(mask)
@@ -471,7 +471,7 @@ class SlateBuilder:
         allowed = self.allowed if among is None else among
         while True:
             num_missing, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
-            more = self.snapshot.listed(self.list_name, num_missing, taken, allowed)
+            more = self.snapshot.list_allowed(self.list_name, num_missing, taken, allowed)
             both = np.concatenate([slate, more])
             slate = both[first_k(both, self.caps, wanted)]
             if slate.size == wanted or more.size < num_missing:
@@ -524,7 +524,7 @@ def _outcome_strategy() -> str:
     return next(name for name, each in strategy_classes().items() if each.outcome)
 
 
-def _allowed(snapshot: Snapshot, tree: dict[str, Any], param: str) -> AllowedItems:
+def _evaluate_filter(snapshot: Snapshot, tree: dict[str, Any], param: str) -> AllowedItems:
     """Returns the items that satisfy a filter. Raises InvalidRequest that names a field."""
     try:
         return snapshot.allowed(tree)
@@ -539,5 +539,5 @@ def _read_filter(
     """Returns the items that satisfy the filter, and texts about values that no item has."""
     if body.filter is None:
         return snapshot.shown, UNSET
-    allowed = _allowed(snapshot, body.filter, "filter")
+    allowed = _evaluate_filter(snapshot, body.filter, "filter")
     return allowed, [str(absent) for absent in snapshot.absent_values(body.filter)] or UNSET

@@ -52,7 +52,7 @@ from recserve.schemas.items import (
     RollbackRequest,
     RollbackResponse,
 )
-from recserve.schemas.shorthand import AnyId, checked, checked_id
+from recserve.schemas.shorthand import AnyId, check_body, check_id
 from recserve.service.attribution import Envelope, Signer
 from recserve.service.auto_strategy import read_auto
 from recserve.service.errors import ServiceClosed, UnknownModel
@@ -341,15 +341,15 @@ class Service:
             QueueFull: If the queue of the engine is full.
             ServiceClosed: If the service is closed.
         """
-        return self.recommender.begin(checked(body, RecommendRequest)).wait()
+        return self.recommender.begin(check_body(body, RecommendRequest)).wait()
 
     def rank(self, body: RankRequest | Fields) -> RankResponse:
         """Returns a ranking. The body is an object or its fields. Raises as `recommend`."""
-        return self.ranker.begin(checked(body, RankRequest)).wait()
+        return self.ranker.begin(check_body(body, RankRequest)).wait()
 
     def add_events(self, body: EventsRequest | Fields) -> EventsResponse:
         """Stores events and corrections. Raises StoreUnavailable or InvalidRequest."""
-        return self.histories.add(checked(body, EventsRequest))
+        return self.histories.add(check_body(body, EventsRequest))
 
     def event_types(self) -> EventTypesResponse:
         """Returns the names of the event types that events may have. Raises UnknownModel."""
@@ -360,30 +360,30 @@ class Service:
 
         Raises StoreUnavailable, CorruptHistory or InvalidRequest.
         """
-        return self.histories.list_events(checked_id("user_id", user_id))
+        return self.histories.list_events(check_id("user_id", user_id))
 
     def delete_user(self, user_id: AnyId) -> None:
         """Removes a user from the history store and from the caches.
 
         Raises StoreUnavailable or InvalidRequest.
         """
-        self.histories.delete(checked_id("user_id", user_id))
+        self.histories.delete(check_id("user_id", user_id))
 
     def item(self, item_id: AnyId) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""
-        return self.catalog.get(checked_id("item_id", item_id))
+        return self.catalog.get(check_id("item_id", item_id))
 
     def items(self, query: ItemsQuery | Fields) -> ItemPage:
         """Returns a page of the catalogue, or the items of `ids`. Raises InvalidRequest."""
-        return self.catalog.page(checked(query, ItemsQuery))
+        return self.catalog.page(check_body(query, ItemsQuery))
 
     def put_items(self, body: ItemsRequest | Fields) -> ItemsResponse:
         """Inserts and updates items. Raises JournalError or InvalidRequest."""
-        return self.catalog.put(checked(body, ItemsRequest))
+        return self.catalog.put(check_body(body, ItemsRequest))
 
     def hide_item(self, item_id: AnyId) -> HideItemResponse:
         """Removes an item from all answers. Raises UnknownItem or JournalError."""
-        return self.catalog.hide_item(checked_id("item_id", item_id))
+        return self.catalog.hide_item(check_id("item_id", item_id))
 
     def rollback_items(self, body: RollbackRequest) -> RollbackResponse:
         """Restores the items of an earlier version. Raises UnknownVersion or JournalError."""
@@ -404,7 +404,7 @@ class Service:
                 {"id": name, "object": "model", "created": 0, "owned_by": "recserve"}
                 | {"recserve": said}
             )
-        return listed if self._text is None else [*listed, *self._text.model.listed()]
+        return listed if self._text is None else [*listed, *self._text.model.list_entries()]
 
     def model(self, name: str) -> dict[str, Any]:
         """Returns one model of `models`. Raises UnknownModel."""
@@ -429,7 +429,7 @@ class Service:
         if self._bundle is None or self._catalog is None:
             return {"users": [], "items": []}
         snapshot = self._catalog.current
-        popular = snapshot.listed(POPULAR, num_items, np.zeros(0, np.int64), None)
+        popular = snapshot.list_allowed(POPULAR, num_items, np.zeros(0, np.int64), None)
         items = [snapshot.items.item_id(row) for row in popular.tolist()]
         users: list[str] = []
         if EVENTS in self._bundle.manifest.files:

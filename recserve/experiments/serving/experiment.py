@@ -337,7 +337,7 @@ class Experiment:
                 self._began_s = self._clock()
         log.warning("experiment %s is started", self.settings.name)
 
-    def described(self) -> ExperimentStatus:
+    def describe(self) -> ExperimentStatus:
         """Returns the state for GET /v1/experiments."""
         with self._lock:
             now_s = self._clock()

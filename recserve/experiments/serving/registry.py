@@ -57,9 +57,9 @@ class Experiments:
         """All values of the label `arm` in metrics."""
         return frozenset(arm.label for one in self._by_name.values() for arm in one.arms)
 
-    def described(self) -> ExperimentsResponse:
+    def describe(self) -> ExperimentsResponse:
         """Returns the state of all experiments."""
-        return ExperimentsResponse(experiments=[one.described() for one in self._by_name.values()])
+        return ExperimentsResponse(experiments=[one.describe() for one in self._by_name.values()])
 
     def count_event(self, experiment: str, arm: str, unit: str, event_type: str, key: str) -> None:
         """Counts an event that an answer of an arm led to; see `Experiment.count_event`.

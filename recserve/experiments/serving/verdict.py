@@ -114,7 +114,7 @@ def _decide_goal(
     if found is None:
         return not_yet(_too_few(goal, (control, sums), other_events))
     change, low, high = found.relative
-    ends = f"{signed(low)} to {signed(high)}"
+    ends = f"{format_change(low)} to {format_change(high)}"
     if found.excludes_zero and change < 0:
         figures = f"{share(-change)} ({share(-high)} to {share(-low)})"
         text = f"keep {settings.arms[0].name}: {events} fell by {figures}"
@@ -135,7 +135,7 @@ def _decide_goal(
         needed = information_of_width(width, smallest, alpha)
     days = ran_s / DAY_S * max(needed / found.information - 1, 0.0)
     text = f"{duration(days)} at this traffic to see a change of {share(smallest)} in {events}"
-    return not_yet(f"{text} (now {signed(change)}, {ends})", days)
+    return not_yet(f"{text} (now {format_change(change)}, {ends})", days)
 
 
 def _compare(control: RateSums, sums: RateSums, settings: ExperimentSettings) -> RateChange | None:
@@ -186,7 +186,7 @@ def share(value: float) -> str:
     return f"{figure.removesuffix('.0')} %"
 
 
-def signed(value: float) -> str:
+def format_change(value: float) -> str:
     """Returns a change such as "+3.1 %", with a minus sign for a negative one."""
     return ("\N{MINUS SIGN}" if value < 0 else "+") + share(abs(value))
 

@@ -189,7 +189,7 @@ def check_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str, A
         try:
             converted = parse_value(value, kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name[:60]}: expected {kind}, got {_shown(value)}") from None
+            raise ValueError(f"{name[:60]}: expected {kind}, got {_shorten(value)}") from None
         if converted is not None:
             checked[name] = converted
     return checked
@@ -209,7 +209,7 @@ def restore_attributes(stored: Mapping[str, Any], schema: pa.Schema) -> dict[str
     return {**stored, **check_attributes(decimals, schema)}
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Returns a short form of a value for a message."""
     if isinstance(value, int) and abs(value) >= 10**60:
         return "a number of more than 60 digits"
