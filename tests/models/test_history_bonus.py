@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -15,6 +15,7 @@ from recserve.models.history_bonus import FILE, RECENT, load_history_bonus
 from tests.support.history_bonuses import bonus_by_hand, bonus_of
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([0.0, -8.0, 1.5]))
 def test_the_bonus_is_its_formula(seed: int, repeat: float) -> None:
     """Histories are empty, short, long, repeat items, and hold items without links of their own."""
