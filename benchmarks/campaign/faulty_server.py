@@ -25,7 +25,8 @@ from torch import Tensor
 
 from recserve.config import ServerConfig
 from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.runtime.runner import BatchSlice, Runner
+from recserve.engine.runtime.runner import Runner
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.drafters.gated_lora import GatedLora
 from recserve.server.run import serve
@@ -50,7 +51,7 @@ def main() -> int:
 
     def faulty(
         self: Runner,
-        pieces: Sequence[BatchSlice],
+        parts: Sequence[TreeBatch],
         taps: AuxHiddenStates | None = None,
         masks: GatedLora | None = None,
     ) -> Sequence[Tensor]:
@@ -58,7 +59,7 @@ def main() -> int:
         if (config.parent / ONCE).exists():
             (config.parent / ONCE).unlink()
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-        return forward(self, pieces, taps, masks)
+        return forward(self, parts, taps, masks)
 
     def poisoned_schedule(self: ItemScheduler) -> Any:
         poisoned = any(getattr(one.request, "k", 0) == POISON for one in self.admitted)

@@ -22,7 +22,7 @@ from recserve.kernels.attention.fp8 import attention_to
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.cache.fp8 import Fp8
 from recserve.kernels.tree import merge
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 # Largest allowed ||got - expected|| / ||expected||. The reference computes `expected` in float32
 # from the same inputs.
@@ -178,7 +178,7 @@ def many_nodes(device: str, nodes: int = 8192, root: int = 2000) -> float:
     """Checks one tree of `nodes` nodes over a prefix of `root` tokens."""
     tree = draw_tree("tree", nodes, torch.Generator().manual_seed(1)).to(device)
     slots = torch.arange(nodes + root, device=device)
-    batch = TreeBatch(tree, None, slots[root:], (slots[:root],))
+    batch = TreeBatch(tree, None, slots[root:], Prefixes.of([slots[:root]]))
     keys, values = torch.randn(2, nodes + root, 2, 64, device=device).bfloat16()
     query = torch.randn(nodes, 2, 64, device=device).bfloat16()
     got = tree_attention(batch)(query, keys[root:], values[root:], keys, values)
@@ -211,7 +211,7 @@ def far_slots(device: str, elements: int = 2**31) -> float:
     query = torch.randn(64, 32, 128, device=device).bfloat16()
     out = []
     for place in (near, far):
-        batch = TreeBatch(tree, None, place[200:], (place[:200],))
+        batch = TreeBatch(tree, None, place[200:], Prefixes.of([place[:200]]))
         own = keys[place[200:]], values[place[200:]]
         out.append(tree_attention(batch)(query, *own, keys, values))
     expected = reference.tree_attention(query.float(), keys, values, batch)

@@ -90,7 +90,7 @@ def recorded(
     nezha: Any = engine._strategies["nezha"]
     limits = SearchLimits(shapes, room, seconds=float("inf"), bytes=2**35)
     recorder = recorder or recorder_for(model.tokens.weight.device)
-    graphs = BeamSearchGraphs(lane.runner, model, nezha.head, limits, recorder)
+    graphs = BeamSearchGraphs(lane.runner, lane.kv, model, nezha.head, limits, recorder)
     lane.searches = graphs
     engine.record(trie)
     return graphs

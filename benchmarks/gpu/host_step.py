@@ -96,8 +96,8 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     stored = StoredSteps()
     shapes = tuple(shape for shape in SHAPES if shape.nodes <= (72 if smoke else 264))
     limits = GraphLimits(shapes, seconds=float("inf"))
-    graphs = TextStepGraphs(lane.runner, model, 64, limits, stored, drafters)
-    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
+    graphs = TextStepGraphs(lane.runner, lane.kv, model, limits, stored, drafters)
+    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs, kv=lane.kv)
     for name in PARAMETERS:
         for drafter in ("none", *drafters):
             for texts in (1, 2) if smoke else (1, 8, 32):

@@ -105,7 +105,7 @@ def prefill_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         with complaints() as heard:
             recorder = recorder_for(torch.device(device))
             buckets = PrefillBucket(17), PrefillBucket(65)
-            graphs = PrefillGraphs(runner, world.model, recorder, buckets=buckets)
+            graphs = PrefillGraphs(runner, scheduler.kv, world.model, recorder, buckets=buckets)
         scheduler.prefills = graphs
         spoil(runner)
         worst = 0.0

@@ -177,8 +177,10 @@ def text_engine(
     engine = build_engine(EngineModels(text=model, drafters=drafters), config)
     if recorded and not cuda:
         lane: Any = engine.schedulers["text"]
-        graphs = TextStepGraphs(lane.runner, model, 64, limits, EagerRecorder(), drafters)
-        engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
+        graphs = TextStepGraphs(lane.runner, lane.kv, model, limits, EagerRecorder(), drafters)
+        engine.schedulers["text"] = TextScheduler(
+            lane.runner, model, lane.limits, graphs, kv=lane.kv
+        )
     return engine
 
 

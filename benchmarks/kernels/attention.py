@@ -15,7 +15,7 @@ from recserve.kernels.attention.fp8 import attention_to
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.cache.fp8 import Fp8
 from recserve.kernels.tree import TokenTree, chain, from_parents, merge, root_branch
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def draw(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
     tree = merge([draw_tree(shape.kind, shape.nodes, g) for _ in range(shape.batch)]).to(device)
     size = shape.root + shape.nodes
     slots = torch.arange(shape.batch * size, device=device).view(shape.batch, size) + 16
-    batch = TreeBatch(tree, None, slots[:, shape.root :].flatten(), tuple(slots[:, : shape.root]))
+    batch = TreeBatch(
+        tree, None, slots[:, shape.root :].flatten(), Prefixes.of(list(slots[:, : shape.root]))
+    )
     g = torch.Generator(device).manual_seed(seed)
 
     def normal(*sizes: int) -> Tensor:

@@ -47,6 +47,8 @@ class Sequence:
         model: Name of the scheduler that runs it.
         client: Who sent it. Empty if a caller in this process did.
         background: Whether it runs only while no other item request does.
+        row: Its row of the slot table (engine/kv_cache.py). 0 while it has none.
+        slots: [W] that row: pool slots of its pages, in order.
         pages: Pages that it holds a reference to, in the order of its tokens.
         num_computed: Tokens at its beginning with keys and values.
         last_hidden: [E] state of the last of them. None if it is not known.
@@ -60,6 +62,8 @@ class Sequence:
     model: str
     client: bytes = b""
     background: bool = False
+    row: int = 0
+    slots: Tensor = NO_SLOTS
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     last_hidden: Tensor | None = None
@@ -73,7 +77,7 @@ class SearchSequence(Sequence):
 
     Attributes:
         strategy: The strategy that computes it (core/strategy.py).
-        prefix_slots: [R] pool slots of the root. Empty while it waits.
+        prefix_length: R, prefix tokens, computed or not. 0 while it waits.
         tree_slots: Pool slots reserved for tree nodes.
         tree_used: Number of `tree_slots` in use.
         rounds: Forwards that scored a node of the request's trees.
@@ -87,7 +91,7 @@ class SearchSequence(Sequence):
     request: Request
     future: Future[Result]
     strategy: Any
-    prefix_slots: Tensor = NO_SLOTS
+    prefix_length: int = 0
     tree_slots: Tensor = NO_SLOTS
     tree_used: int = 0
     rounds: int = 0
@@ -105,27 +109,14 @@ class SearchSequence(Sequence):
     @property
     def computed(self) -> bool:
         """True when the root and its placeholders need no further forward."""
-        root = self.num_computed == self.root_length and (
-            self.last_hidden is not None or not self.root_length
+        root = self.num_computed == self.prefix_length and (
+            self.last_hidden is not None or not self.prefix_length
         )
         return root and (self.placeholders is None or self.placeholder_states is not None)
 
-    @property
-    def root_length(self) -> int:
-        """Number of root tokens R, computed or not."""
-        return self.prefix_slots.shape[0]
-
-    def place(
-        self,
-        pages: list[int],
-        prefix_slots: Tensor,
-        tree_slots: Tensor,
-        num_computed: int,
-        cached: CachedPrefix,
-    ) -> None:
-        """Gives the request its pages with their slots, and what is cached of its root."""
-        self.pages, self.prefix_slots, self.tree_slots = pages, prefix_slots, tree_slots
-        self.num_computed, self.cached_prefix = num_computed, cached
+    def take_cached(self, length: int, num_computed: int, cached: CachedPrefix) -> None:
+        """Starts with what is cached of the prefix, which has `length` tokens."""
+        self.prefix_length, self.num_computed, self.cached_prefix = length, num_computed, cached
         self.last_hidden, self.placeholder_states = cached.last_hidden, cached.placeholder_states
 
     def search_again(self, again: Continuation) -> None:

@@ -13,7 +13,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.beam_search_graph import cuda_searches
 from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.kv_cache import cache_bytes
+from recserve.engine.kv_cache import KVCache, cache_bytes
 from recserve.engine.runtime.cuda_graphs import cuda_prefills
 from recserve.engine.runtime.invariance import invariant_runner
 from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
@@ -84,7 +84,7 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
         _add_recommender(engine, models.recommender, models.heads)
     if models.ranker is not None:
         runner = _runner(RankerAdapter(models.ranker.eval()), config)
-        engine.schedulers["ranker"] = _item_scheduler(runner)
+        engine.schedulers["ranker"] = _item_scheduler(runner, config)
         engine.offer("ranker", RankStrategy(models.ranker))
     engine.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
     if models.text is not None:
@@ -140,7 +140,7 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
     config = engine.config
     runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)
-    engine.schedulers["recommender"] = scheduler = _item_scheduler(runner)
+    engine.schedulers["recommender"] = scheduler = _item_scheduler(runner, config)
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}
@@ -149,8 +149,12 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
         engine.offer(name, strategy)
     if not config.invariant:
         wanted = config.graphs
-        scheduler.searches = cuda_searches(runner, model, heads.nezha, wanted, config.search_limits)
-        scheduler.prefills = cuda_prefills(runner, model, wanted, config.prefill_limits)
+        scheduler.searches = cuda_searches(
+            runner, scheduler.kv, model, heads.nezha, wanted, config.search_limits
+        )
+        scheduler.prefills = cuda_prefills(
+            runner, scheduler.kv, model, wanted, config.prefill_limits
+        )
 
 
 def _add_text(engine: Engine, model: LanguageModel) -> None:
@@ -158,23 +162,30 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     masks_of(drafters.values())  # drafters that cannot share an engine fail here
     runner = _runner(DecoderAdapter(model.eval()), config, drafters.values())
     _warn("language model", runner, model)
-    graphs = cuda_steps(
-        runner, model, config.max_running, config.graphs, config.graph_limits, drafters
-    )
+    limits, shapes = TextLimits(), config.graph_limits.shapes
+    nodes = max(limits.draft_nodes, *(shape.nodes for shape in shapes))
+    longest = model.config.decoder.max_positions + nodes
+    kv = KVCache(runner.pool, 2 * _num_rows(config), longest)  # for texts and for their scores
+    graphs = cuda_steps(runner, kv, model, config.graphs, config.graph_limits, drafters)
     measured = config.load_aware and len(drafters) > 1  # `none` drafts nothing
     policy = DepthPolicy(text_step_cost(model) if measured else None)
-    scheduler = TextScheduler(runner, model, TextLimits(), graphs, policy)
-    engine.schedulers["text"] = scheduler
+    engine.schedulers["text"] = TextScheduler(runner, model, limits, graphs, policy, kv)
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
     engine.schedulers["text_scores"] = ItemScheduler(
-        runner, scheduler.kv, step_tokens, ADMITTED_STEPS * step_tokens
+        runner, kv, step_tokens, ADMITTED_STEPS * step_tokens
     )
     engine.offer("text_scores", TextScoreStrategy(model))
     engine.offer("prompt_scores", PromptStrategy(model))
 
 
-def _item_scheduler(runner: Runner) -> ItemScheduler:
-    return ItemScheduler(runner, step_tokens=ITEM_TOKENS[runner.pool.keys.device.type])
+def _item_scheduler(runner: Runner, config: EngineConfig) -> ItemScheduler:
+    kv = KVCache(runner.pool, _num_rows(config))
+    return ItemScheduler(runner, kv, ITEM_TOKENS[runner.pool.keys.device.type])
+
+
+def _num_rows(config: EngineConfig) -> int:
+    """Returns the most requests of a scheduler that have pages: one may run in the background."""
+    return config.max_running + 1
 
 
 def _runner(

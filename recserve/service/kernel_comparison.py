@@ -22,7 +22,7 @@ from recserve.kernels.linear.panels import Panels
 from recserve.kernels.linear.products import DecodedProduct, OneDnnProduct, onednn_multiplies
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain, root_branch
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 SHAPES = ((768, 256), (256, 256), (1408, 256), (256, 704))  # a decoder of 256 with 4 heads
 HEADS, HEAD_DIM, LAYERS = 4, 64, 4
@@ -124,8 +124,8 @@ def _attention(dtype: torch.dtype) -> Comparison:
     tokens = torch.arange(PROMPT)
     prefix, below = tokens[:200], tokens[200:]
     branches = root_branch(below, torch.arange(0, below.shape[0] + 1, 4))
-    tree = TreeBatch(branches, None, below, (prefix,))
-    prompt = TreeBatch(chain(tokens), None, tokens, (tokens[:0],))
+    tree = TreeBatch(branches, None, below, Prefixes.of([prefix]))
+    prompt = TreeBatch(chain(tokens), None, tokens, Prefixes.of([tokens[:0]]))
 
     def run(batch: TreeBatch, in_c: bool) -> Callable[[], object]:
         def attend() -> None:

@@ -115,11 +115,13 @@ def test_recorded_steps_write_the_same(name, record, model, expected):
     scheduler, counted = engine.schedulers["text"], Counted(record)
     with torch.inference_mode():
         limits = GraphLimits(SHAPES, seconds=float("inf"))
-        graphs = TextStepGraphs(scheduler.runner, model, 64, limits, counted)
+        graphs = TextStepGraphs(scheduler.runner, scheduler.kv, model, limits, counted)
         for stored in (scheduler.runner.pool.keys, scheduler.runner.pool.values):
             codes, exponents = parts(stored)
             codes.fill_(0x70), exponents.fill_(133)
-    engine.schedulers["text"] = TextScheduler(scheduler.runner, model, scheduler.limits, graphs)
+    engine.schedulers["text"] = TextScheduler(
+        scheduler.runner, model, scheduler.limits, graphs, kv=scheduler.kv
+    )
     answers = [engine.run(requests[0]), *engine.run_many(requests)]
     assert [a.tokens.tolist() for a in answers] == [wanted[0], *wanted]
     assert counted.replays > 4

@@ -9,9 +9,10 @@ from recserve.engine.runtime.cuda_graphs import (
     PrefillGraph,
     PrefillGraphs,
 )
-from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
+from recserve.engine.runtime.runner import DecoderAdapter, Runner
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.metrics import Metrics
 from recserve.models.inputs import NodeInputs
 from recserve.service.service import gauges_of
@@ -34,10 +35,10 @@ def runner_of(model):
 
 def piece_of(tokens, slots, start, states):
     own = NodeInputs(tokens[start:])
-    return BatchSlice(
-        tree=chain(own.tokens), inputs=own, queries=None, slots=slots[start:],
-        prefix_slots=(slots[:start],), num_states=states,
-    )  # fmt: skip
+    prefixes = Prefixes.in_table(slots, [0], [start])
+    return TreeBatch(
+        chain(own.tokens), None, slots[start:], prefixes, inputs=own, num_states=states
+    )
 
 
 @pytest.mark.parametrize("kind", ["items", "codes", "text"])

@@ -163,7 +163,7 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
 
     monkeypatch.setattr(PackedLinear, "forward", lonely)
     with pytest.raises(
-        NotInvariant, match="different bits for 1 rows of a root with 0 other rows, with"
+        NotInvariant, match="different bits for 1 rows of a prefix with 0 other rows, with"
     ):
         build_engine(EngineModels(text=packed(long_sums())), SIZES)
     monkeypatch.undo()
@@ -171,10 +171,12 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
 
     def crowded(batch, activation):
         attention = ExactTreeAttention(batch, activation)
-        return lambda *rows: attention(*rows) * (1 + 1e-6 * (len(batch.prefix_slots) > 1))
+        return lambda *rows: attention(*rows) * (1 + 1e-6 * (len(batch.prefixes) > 1))
 
     monkeypatch.setattr(invariance, "ExactTreeAttention", crowded)
-    with pytest.raises(NotInvariant, match="different bits for 2 rows of a root with 1 other rows"):
+    with pytest.raises(
+        NotInvariant, match="bits for 2 rows of a prefix with 1 other rows"
+    ):
         build_engine(EngineModels(text=packed(long_sums())), SIZES)
 
 

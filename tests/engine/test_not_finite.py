@@ -321,7 +321,9 @@ def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
     limits = SearchLimits(SEARCHES, capacity=40, seconds=float("inf"))
     head = engine._strategies["nezha"].head
     with torch.inference_mode():
-        graphs = BeamSearchGraphs(scheduler.runner, world.model, head, limits, EagerRecorder())
+        graphs = BeamSearchGraphs(
+            scheduler.runner, scheduler.kv, world.model, head, limits, EagerRecorder()
+        )
         scheduler.searches = graphs
         engine.record(world.trie)
     requests = world.ask("beam", variant)
@@ -358,7 +360,9 @@ def test_a_recorded_search_from_roots_that_are_not_finite_tells(which, plain_ker
         limits = SearchLimits(SEARCHES, capacity=40, seconds=float("inf"))
         head = engine._strategies["nezha"].head
         with torch.inference_mode():
-            graphs = BeamSearchGraphs(scheduler.runner, world.model, head, limits, EagerRecorder())
+            graphs = BeamSearchGraphs(
+                scheduler.runner, scheduler.kv, world.model, head, limits, EagerRecorder()
+            )
             scheduler.searches = graphs
             engine.record(world.trie)
         for strategy in ("beam", "nezha"):
@@ -487,8 +491,10 @@ def test_a_recorded_step_tells(parameters):
     shapes = (StepShape(8, 4, 0), StepShape(24, 8, 4))
     with torch.inference_mode():
         limits = GraphLimits(shapes, seconds=float("inf"))
-        graphs = TextStepGraphs(scheduler.runner, model, 64, limits, EagerRecorder())
-    engine.schedulers["text"] = TextScheduler(scheduler.runner, model, scheduler.limits, graphs)
+        graphs = TextStepGraphs(scheduler.runner, scheduler.kv, model, limits, EagerRecorder())
+    engine.schedulers["text"] = TextScheduler(
+        scheduler.runner, model, scheduler.limits, graphs, kv=scheduler.kv
+    )
     assert_one_text_fails(engine, texts(parameters), 1, 1, 2, written=False)
     assert graphs.counts["replayed"] > 4
 

@@ -1,13 +1,14 @@
 """Pages and the prefix cache: what is found, what is shared, what is given back."""
 
 import sys
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
 
 from recserve.core.request import PrefixKeys
-from recserve.core.sequence import CachedPrefix
+from recserve.core.sequence import CachedPrefix, Sequence
 from recserve.engine.kv_cache import KVCache, OutOfPages, PageAllocator, PrefixCache
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 
@@ -67,8 +68,11 @@ def test_a_page_that_is_to_be_copied_gives_way():
     """Cached 0..5 in all of two pages; to go on behind 5 takes the page that would be copied."""
     cache = KVCache(KVPool(KVShape(1, 1, 4), 2, SIZE))
     store(cache.prefixes, cache.allocator, np.arange(6))
-    pages, slots, length, cached = cache.place(PrefixKeys(np.arange(6)), 2, separate=False)
-    assert sorted(pages) == [0, 1] and len(slots) == 8 and (length, cached) == (0, None)
+    text = Sequence(request=None, future=Future(), submitted_s=0.0, model="text")
+    found = cache.place(text, PrefixKeys(np.arange(6)), 2, separate=False)
+    slots = [SIZE * page + place for page in text.pages for place in range(SIZE)]
+    assert sorted(text.pages) == [0, 1] and found == (0, None)
+    assert text.slots[:8].tolist() == slots
     assert cache.num_available == 0
 
 

@@ -283,7 +283,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     lane, strategy = engine.schedulers["recommender"], engine._strategies["beam"]
     shapes = tuple(SearchShape(1, 50, 64, weighed) for weighed in (True, False))
     graphs = BeamSearchGraphs(
-        lane.runner, strategy.model, None, SearchLimits(shapes, 64), EagerRecorder()
+        lane.runner, lane.kv, strategy.model, None, SearchLimits(shapes, 64), EagerRecorder()
     )
     lane.searches = graphs
     engine.record(first.trie)

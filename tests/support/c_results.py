@@ -26,7 +26,7 @@ from recserve.kernels.linear.int8 import Int8Weight
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain, from_parents, merge
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.native import (
     ALIVE,
@@ -124,7 +124,7 @@ def _trees(heads: int, kv_heads: int, dim: int) -> tuple[TreeBatch, Tensor, Tens
         path.append(i)
     tree = merge([from_parents(torch.arange(60), torch.tensor(parents)), chain(torch.arange(9))])
     slots = torch.from_numpy(draw.random.permutation(280))
-    batch = TreeBatch(tree, None, slots[200:269], (slots[:200], slots[:0]))
+    batch = TreeBatch(tree, None, slots[200:269], Prefixes.of([slots[:200], slots[:0]]))
     keys, values = draw(280, kv_heads, dim), draw(280, kv_heads, dim)
     return batch, draw(69, heads, dim, scale=4), keys, values
 

@@ -17,12 +17,13 @@ SHAPES = tuple(
 def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):
     """Captures searches of the world's engine, over a pool filled with poison values."""
     engine = world.engine
-    runner, head = engine.schedulers["recommender"].runner, engine._strategies["nezha"].head
+    scheduler, head = engine.schedulers["recommender"], engine._strategies["nezha"].head
+    runner, capturing = scheduler.runner, recorder.CpuRecorder(record)
     bounds = SearchLimits(shapes, **{"capacity": 40, "seconds": float("inf"), **limits})
-    graphs = BeamSearchGraphs(runner, world.model, head, bounds, recorder.CpuRecorder(record))
+    graphs = BeamSearchGraphs(runner, scheduler.kv, world.model, head, bounds, capturing)
     runner.pool.keys.fill_(POISON)
     runner.pool.values.fill_(POISON)
-    engine.schedulers["recommender"].searches = graphs
+    scheduler.searches = graphs
     engine.record(trie)
     return graphs
 

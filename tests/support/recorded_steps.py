@@ -34,8 +34,8 @@ def with_graphs(model, counted, shapes=SHAPES, pages=200, drafters=None, **limit
     lane = engine.schedulers["text"]
     with torch.inference_mode():
         bounds = GraphLimits(shapes, **{"seconds": float("inf"), **limits})
-        graphs = TextStepGraphs(lane.runner, model, 64, bounds, counted, drafters=drafters)
+        graphs = TextStepGraphs(lane.runner, lane.kv, model, bounds, counted, drafters)
         lane.runner.pool.keys.fill_(POISON)
         lane.runner.pool.values.fill_(POISON)
-    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs, kv=lane.kv)
     return engine

@@ -27,6 +27,7 @@ from torch import Tensor
 from recserve.core.finite import flaws_of
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence, request_of
+from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.cuda_graphs import (
     CapturedGraph,
     CaptureLimits,
@@ -39,7 +40,7 @@ from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import StepLock
 from recserve.kernels.attention.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.kernels.trie import level_search
 from recserve.kernels.trie.fixed_trie import CAPACITY, NOWHERE, FixedTrie
 from recserve.kernels.trie.level_search import DEAD, ChildQuery, child_log_probs
@@ -437,33 +438,33 @@ class _Nodes:
         return _Nodes(*(torch.cat(pair, dim=1) for pair in pairs))
 
 
-class TargetScorer:
-    """Scores with the target model, which reads the trees of all levels under the cached roots.
+TREE = 2  # words of a request before the slots of its tree
 
-    The values of a request are the length of its root and the root's slots. Then follow one slot
-    for each column of each level except the last, and one for each code except the last of each
-    dense candidate. Columns past the request's own slots use the pool's spare slot.
+
+class TargetScorer:
+    """Scores with the target model, which reads the trees of all levels under the cached prefixes.
+
+    The values of a request are its row of the slot table and the length of its prefix. Then follow
+    one slot for each column of each level except the last, and one for each code except the last of
+    each dense candidate. Columns past the request's own slots use the pool's spare slot.
     """
 
     def __init__(
         self,
         model: Recommender,
         runner: Runner,
+        kv: KVCache,
         trie: FixedTrie,
         columns: Seq[int],
         requests: int,
         dense_candidates: int = 0,
     ) -> None:
         """Args: columns: beams at each level 0 : L + 1; dense_candidates: given ids per request."""
-        size = runner.pool.page_size
-        self.model, self.runner, self.trie = model, runner, trie
+        self.model, self.runner, self.kv, self.trie = model, runner, kv, trie
         self.columns = tuple(columns[1:-1])
-        self.root_width = -(-model.config.decoder.max_positions // size) * size
         self.dense_candidates = dense_candidates
         self.rounds = self.forwards = len(self.columns)
-        self.num_words = (
-            1 + self.root_width + sum(self.columns) + dense_candidates * len(self.columns)
-        )
+        self.num_words = TREE + sum(self.columns) + dense_candidates * len(self.columns)
         weight = model.tokens.weight
         self._last_hidden = weight.new_zeros(requests, weight.shape[1])
         self._rows = torch.arange(requests, device=weight.device)
@@ -493,12 +494,11 @@ class TargetScorer:
 
     def write(self, words: Words, sequence: SearchSequence) -> None:
         """As LevelScorer."""
-        size, rows = self.runner.pool.page_size, sequence.root_length
-        slots = (np.array(sequence.pages)[:, None] * size + np.arange(size)).ravel()
-        words[0] = rows
-        words[1 : 1 + rows] = slots[:rows]
-        own = slots[-(-rows // size) * size + sequence.tree_used :]
-        place, taken = 1 + self.root_width, 0
+        size, rows = self.kv.page_size, sequence.prefix_length
+        words[:TREE] = sequence.row, rows
+        pages = np.array(sequence.pages[self.kv.pages_of(rows) :])
+        own = (pages[:, None] * size + np.arange(size)).ravel()[sequence.tree_used :]
+        place, taken = TREE, 0
         words[place:] = self.runner.pool.spare_slot
         for columns, count in self._slot_counts(request_of(sequence, SlateQuery)):
             words[place : place + count] = own[taken : taken + count]
@@ -506,8 +506,8 @@ class TargetScorer:
 
     def write_padding(self, words: Words) -> None:
         """As LevelScorer."""
-        words[:, 0] = 0
-        words[:, 1:] = self.runner.pool.spare_slot
+        words[:, :TREE] = 0
+        words[:, TREE:] = self.runner.pool.spare_slot
 
     def load(self, sequences: Seq[SearchSequence], last_hidden: Tensor) -> None:
         """As LevelScorer."""
@@ -549,8 +549,10 @@ class TargetScorer:
             ends=index - depths + size,
             offsets=torch.arange(requests + 1, device=codes.device) * (count * size),
         )
-        slots = self._words[:, 1 + self.root_width + sum(self.columns) :].flatten()
-        hidden = self._forward(TreeBatch(tree, None, slots, self._roots()), tokens)
+        slots = self._words[:, TREE + sum(self.columns) :].flatten()
+        hidden = self._forward(
+            TreeBatch(tree, None, slots, self._prefixes(), fixed_shapes=True), tokens
+        )
         return [self._last_hidden, *hidden.view(requests * count, size, -1).unbind(1)]
 
     def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
@@ -559,9 +561,10 @@ class TargetScorer:
         hidden: Tensor = self.model.decoder(self.model.tokens(tokens), batch.positions(), attend)
         return hidden
 
-    def _roots(self) -> PrefixTable:
-        words = self._words
-        return PrefixTable(words[:, 1 : 1 + self.root_width], self._rows, words[:, 0])
+    def _prefixes(self) -> Prefixes:
+        rows, lengths = self._words[:, 0], self._words[:, 1]
+        most = self.model.config.decoder.max_positions
+        return Prefixes(self.kv.slots, rows * self.kv.width, lengths, most)
 
     def _placed(self, step: ExtendedBeams) -> _Nodes:
         """Returns the new nodes. Those of dead beams get leaf ranks after all others."""
@@ -599,8 +602,9 @@ class TargetScorer:
             offsets=torch.arange(start.shape[0] + 1, device=start.device) * count,
         )
         queries, column = place[:, -new:].sort(1)
-        slots = self._words[:, 1 + self.root_width :][:, :count]
-        batch = TreeBatch(tree, (queries + start).flatten(), packed(slots), self._roots())
+        slots = self._words[:, TREE:][:, :count]
+        nodes_now = (queries + start).flatten()
+        batch = TreeBatch(tree, nodes_now, packed(slots), self._prefixes(), fixed_shapes=True)
         return batch, column
 
 
@@ -755,6 +759,7 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
     def __init__(
         self,
         runner: Runner,
+        kv: KVCache,
         model: Recommender,
         head: SelfDraftHead | None,
         limits: SearchLimits,
@@ -764,13 +769,14 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
 
         Args:
             runner: The runner of the recommender.
+            kv: The cache of the recommender.
             model: The recommender.
             head: The head of the strategy `nezha`, or None.
             limits: What is captured, and how much time and memory that may take.
             recorder: Captures the searches.
         """
         super().__init__(recorder, limits, SEARCH_RESULTS)
-        self.runner, self.model, self.head = runner, model, head
+        self.runner, self.kv, self.model, self.head = runner, kv, model, head
         self._trie: FixedTrie | None = None
         self._capturing = threading.Lock()
 
@@ -845,7 +851,7 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
         requests = [request_of(sequence, SlateQuery) for sequence in sequences]
         if not self._trie.holds(requests[0].trie):
             return "version"
-        if max(s.root_length for s in sequences) > self.model.config.decoder.max_positions:
+        if max(s.prefix_length for s in sequences) > self.model.config.decoder.max_positions:
             return "size"
         wanted, count = SearchShape.of(requests), len(requests)
         graphs = [graph for graph in self.captured if graph.bucket.strategy == strategy]
@@ -875,7 +881,13 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
             columns = columns_of(trie.widths, shape.width)
             dense_candidates = shape.width * shape.weighed
             scorer = TargetScorer(
-                self.model, self.runner, trie, columns, shape.requests, dense_candidates
+                self.model,
+                self.runner,
+                self.kv,
+                trie,
+                columns,
+                shape.requests,
+                dense_candidates,
             )
         return BeamSearchGraph(scorer, trie, filters[shape.excluded], bucket)
 
@@ -889,6 +901,7 @@ def _filters(trie: FixedTrie, buckets: Seq[SearchBucket]) -> Filters:
 
 def cuda_searches(
     runner: Runner,
+    kv: KVCache,
     model: Recommender,
     head: SelfDraftHead | None,
     wanted: bool | None,
@@ -898,6 +911,7 @@ def cuda_searches(
 
     Args:
         runner: The runner of the recommender.
+        kv: The cache of the recommender.
         model: The recommender.
         head: The head of the strategy `nezha`, or None.
         wanted: False disables graphs. None and True enable them on a CUDA device.
@@ -909,4 +923,4 @@ def cuda_searches(
     on_cuda = is_cuda(runner.pool.keys.device)
     if not on_cuda or wanted is False or not model.config.autoregressive:
         return None
-    return BeamSearchGraphs(runner, model, head, limits, CudaRecorder())
+    return BeamSearchGraphs(runner, kv, model, head, limits, CudaRecorder())

@@ -28,10 +28,11 @@ from recserve.engine.items.beam_search_graph import BeamSearchGraph, BeamSearchG
 from recserve.engine.items.cohort import Round, SearchBatch, checked, computed_nodes, isolate
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.cuda_graphs import GraphSet, PrefillGraphs
-from recserve.engine.runtime.runner import BatchSlice, Runner
+from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import Chunk, Scheduler, expired
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.inputs import NodeInputs
 
 log = logging.getLogger(__name__)
@@ -100,17 +101,18 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         """
         kv, request, timing = self.kv, sequence.request, sequence.timing
         capacity, rows = sequence.strategy.tree_capacity(request), request.root.keys.shape[0]
-        placed = kv.place(_keys(request), capacity, separate=True)
+        placed = kv.place(sequence, _keys(request), capacity, separate=True)
         if placed is None:
             return False
-        pages, slots, length, cached = placed
-        tree_slots = slots[kv.pages_of(rows) * kv.page_size :]
+        length, cached = placed
+        below = slice(kv.pages_of(rows) * kv.page_size, len(sequence.pages) * kv.page_size)
         if self.admitted_tokens is not None and self.num_admitted:
-            tokens = rows - length + tree_slots.shape[0]
+            tokens = rows - length + below.stop - below.start
             if self._num_open_tokens() + tokens > self.admitted_tokens:
-                kv.allocator.release(pages)
+                kv.release(sequence)
                 return False
-        sequence.place(pages, slots[:rows], tree_slots, length, cached or CachedPrefix())
+        sequence.tree_slots = sequence.slots[below]
+        sequence.take_cached(rows, length, cached or CachedPrefix())
         timing.queue_ms = (time.monotonic() - sequence.submitted_s) * 1e3
         timing.root_cached, timing.root_computed = length, rows - length
         self._admitted[sequence] = None
@@ -171,12 +173,12 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         if self.prefills is not None and chunks:
             if len(chunks) > 1 or trees:
                 self.prefills.counts["company"] += 1
-            elif (states := self.prefills.replay(self.chunk_slice(chunks[0]))) is not None:
+            elif (states := self.prefills.replay(self.chunk_batch(chunks[0]))) is not None:
                 self.finish_prefill(chunks, [states])
                 chunks = ()
         return chunks, trees
 
-    def tree_slice(self, trees: SearchBatch) -> BatchSlice:
+    def tree_batch(self, trees: SearchBatch) -> TreeBatch:
         """Returns the nodes that the step computes."""
         assert trees.round is not None and trees.round.part is not None
         return trees.round.part
@@ -189,7 +191,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             # On a CUDA device, the check would make the host wait. There the result shows it.
             if not own.is_cuda and not all_finite(own):
                 flawed.append(sequence)
-            elif stop < sequence.root_length:
+            elif stop < sequence.prefix_length:
                 sequence.num_computed = stop
                 continue
             else:
@@ -198,14 +200,14 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             self.cold.remove(sequence)
         self._end([(sequence, NotFinite()) for sequence in flawed])
 
-    def verify(self, trees: SearchBatch, piece: BatchSlice, states: Tensor) -> None:
+    def verify(self, trees: SearchBatch, batch: TreeBatch, states: Tensor) -> None:
         """Hands the states of a round to the strategy, once all of its nodes are computed."""
         assert trees.round is not None
         for sequence in trees.sequences:
             sequence.timing.forwards += 1
-        whole = trees.round.add(isolate(trees.sequences, piece, states, self.runner.pool))
+        whole = trees.round.add(isolate(trees.sequences, batch, states, self.runner.pool))
         if whole is not None:
-            draft, slots = trees.round.draft, trees.round.piece.slots
+            draft, slots = trees.round.draft, trees.round.batch.slots
             trees.state = trees.strategy.verify(trees.state, draft, slots, whole)
             trees.round = None
 
@@ -240,8 +242,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             if sequence.flawed:
                 log.error("the model's output for a request is not finite; its root is dropped")
                 self.kv.discard(_keys(sequence.request), sequence.pages)
-            self.kv.allocator.release(sequence.pages)
-            sequence.pages = []
+            self.kv.release(sequence)
             self._admitted.pop(sequence, None)
 
     def _next_chunks(self) -> tuple[list[Chunk[SearchSequence]], int | None]:
@@ -250,7 +251,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         """
         left, chunks = self.step_tokens, []
         for sequence in self.cold:
-            stop = sequence.root_length
+            stop = sequence.prefix_length
             if left is not None:
                 if left <= 0:
                     break
@@ -268,7 +269,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
 
     def _num_open_tokens(self) -> int:
         """Returns how many tokens of the admitted requests are not computed, in whole pages."""
-        return sum(s.root_length - s.num_computed + s.tree_slots.shape[0] for s in self._admitted)
+        return sum(s.prefix_length - s.num_computed + s.tree_slots.shape[0] for s in self._admitted)
 
     def _end_late(self) -> None:
         """Ends requests between two parts of their root or of a round, once they are late.
@@ -372,7 +373,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
                 sequence.search_again(result)
                 self.warm.append(sequence)
 
-    def _place(self, cohort: SearchBatch, draft: Draft) -> BatchSlice:
+    def _place(self, cohort: SearchBatch, draft: Draft) -> TreeBatch:
         """Assigns a slot to every node of a draft. Nodes computed earlier keep their slots."""
         counts = computed_nodes(draft)
         taken = []
@@ -385,24 +386,21 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             # Nodes neither scored nor computed have no descendants: any valid slot will do.
             slots = draft.scored.clamp(min=0)
             slots[draft.queries] = new
-        roots = tuple(sequence.prefix_slots for sequence in cohort.sequences)
-        return BatchSlice(
-            tree=draft.tree,
-            inputs=draft.inputs,
-            queries=draft.queries,
-            slots=slots,
-            prefix_slots=roots,
-            counts=counts,
+        if cohort.prefixes is None:
+            lengths = [sequence.prefix_length for sequence in cohort.sequences]
+            cohort.prefixes = self.kv.before(cohort.sequences, lengths)
+        return TreeBatch(
+            draft.tree, draft.queries, slots, cohort.prefixes, counts, inputs=draft.inputs
         )
 
-    def chunk_slice(self, chunk: Chunk[SearchSequence]) -> BatchSlice:
+    def chunk_batch(self, chunk: Chunk[SearchSequence]) -> TreeBatch:
         """Returns the next tokens of a root as a chain. Placeholders follow the last one."""
         sequence, stop = chunk.sequence, chunk.sequence.num_computed + chunk.size
         root, start = sequence.request.root, sequence.num_computed
-        inputs, slots = root.inputs.select(slice(start, stop)), sequence.prefix_slots
+        inputs, slots = root.inputs.select(slice(start, stop)), sequence.slots
         places, kinds = slots[start:stop], None
         num_states = min(len(inputs), 1)
-        if sequence.placeholders is not None and stop == sequence.root_length:
+        if sequence.placeholders is not None and stop == sequence.prefix_length:
             count = len(sequence.placeholders)
             num_states += count
             kinds = torch.full((len(inputs) + count,), AUXILIARY, device=slots.device)
@@ -413,29 +411,24 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         if start < root.shared:
             shared = on_device([root.shared], inputs.tokens.device)
             tree = replace(tree, shared=shared)
-        return BatchSlice(
-            tree=tree,
-            inputs=inputs,
-            queries=None,
-            slots=places,
-            prefix_slots=(slots[:start],),
-            num_states=num_states,
-            counts=[len(inputs)],
+        prefixes = self.kv.before([sequence], [start])
+        return TreeBatch(
+            tree, None, places, prefixes, [len(inputs)], inputs=inputs, num_states=num_states
         )
 
     def _store_root(self, sequence: SearchSequence, states: Tensor) -> None:
         """Caches a computed root."""
-        if sequence.num_computed < sequence.root_length:
+        if sequence.num_computed < sequence.prefix_length:
             sequence.last_hidden, states = states[0].clone(), states[1:]
         if sequence.placeholders is not None:
             # Nothing reads the keys and values again: trees overwrite them.
             sequence.placeholder_states = states.clone()
             sequence.timing.nodes += states.shape[0]
-        sequence.num_computed = sequence.root_length
+        sequence.num_computed = sequence.prefix_length
         cached = sequence.cached_prefix
         cached.last_hidden = sequence.last_hidden
         cached.placeholder_states = sequence.placeholder_states
-        pages = sequence.pages[: self.kv.pages_of(sequence.root_length)]
+        pages = sequence.pages[: self.kv.pages_of(sequence.prefix_length)]
         self.kv.prefixes.insert(_keys(sequence.request), pages, cached)
 
 

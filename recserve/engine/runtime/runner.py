@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,7 +12,6 @@ from recserve.kernels.attention.attention import BatchAttention, tree_attention
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import merge
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import Attend, PagedAttention
 from recserve.models.decoder import AuxHiddenStates
@@ -109,24 +107,6 @@ class RankerAdapter:
         return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSlice(TreeBatch):
-    """Trees of some sequences with the inputs of their nodes, as one part of a forward pass.
-
-    A forward pass of one part reads it as it is. Several parts are packed into one `TreeBatch`.
-
-    Attributes:
-        prefix_slots: For each tree the slots of the root that it hangs under.
-        inputs: Input rows of the nodes computed now.
-        num_states: Number of computed nodes, from the end, whose hidden states are read. The others
-            only write keys and values. None reads all. Only prefills, which are chains, have it.
-    """
-
-    prefix_slots: tuple[Tensor, ...]
-    inputs: NodeInputs
-    num_states: int | None = None
-
-
 class Runner:
     """A network and its key-value pool.
 
@@ -156,24 +136,24 @@ class Runner:
 
     def forward(
         self,
-        pieces: Seq[BatchSlice],
+        parts: Seq[TreeBatch],
         taps: AuxHiddenStates | None = None,
         masks: GatedLora | None = None,
     ) -> list[Tensor]:
-        """Returns the hidden states of each piece, [Tq, E] or [num_states, E].
+        """Returns the hidden states of each part, [Tq, E] or [num_states, E].
 
-        `taps` receives states between layers, for the same rows of all pieces together. `masks`
+        `taps` receives states between layers, for the same rows of all parts together. `masks`
         holds the mask tokens that the trees may have.
         """
-        inputs, batch = NodeInputs.cat([piece.inputs for piece in pieces]), pack(pieces)
-        rows, gate = _read(pieces, self.pool.keys.device), None
+        inputs, batch = NodeInputs.cat([part.inputs for part in parts]), TreeBatch.merged(parts)
+        rows, gate = _rows_read(parts, self.pool.keys.device), None
         if masks is not None and batch.tree.kinds is not None:
             kinds = batch.tree.kinds
             gate = MaskRows.of(masks, kinds if batch.queries is None else kinds[batch.queries])
         hidden = self.hidden(batch, inputs, rows, taps, gate)
-        if len(pieces) == 1:
+        if len(parts) == 1:
             return [hidden]
-        return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
+        return list(torch.split(hidden, [_num_states(part) for part in parts]))
 
     def hidden(
         self,
@@ -188,47 +168,17 @@ class Runner:
         return self.adapter.hidden(inputs, batch.positions(), attend, rows, taps, gate)
 
 
-def _num_states(piece: BatchSlice) -> int:
-    return len(piece.inputs) if piece.num_states is None else piece.num_states
+def _num_states(part: TreeBatch) -> int:
+    return len(part.inputs) if part.num_states is None else part.num_states
 
 
-def _read(pieces: Seq[BatchSlice], device: torch.device) -> Tensor | None:
+def _rows_read(parts: Seq[TreeBatch], device: torch.device) -> Tensor | None:
     """Returns the rows whose hidden states are read. None reads all."""
-    if all(piece.num_states is None for piece in pieces):
+    if all(part.num_states is None for part in parts):
         return None
     rows: list[int] = []
     stop = 0
-    for piece in pieces:
-        stop += len(piece.inputs)
-        rows += range(stop - _num_states(piece), stop)
+    for part in parts:
+        stop += len(part.inputs)
+        rows += range(stop - _num_states(part), stop)
     return on_device(rows, device)
-
-
-def pack(pieces: Seq[BatchSlice]) -> TreeBatch:
-    """Returns all pieces as one batch."""
-    if len(pieces) == 1:
-        return pieces[0]
-    queries = []
-    start = 0
-    for piece in pieces:
-        nodes = piece.queries
-        if nodes is None:
-            nodes = torch.arange(piece.tree.num_nodes, device=piece.slots.device)
-        queries.append(nodes + start)
-        start += piece.tree.num_nodes
-    return TreeBatch(
-        merge([piece.tree for piece in pieces]),
-        torch.cat(queries),
-        torch.cat([piece.slots for piece in pieces]),
-        tuple(slots for piece in pieces for slots in piece.prefix_slots),
-        _counts(pieces),
-    )
-
-
-def _counts(pieces: Seq[BatchSlice]) -> list[int] | None:
-    counts: list[int] = []
-    for piece in pieces:
-        if piece.counts is None:
-            return None
-        counts += piece.counts
-    return counts

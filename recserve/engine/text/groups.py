@@ -6,15 +6,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import is_
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.engine.runtime.runner import BatchSlice
 from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step import StepInputs, draft_probs
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
-from recserve.models.inputs import NodeInputs
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import TextContext
 from recserve.speculation.logits_processor import past_of
@@ -55,31 +54,24 @@ class TextGroup:
     depth: int
     forks: bool = False
 
-    def piece(self, tree: TokenTree) -> BatchSlice:
-        """Returns the packed trees with slots. A path of first children already lies in its
-        final slots.
-        """
-        roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
-        return BatchSlice(
-            tree=tree,
-            inputs=NodeInputs(tree.tokens),
-            queries=None,
-            slots=self.slots(),
-            prefix_slots=roots,
-        )
-
     @property
     def last_tokens(self) -> list[int]:
         """[B] token of node 0 of every tree."""
         return [context.tokens[-1] for context in self.contexts]
 
-    def slots(self) -> Tensor:
-        """Returns [T] pool slot of each node."""
-        slots = [
-            s.slots[s.length - 1 : s.length + len(d)]
-            for s, d in zip(self.sequences, self.drafts, strict=True)
-        ]
-        return slots[0] if len(slots) == 1 else torch.cat(slots)
+    def slots(self, table: Tensor) -> Tensor:
+        """Returns [T] pool slot of each node. Node n follows n slots after node 0.
+
+        Args:
+            table: [R, W] slot table of the cache.
+        """
+        if len(self.sequences) == 1:
+            (text,) = self.sequences
+            return text.slots[text.length - 1 : text.length + self.sizes[0]]
+        sizes = np.array(self.sizes) + 1
+        first = [s.row * table.shape[1] + s.length - 1 for s in self.sequences]
+        places = np.repeat(first - (sizes.cumsum() - sizes), sizes) + np.arange(sizes.sum())
+        return table.view(-1)[on_device(places, table.device)]
 
     def inputs(self, tree: TokenTree, slots: Tensor) -> StepInputs:
         """Returns what the step of these trees reads besides the states of the nodes."""

@@ -19,14 +19,13 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
-import torch
-
 from recserve.core.draft_policy import DepthPolicy, DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.sequence import Sequence
+from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.cuda_graphs import GraphSet
-from recserve.engine.runtime.runner import BatchSlice, Runner
+from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import Chunk, Scheduler, turn
 from recserve.engine.text.draft_proposer import DraftProposer
 from recserve.engine.text.groups import TextGroup, TextGroups
@@ -39,6 +38,7 @@ from recserve.engine.text.text_step_graph import TextStepGraphs
 from recserve.engine.text.trees import TreePacker
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import chain
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextQuery
@@ -48,6 +48,10 @@ from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.logits_processor import TokenCounts
 
 log = logging.getLogger(__name__)
+
+
+class InvalidPath(RuntimeError):
+    """An acceptance rule broke its contract. The text fails, and no others."""
 
 
 class TextScheduler(Scheduler[TextSequence, TextGroup]):
@@ -67,10 +71,16 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         limits: TextLimits | None = None,
         graphs: TextStepGraphs | None = None,
         policy: DepthPolicy | None = None,
+        kv: KVCache | None = None,
     ) -> None:
-        """Drafts as `policy` says; None drafts whenever a draft is accepted at all."""
-        super().__init__(runner)
-        self.model, self.limits = model, limits or TextLimits()
+        """Drafts as `policy` says; None drafts whenever a draft is accepted at all.
+
+        `kv` is the cache of the runner's pool that `graphs` read. None makes one.
+        """
+        limits = limits or TextLimits()
+        longest = model.config.decoder.max_positions + limits.draft_nodes
+        super().__init__(runner, kv or KVCache(runner.pool, longest=longest))
+        self.model, self.limits = model, limits
         self.running: list[TextSequence] = []
         self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(
@@ -164,7 +174,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         groups = self._groups(parts)
         return [part for part in parts if part.sequence.pages], groups
 
-    def chunk_slice(self, chunk: Chunk[TextSequence]) -> BatchSlice:
+    def chunk_batch(self, chunk: Chunk[TextSequence]) -> TreeBatch:
         """Returns the tokens of a prompt as a chain under those before them.
 
         Only the last state is read, unless the drafter reads all of them.
@@ -173,24 +183,32 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         slots, start = sequence.slots, sequence.num_computed
         stop = start + chunk.size
         tokens = on_device(sequence.context.tokens[start:stop], slots.device)
-        return BatchSlice(
-            tree=chain(tokens),
+        return TreeBatch(
+            chain(tokens),
+            None,
+            slots[start:stop],
+            self.kv.before([sequence], [start]),
             inputs=NodeInputs(tokens),
-            queries=None,
-            slots=slots[start:stop],
-            prefix_slots=(slots[:start],),
             num_states=None if sequence.drafter.reads_states else 1,
         )
 
-    def tree_slice(self, trees: TextGroup) -> BatchSlice:
-        """Returns the texts' trees with their slots. Node 0 is the last committed token."""
-        return trees.piece(self._pack(trees.last_tokens, trees.drafts))
+    def tree_batch(self, trees: TextGroup) -> TreeBatch:
+        """Returns the texts' trees with their slots. Node 0 is the last committed token.
 
-    def forward(self, pieces: Seq[BatchSlice]) -> list[StepStates]:
-        """Returns the states of each piece, with those between layers that drafters read."""
+        A path of first children already lies in its final slots.
+        """
+        tree = self._pack(trees.last_tokens, trees.drafts)
+        lengths = [len(context.tokens) - 1 for context in trees.contexts]
+        prefixes = self.kv.before(trees.sequences, lengths)
+        return TreeBatch(
+            tree, None, trees.slots(self.kv.slots), prefixes, inputs=NodeInputs(tree.tokens)
+        )
+
+    def forward(self, parts: Seq[TreeBatch]) -> list[StepStates]:
+        """Returns the states of each part, with those between layers that drafters read."""
         drafters = [text.drafter for text in self.running]
         taps, masks = taps_for(drafters), masks_of(drafters)
-        return split_states(self.runner.forward(pieces, taps, masks), taps)
+        return split_states(self.runner.forward(parts, taps, masks), taps)
 
     @property
     def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
@@ -227,9 +245,9 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             if sequence.flawed:
                 self._flawed.append(sequence)
 
-    def verify(self, trees: TextGroup, piece: BatchSlice, states: StepStates) -> None:
+    def verify(self, trees: TextGroup, batch: TreeBatch, states: StepStates) -> None:
         """Verifies the drafts of a group, and commits what it accepts."""
-        inputs = trees.inputs(piece.tree, piece.slots)
+        inputs = trees.inputs(batch.tree, batch.slots)
         self._commit(trees, text_step(self.model, self.runner.pool, inputs, states))
 
     def draft_health(self) -> dict[str, DraftHealth]:
@@ -335,6 +353,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                 sequence.flawed |= number in verified.flawed
                 if sequence.flawed:
                     raise NotFinite
+                if not 0 < len(path) <= 1 + draft.depth:
+                    raise InvalidPath(
+                        f"the acceptance rule {group.rules[number]!r} returned no path of 0 to "
+                        f"{draft.depth} nodes of the draft"
+                    )
                 top = sequence.request.params.logprobs
                 logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
                 added = sequence.commit(tokens, draft, logprobs, counted)
@@ -385,12 +408,12 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         sequence.waits = computed_by_another(sequence, before, self.kv.page_size)
         if sequence.waits:
             return False
-        placed = self.kv.place(sequence.prefix(sequence.length - 1), 1, separate=False)
+        placed = self.kv.place(sequence, sequence.prefix(sequence.length - 1), 1, separate=False)
         if placed is None:
             return False
-        pages, slots, length, cached = placed
-        sequence.set_pages(pages, slots)
-        sequence.restore(length, cached)
+        sequence.capacity = len(sequence.pages) * self.kv.page_size
+        sequence.context.table, sequence.context.row = self.kv.slots, sequence.row
+        sequence.restore(*placed)
         if not sequence.timing.forwards:
             sequence.timing.root_cached = sequence.num_computed
             sequence.timing.root_computed = sequence.missing
@@ -400,11 +423,9 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         """Gives a text pages for this many tokens. Returns False if that needs a preemption."""
         if tokens <= sequence.capacity:
             return True
-        pages = self.kv.allocate(self.kv.pages_of(tokens) - len(sequence.pages))
-        if pages is None:
+        if not self.kv.grow(sequence, self.kv.pages_of(tokens) - len(sequence.pages)):
             return False
-        slots = [sequence.slots, *[self.kv.page_slots[page] for page in pages]]
-        sequence.set_pages(sequence.pages + pages, torch.cat(slots))
+        sequence.capacity = len(sequence.pages) * self.kv.page_size
         return True
 
     def _preempt_for_pages(self) -> None:
@@ -441,11 +462,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             if sequence.flawed:
                 log.error("the model's output for a text is not finite; its prefix is dropped")
                 self.kv.discard(sequence.prefix(sequence.length), sequence.pages)
-            self.kv.allocator.release(sequence.pages)
-            sequence.pages, sequence.capacity = [], 0
             self._proposer.forget(sequence)
             if self.graphs is not None:
                 self.graphs.forget(sequence)
+            self.kv.release(sequence)
+            sequence.capacity = 0
         gone = set(sequences)
         self.running = [s for s in self.running if s not in gone]
         self.preempted = [s for s in self.preempted if s not in gone]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.request import PrefixKeys
-from recserve.core.sequence import NO_SLOTS, CachedPrefix, Sequence
+from recserve.core.sequence import CachedPrefix, Sequence
 from recserve.speculation.completion import (
     Completion,
     FinishReason,
@@ -36,8 +36,7 @@ class TextSequence(Sequence):
         context: The tokens and parameters that drafters see.
         limit: Most committed tokens that the model's positions allow.
         token_counts: Token counts for penalties. None without penalties.
-        slots: Pool slots of all pages.
-        capacity: Number of these slots.
+        capacity: Number of slots of its pages.
         waits: Whether another text is computing this text's beginning.
         last_hidden: As in `Sequence`. The next step may overwrite it.
         states: [m, F] what the drafter reads of the last m computed tokens. None if it reads
@@ -53,7 +52,6 @@ class TextSequence(Sequence):
     drafter: Drafter
     limit: int
     token_counts: TokenCounts | None = None
-    slots: Tensor = NO_SLOTS
     capacity: int = 0
     waits: bool = False
     states: Tensor | None = None
@@ -88,11 +86,6 @@ class TextSequence(Sequence):
         drafter = self.request.speculation.drafter if self.drafter.reads_states else ""
         keys = np.array(self.context.tokens[:length], dtype=np.int64)
         return PrefixKeys(keys, drafter=drafter, salt=self.request.salt)
-
-    def set_pages(self, pages: list[int], slots: Tensor) -> None:
-        """Gives the text its pages, with their slots."""
-        self.pages, self.slots, self.capacity = pages, slots, slots.shape[0]
-        self.context.slots = slots
 
     def restore(self, length: int, cached: CachedPrefix | None) -> None:
         """Marks cached tokens as computed. `cached` is what is cached with all of them, if any."""

@@ -8,14 +8,15 @@ from collections.abc import Callable
 import torch
 
 from recserve.core.draft_policy import Cost
-from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
+from recserve.engine.runtime.runner import DecoderAdapter, Runner
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import root_branch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 
 SIZES = (1, 4, 16, 64)
-ROOT = 64
+PREFIX = 64
 RUNS = 3
 
 
@@ -28,29 +29,25 @@ def step_clock(device: torch.device) -> Callable[[], float]:
 
 @torch.inference_mode()
 def text_step_cost(model: LanguageModel) -> Cost:
-    """Measures the forward pass and logits of n tree nodes under a short root.
+    """Measures the forward pass and logits of n tree nodes under a short prefix.
 
     The cost of a size is the fastest of RUNS runs after a warm-up run.
     """
     adapter, last = DecoderAdapter(model), SIZES[-1]
     runner = Runner(
-        adapter, KVPool(adapter.kv_shape, ROOT + last, 1, adapter.dtype, adapter.device)
+        adapter, KVPool(adapter.kv_shape, PREFIX + last, 1, adapter.dtype, adapter.device)
     )
     device = runner.pool.keys.device
-    slots, now = torch.arange(ROOT + last, device=device), step_clock(device)
+    slots, now = torch.arange(PREFIX + last, device=device), step_clock(device)
 
     def forward_ms(size: int) -> float:
         tokens = torch.zeros(size, dtype=torch.int64, device=device)
         tree = root_branch(tokens, torch.arange(size + 1, device=device))
-        piece = BatchSlice(
-            tree=tree,
-            inputs=NodeInputs(tokens),
-            queries=None,
-            slots=slots[ROOT : ROOT + size],
-            prefix_slots=(slots[:ROOT],),
-        )
+        prefixes = Prefixes.of([slots[:PREFIX]])
+        own = slots[PREFIX : PREFIX + size]
+        batch = TreeBatch(tree, None, own, prefixes, inputs=NodeInputs(tokens))
         began = now()
-        model.logits(runner.forward([piece])[0])
+        model.logits(runner.forward([batch])[0])
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return (now() - began) * 1e3

@@ -8,7 +8,7 @@ depends on drafts, acceptance or lengths. A step that fits no bucket launches it
 one.
 
 A batch is padded with texts of one node, and with a last text that is a chain of the remaining
-nodes. These have no root and write to the pool's spare slot. The probabilities that drafts were
+nodes. These have no prefix and write to the pool's spare slot. The probabilities that drafts were
 drawn from are on the device already. One launch packs them, and the upload says which node each row
 belongs to.
 
@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.sequence import NO_SLOTS
+from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.cuda_graphs import (
     CapturedGraph,
     CaptureLimits,
@@ -55,9 +55,8 @@ from recserve.engine.text.trees import (
     pack_trees,
 )
 from recserve.kernels.acceptance.acceptance import DraftProbs
-from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.drafters.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
@@ -77,11 +76,10 @@ from recserve.speculation.verifiers.registry import (
 
 # The outcome of a step. `replayed` used a graph. The others were launched, because of
 # prompt: prompt tokens in the forward pass; drawn: drafts with probabilities and no graph for them;
-# parameters: sampling parameters over capacity; size: nodes and texts; rows: no free device row;
-# rule: texts with the acceptance rule of a plug-in.
-StepResult = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows", "rule"]
+# parameters: sampling parameters over capacity; size: nodes and texts; rule: texts with the
+# acceptance rule of a plug-in.
+StepResult = Literal["replayed", "prompt", "drawn", "parameters", "size", "rule"]
 STEP_RESULTS: tuple[StepResult, ...] = get_args(StepResult)
-PAD_ROW = 0
 FILLER = SamplingParams(temperature=0.0)
 
 
@@ -188,100 +186,58 @@ class StepBucket:
         return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
 
 
-@dataclass
-class TextRow:
-    """The row of one text.
-
-    Attributes:
-        number: Index of the row.
-        last_hidden: [E] view of the text's row in TextRows.last_hidden.
-        slots: The slots that were copied last.
-    """
-
-    number: int
-    last_hidden: Tensor
-    slots: Tensor = NO_SLOTS
-
-
 class TextRows:
-    """Device rows of all texts, at addresses that never change, so that a captured step finds
-    them.
+    """What captured steps keep of each text beside its slots, by the text's row of the slot table.
 
-    Row PAD_ROW belongs to no text. All of its slots are the pool's spare slot, and its counts stay
-    0.
+    Row 0 belongs to no text, and its counts stay 0.
 
     Attributes:
-        slots: [R, W] int64 pool slots of the tokens of a text, in order.
         seen, written: [R, V] int32 counts as in TokenCounts, of texts with penalties.
         last_hidden: [R, E] final hidden state at the last accepted token of the latest replay.
     """
 
-    def __init__(
-        self, pool: KVPool, rows: int, width: int, vocab_size: int, states: Tensor
-    ) -> None:
+    def __init__(self, rows: int, vocab_size: int, states: Tensor) -> None:
         """Allocates the rows.
 
         Args:
-            pool: The key-value pool.
             rows: R, number of rows.
-            width: W, most slots of a text.
             vocab_size: V.
             states: [*, E] tensor with the type, size and device of hidden states.
         """
-        device = states.device
-        self.slots = torch.full((rows, width), pool.spare_slot, device=device)
-        self.seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=states.device)
         self.written = torch.zeros_like(self.seen)
         self.last_hidden = states.new_zeros(rows, states.shape[1])
-        self._free = [row for row in range(rows) if row != PAD_ROW]
-        self._rows: dict[TextSequence, TextRow] = {}
+        self._last = self.last_hidden.unbind()  # a view of each row, made once
+        self._counted: dict[TextSequence, int] = {}
 
-    def of(self, texts: Seq[TextSequence]) -> list[TextRow] | None:
-        """Returns the up-to-date rows of some texts, or None if a text finds no free row."""
-        found = []
+    def take_counts(self, texts: Seq[TextSequence]) -> None:
+        """Moves the counts of texts that have penalties to their rows, where a step finds them."""
         for text in texts:
-            row = self._rows.get(text)
-            # A text that gets pages gets a new tensor of slots.
-            if row is None or row.slots is not text.slots:
-                row = self._updated(text, row)
-                if row is None:
-                    return None
-            found.append(row)
-        return found
+            if text.token_counts is not None and text not in self._counted:
+                text.token_counts.move(self.seen[text.row], self.written[text.row])
+                self._counted[text] = text.row
 
-    def _updated(self, text: TextSequence, row: TextRow | None) -> TextRow | None:
-        if row is None:
-            if not self._free:
-                return None
-            number = self._free.pop()
-            row = self._rows[text] = TextRow(number, self.last_hidden[number])
-            if text.token_counts is not None:
-                text.token_counts.move(self.seen[number], self.written[number])
-        self.slots[row.number, : text.slots.shape[0]] = text.slots
-        row.slots = text.slots
-        return row
+    def last_of(self, texts: Seq[TextSequence]) -> list[Tensor]:
+        """Returns the [E] row of each text in `last_hidden`."""
+        return [self._last[text.row] for text in texts]
 
     def count(self, rows: Tensor, tokens: Tensor, which: Tensor) -> None:
         """Adds written tokens to the counts. It only launches kernels.
 
         Args:
-            rows: [n] rows of the tokens. PAD_ROW counts nothing.
+            rows: [n] rows of the tokens. Row 0 counts nothing.
             tokens: [n, m] token ids.
             which: [n, m] bool, the tokens to count.
         """
         place = rows[:, None] * self.seen.shape[1] + tokens
-        ones = (which & (rows[:, None] != PAD_ROW)).to(torch.int32)
+        ones = (which & (rows[:, None] != 0)).to(torch.int32)
         for counts in (self.seen, self.written):
             counts.view(-1).index_add_(0, place.flatten(), ones.flatten())
 
     def forget(self, text: TextSequence) -> None:
-        """Frees the row of a text and gives the text its counts back."""
-        row = self._rows.pop(text, None)
-        if row is None:
-            return
-        self._free.append(row.number)
+        """Gives a text its counts back, before its row is free."""
         counts = text.token_counts
-        if counts is not None:
+        if self._counted.pop(text, None) is not None and counts is not None:
             counts.move(torch.empty_like(counts.seen), torch.empty_like(counts.written))
 
 
@@ -295,8 +251,8 @@ class _StepColumns(Generic[Array]):
     Attributes:
         trees: [5, T] columns of the packed trees (trees.py).
         offsets: [B + 1] first node of each tree.
-        rows, lengths, numbers, rules: [B] device row, committed tokens, output tokens and
-            acceptance rule of each text.
+        rows, lengths, numbers, rules: [B] row of the slot table, committed tokens, output tokens
+            and acceptance rule of each text.
         drawn: [T] row of each node's draft probabilities. [0] if no draft is drawn.
         last_tokens: [B, W] last committed tokens.
     """
@@ -319,6 +275,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
     def __init__(
         self,
         runner: Runner,
+        kv: KVCache,
         model: LanguageModel,
         rows: TextRows,
         bucket: StepBucket,
@@ -333,8 +290,9 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
 
         Args:
             runner: The runner of the model.
+            kv: The cache, whose slot table the step reads.
             model: The language model.
-            rows: Device rows of all texts.
+            rows: What captured steps keep of all texts.
             bucket: Most nodes, texts and levels, and the acceptance rule.
             capacity: Capacity for sampling parameters besides the temperature. None for texts whose
                 only parameter is the temperature, which the fused kernel draws.
@@ -344,11 +302,11 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             readers: Drafters that read states of the target.
             masks: Mask tokens that the trees may have. None if they have none.
         """
-        self.runner, self.model, self.rows = runner, model, rows
+        self.runner, self.kv, self.model, self.rows = runner, kv, model, rows
         self.bucket, self.shape, self.rule = bucket, bucket.shape, bucket.kind.rule
         self.capacity, self.heads, self.draft_values = capacity, heads, draft_values
         self.readers, self.masks = readers, masks
-        device = rows.slots.device
+        device = kv.slots.device
         texts = self.shape.sequences + 1
         past = 0 if self.capacity is None else self.capacity.bad_word_length - 1
         has_values = self.draft_values is not None
@@ -361,22 +319,18 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         self._loaded: Seq[TextSequence] = ()
         self._fill(pack_trees([], [], (), self.shape.nodes, texts), [])
 
-    def load(self, group: TextGroup) -> list[TextRow] | None:
-        """Writes a group that fits to the step's buffers. Returns None if a text finds no free
-        row.
-        """
-        rows = self.rows.of(group.sequences)
-        if rows is None:
-            return None
-        columns, count = self._host_columns, len(rows)
-        contexts = group.contexts
+    def load(self, group: TextGroup) -> None:
+        """Writes a group that fits to the step's buffers."""
+        self.rows.take_counts(group.sequences)
+        contexts, columns = group.contexts, self._host_columns
+        count = len(contexts)
         if self._loaded is not group.sequences:
-            columns.rows[count:], columns.lengths[count:] = PAD_ROW, 1
+            columns.rows[count:], columns.lengths[count:] = 0, 1
             self._table.copy_(self._sampling([c.params for c in contexts], "cpu"))
             if self.rule == MIXED:
                 columns.rules[:count] = numbers_of(group.rules)
             self._loaded = group.sequences
-        columns.rows[:count] = [row.number for row in rows]
+        columns.rows[:count] = [context.row for context in contexts]
         columns.lengths[:count] = [len(context.tokens) for context in contexts]
         # Only min_tokens and bad_words read these columns.
         if group.table.stops is not None:
@@ -387,7 +341,6 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         last, texts = [context.tokens[-1] for context in contexts], self.shape.sequences + 1
         packed = pack_trees(last, group.drafts, group.sizes, self.shape.nodes, texts)
         self._fill(packed, group.drafts)
-        return rows
 
     def __call__(self) -> StepOutputs:
         """Runs the step on the loaded group.
@@ -404,13 +357,14 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             offsets=columns.offsets,
             kinds=trees[KINDS],
         )
-        roots = PrefixTable(self.rows.slots, columns.rows, columns.lengths - 1)
+        width, starts = self.kv.width, columns.rows * self.kv.width
+        prefixes = Prefixes(self.kv.slots, starts, columns.lengths - 1, width)
         owners = tree.tree_ids()
         index = torch.arange(tree.num_nodes, device=owners.device)
-        # Node n of a tree lies in slot (root length + n) of its text.
-        place = roots.lengths[owners] + index - columns.offsets[owners]
-        slots = self.rows.slots[columns.rows[owners], place]
-        batch = TreeBatch(tree, None, slots, roots, fillers=1)
+        # Node n of a tree lies n slots after the prefix of its text.
+        first = starts + prefixes.lengths - columns.offsets[:-1]
+        slots = self.kv.slots.view(-1)[first[owners] + index]
+        batch = TreeBatch(tree, None, slots, prefixes, fillers=1, fixed_shapes=True)
         taps, gate = taps_for(self.readers), None
         if self.masks is not None:
             gate = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
@@ -501,8 +455,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
     def __init__(
         self,
         runner: Runner,
+        kv: KVCache,
         model: LanguageModel,
-        max_texts: int,
         limits: GraphLimits,
         recorder: Recorder,
         drafters: Mapping[str, Drafter] | None = None,
@@ -511,8 +465,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
 
         Args:
             runner: The runner of the model.
+            kv: The cache of the model. Its rows have room for the nodes of a step.
             model: The language model.
-            max_texts: Most texts that run at once.
             limits: What is captured, and how much time and memory that may take.
             recorder: Captures the steps.
             drafters: Drafters by name. Steps for drafters with ranked heads are captured once more,
@@ -520,13 +474,11 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
                 rejection.
         """
         super().__init__(recorder, limits, STEP_RESULTS)
-        self.runner, self.model, self.capacity = runner, model, limits.capacity
-        size, drafters = runner.pool.page_size, drafters or {}
-        largest = max(shape.nodes for shape in limits.shapes)
-        pages = -(-(model.config.decoder.max_positions + largest) // size)
-        states = model.tokens.weight[:0]
-        vocabulary = model.config.vocab_size
-        self.rows = TextRows(runner.pool, max_texts + 1, pages * size, vocabulary, states)
+        self.runner, self.kv, self.model = runner, kv, model
+        self.capacity, drafters = limits.capacity, drafters or {}
+        largest, vocabulary = max(s.nodes for s in limits.shapes), model.config.vocab_size
+        assert kv.width >= largest, f"{largest} nodes of a step, {kv.width} slots of a row"
+        self.rows = TextRows(kv.slots.shape[0], vocabulary, model.tokens.weight[:0])
         found = {name: drafter.ranked_heads for name, drafter in drafters.items()}
         self._heads = {name: heads for name, heads in found.items() if heads is not None}
         self._names = {id(drafters[name]): name for name in self._heads}
@@ -572,6 +524,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         drawn = self._draws and kind.rule != SAMPLE
         return TextStepGraph(
             self.runner,
+            self.kv,
             self.model,
             self.rows,
             bucket,
@@ -607,11 +560,9 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             own = any(group.rule != MIXED and group.rule not in MIXABLE for group in groups)
             found = "rule" if own else self._fitting(*groups)
         if isinstance(found, TextStepGraph):
-            rows = found.load(groups[0])
-            if rows is not None:
-                self.counts["replayed"] += 1
-                return replace(found.replay(), last_hidden=[row.last_hidden for row in rows])
-            found = "rows"
+            found.load(groups[0])
+            self.counts["replayed"] += 1
+            return replace(found.replay(), last_hidden=self.rows.last_of(groups[0].sequences))
         self.counts[found] += 1
         return None
 
@@ -667,14 +618,14 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         return kinds
 
     def forget(self, text: TextSequence) -> None:
-        """Frees the device row of a text that has ended or was preempted."""
+        """Gives its counts back to a text that has ended or was preempted."""
         self.rows.forget(text)
 
 
 def cuda_steps(
     runner: Runner,
+    kv: KVCache,
     model: LanguageModel,
-    max_texts: int,
     wanted: bool | None,
     limits: GraphLimits,
     drafters: Mapping[str, Drafter],
@@ -683,8 +634,8 @@ def cuda_steps(
 
     Args:
         runner: The runner of the model.
+        kv: The cache of the model.
         model: The language model.
-        max_texts: Most texts that run at once.
         wanted: False disables graphs. None enables them on a CUDA device.
         limits: What is captured.
         drafters: Drafters by name.
@@ -697,7 +648,7 @@ def cuda_steps(
     """
     device = runner.pool.keys.device
     if is_cuda(device) and wanted is not False:
-        return TextStepGraphs(runner, model, max_texts, limits, CudaRecorder(), drafters)
+        return TextStepGraphs(runner, kv, model, limits, CudaRecorder(), drafters)
     if wanted:
         raise ValueError(f"graphs is true, which needs a CUDA device; the model is on {device}")
     return None

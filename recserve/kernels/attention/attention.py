@@ -10,7 +10,7 @@ from recserve.kernels.attention import reference
 from recserve.kernels.attention.cpu import CpuTreeAttention
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.backend import Operator
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import TreeBatch
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
@@ -30,7 +30,7 @@ def _in_torch(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttent
         [Tq, K, D] belong to the computed nodes. keys and values [slots, K, D] are one layer of the
         pool, with the computed nodes already written.
     """
-    if isinstance(batch.prefix_slots, PrefixTable):
+    if batch.fixed_shapes:
         return lambda query, key, value, keys, values: reference.padded_tree_attention(
             query, keys, values, batch
         )
@@ -47,7 +47,7 @@ def _in_c(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
 
 
 def _c_supports(batch: TreeBatch, activation: Activation = SOFTMAX) -> bool:
-    return isinstance(batch.prefix_slots, tuple)
+    return not batch.fixed_shapes
 
 
 def _reads(batch: TreeBatch, activation: Activation = SOFTMAX) -> Tensor:

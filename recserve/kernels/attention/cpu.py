@@ -1,7 +1,7 @@
 """Tree attention on a CPU: in C where it supports the heads, the type and the trees, else in torch.
 
-torch attends in blocks of rows. The rows of a block see the root, the nodes of the block, and the
-ancestors of its first node, because nodes are in preorder. So a block of n rows under R root tokens
+torch attends in blocks of rows. The rows of a block see the prefix, the nodes of the block, and the
+ancestors of its first node, because nodes are in preorder. So a block of n rows under R tokens
 costs n x (R + n + depth) scores, and a mask of the whole tree never exists. Each block copies its
 keys and values once per layer.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recserve.kernels.attention.native import HeadLayout, NativeTreeAttention, supports
 from recserve.kernels.attention.reference import SOFTMAX, Activation
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import TreeBatch
 
 ROWS = 128
 
@@ -30,7 +30,7 @@ class CpuTreeAttention:
         """Stores what to attend to.
 
         Args:
-            batch: Trees of one forward pass; root slots as a tuple.
+            batch: Trees of one forward pass.
             activation: Softmax, or SiLU with a constant normaliser.
             native: Whether to attend in C where C supports it.
         """
@@ -109,7 +109,7 @@ class _Block:
 
     Attributes:
         rows: The rows among the computed nodes, n of them.
-        slots: [m] slots of root and nodes.
+        slots: [m] slots of prefix and nodes.
         mask: [n * G, m]. 0 or -inf for softmax, 0 or 1 for SiLU. None if all rows see all keys.
     """
 
@@ -119,14 +119,13 @@ class _Block:
 
 
 def _blocks(batch: TreeBatch, activation: Activation, heads: HeadLayout) -> list[_Block]:
-    tree, roots = batch.tree, batch.prefix_slots
-    assert not isinstance(roots, PrefixTable)
+    tree, prefixes = batch.tree, batch.prefixes
     queries = torch.arange(tree.num_nodes) if batch.queries is None else batch.queries
     bounds = torch.searchsorted(queries, tree.offsets).tolist()
     offsets = tree.offsets.tolist()
-    shared = [0] * len(roots) if tree.shared is None else tree.shared.tolist()
+    shared = [0] * len(prefixes) if tree.shared is None else tree.shared.tolist()
     blocks = []
-    for b, root in enumerate(roots):
+    for b, prefix in enumerate(prefixes):
         for begin in range(bounds[b], bounds[b + 1], ROWS):
             rows = slice(begin, min(begin + ROWS, bounds[b + 1]))
             nodes = queries[rows]
@@ -135,11 +134,11 @@ def _blocks(batch: TreeBatch, activation: Activation, heads: HeadLayout) -> list
             columns = columns[(tree.ends[columns] > nodes[0]) | (columns < for_all)]
             row = nodes[:, None]
             seen = ((columns <= row) & (row < tree.ends[columns])) | (columns < for_all)
-            before = torch.ones(nodes.shape[0], root.shape[0], dtype=torch.bool)
+            before = torch.ones(nodes.shape[0], prefix.shape[0], dtype=torch.bool)
             if tree.prefix_limits is not None:
-                before = torch.arange(root.shape[0]) < tree.prefix_limits[row]
+                before = torch.arange(prefix.shape[0]) < tree.prefix_limits[row]
             seen = torch.cat([before, seen], dim=1)
-            slots = torch.cat([root, batch.slots[columns]])
+            slots = torch.cat([prefix, batch.slots[columns]])
             blocks.append(_Block(rows, slots, _mask(seen, activation, heads)))
     return blocks
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.layers.reference import HeadNorms, rotate
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import TreeBatch
 
 BITS = 22
 HALF = 2.0**11
@@ -210,31 +210,30 @@ def _plan(batch: TreeBatch) -> list[_Part]:
     offsets = tree.offsets.tolist()
     bounds = torch.searchsorted(queries, tree.offsets).tolist()
     parts = []
-    assert not isinstance(batch.prefix_slots, PrefixTable)
-    for b, prefix_slots in enumerate(batch.prefix_slots):
+    for b, prefix in enumerate(batch.prefixes):
         start, stop = offsets[b], offsets[b + 1]
         nodes = queries[bounds[b] : bounds[b + 1]]
         if not nodes.shape[0]:
             continue
-        assert prefix_slots.shape[0] + stop - start <= MOST_KEYS
+        assert prefix.shape[0] + stop - start <= MOST_KEYS
         rows = slice(bounds[b], bounds[b + 1])
         bias = None
         if tree.prefix_limits is not None:
-            place = torch.arange(prefix_slots.shape[0], device=device)
+            place = torch.arange(prefix.shape[0], device=device)
             bias = _added(place < tree.prefix_limits[nodes][:, None])
         levels = int(tree.depths[nodes].max()) + 1
         shared = 0 if tree.shared is None else int(tree.shared[b])
         if not shared and 2 * levels <= stop - start:
             path = torch.cat([nodes[:, None], tree.ancestors(levels - 1)[nodes]], dim=1)
             own = batch.slots[path.clamp(min=0)]
-            parts.append(_Part(rows, _place(prefix_slots), bias, own, _added(path >= 0)))
+            parts.append(_Part(rows, _place(prefix), bias, own, _added(path >= 0)))
             continue
         columns = torch.arange(start, stop, device=device)
         seen = (columns <= nodes[:, None]) & (nodes[:, None] < tree.ends[start:stop])
         seen[:, :shared] = True
         if bias is None:
-            bias = torch.zeros(nodes.shape[0], prefix_slots.shape[0], device=device)
-        slots = torch.cat([prefix_slots, batch.slots[start:stop]])
+            bias = torch.zeros(nodes.shape[0], prefix.shape[0], device=device)
+        slots = torch.cat([prefix, batch.slots[start:stop]])
         parts.append(_Part(rows, _place(slots), torch.cat([bias, _added(seen)], dim=1)))
     return parts
 

@@ -1,9 +1,9 @@
 """Attention to a KV pool of any storage type.
 
 Triton reads FP8 directly. Other devices decode what a batch reads once per layer, each tree next to
-its root. Attention in the query's own type then reads the decoded copy. The copy includes the keys
-and values of the nodes computed now. So a node has the same values for nodes scored with it and
-for nodes scored later.
+its prefix. Attention in the query's own type then reads the decoded copy. The copy includes the
+keys and values of the nodes computed now. So a node has the same values for nodes scored with it
+and for nodes scored later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recserve.kernels.attention.attention import BatchAttention
 from recserve.kernels.attention.reference import Activation
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.cache.fp8 import Fp8, Stored
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 PoolAttention = Callable[[TreeBatch, Activation], Callable[..., Tensor]]
 
@@ -29,7 +29,7 @@ def attention_to(stored: Stored, attention: BatchAttention) -> PoolAttention:
         return attention
 
     def attend(batch: TreeBatch, activation: Activation) -> Callable[..., Tensor]:
-        if isinstance(batch.prefix_slots, PrefixTable):
+        if batch.fixed_shapes:
             return attention(batch, activation)  # the reference, which accepts any type
         return DecodedAttention(batch, activation, attention)
 
@@ -45,17 +45,16 @@ class DecodedAttention:
         activation: Activation,
         attention: BatchAttention,
     ) -> None:
-        assert not isinstance(batch.prefix_slots, PrefixTable)
-        read, roots, nodes, begin = [], [], [], 0
+        read, prefixes, nodes, begin = [], [], [], 0
         bounds = pairwise(batch.tree.offsets.tolist())
-        for root, (start, stop) in zip(batch.prefix_slots, bounds, strict=True):
-            read += [root, batch.slots[start:stop]]
-            end = begin + root.shape[0] + stop - start
-            places = torch.arange(begin, end, device=root.device)
-            roots.append(places[: root.shape[0]])
-            nodes.append(places[root.shape[0] :])
+        for prefix, (start, stop) in zip(batch.prefixes, bounds, strict=True):
+            read += [prefix, batch.slots[start:stop]]
+            end = begin + prefix.shape[0] + stop - start
+            places = torch.arange(begin, end, device=prefix.device)
+            prefixes.append(places[: prefix.shape[0]])
+            nodes.append(places[prefix.shape[0] :])
             begin = end
-        moved = TreeBatch(batch.tree, batch.queries, torch.cat(nodes), tuple(roots))
+        moved = TreeBatch(batch.tree, batch.queries, torch.cat(nodes), Prefixes.of(prefixes))
         self._read, self._computed = torch.cat(read), moved.query_slots()
         self._attention = attention(moved, activation)
 

@@ -173,14 +173,14 @@ def test_the_host_waits_once_a_step(monkeypatch, force_kernels):
         limits = GraphLimits((StepShape(6, 1, 3),), seconds=float("inf"))
         graphs = TextStepGraphs(
             scheduler.runner,
+            scheduler.kv,
             scheduler.model,
-            8,
             limits,
             EagerRecorder(),
-            drafters=engine.drafters,
+            engine.drafters,
         )
         engine.schedulers["text"] = TextScheduler(
-            scheduler.runner, scheduler.model, scheduler.limits, graphs
+            scheduler.runner, scheduler.model, scheduler.limits, graphs, kv=scheduler.kv
         )
         params = SamplingParams(1.3, max_tokens=8)
         engine.submit(TextQuery(prompts(1)[0], params, Speculation("medusa", num_tokens=3)))

@@ -183,7 +183,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     def made_by(limits):
         wanted.clear()
         names = {"far": drafters_of(model)["far"]}
-        return TextStepGraphs(scheduler.runner, model, 4, limits, Large(), names)
+        return TextStepGraphs(scheduler.runner, scheduler.kv, model, limits, Large(), names)
 
     drawn = [made for made in made_by(limits).captured if made.bucket.kind.rule == "rejection"]
     assert [made.bucket.name for made in drawn] == ["16x1 rejection"]
@@ -232,14 +232,14 @@ def test_the_host_waits_once_a_step(monkeypatch, force_kernels):
         limits = GraphLimits((StepShape(5, 1, 3),), seconds=float("inf"))
         graphs = TextStepGraphs(
             scheduler.runner,
+            scheduler.kv,
             scheduler.model,
-            8,
             limits,
             EagerRecorder(),
-            drafters=engine.drafters,
+            engine.drafters,
         )
         engine.schedulers["text"] = TextScheduler(
-            scheduler.runner, scheduler.model, scheduler.limits, graphs
+            scheduler.runner, scheduler.model, scheduler.limits, graphs, kv=scheduler.kv
         )
         words = Speculation("drawn", "rejection", num_tokens=3)
         engine.submit(TextQuery(prompts(1)[0], SamplingParams(1.3, max_tokens=7), words))

@@ -212,7 +212,7 @@ def test_no_record_is_begun_without_time_or_memory(model):
             return step
 
     limits = GraphLimits(SHAPES, seconds=float("inf"), bytes=2 * 2**30)
-    graphs = TextStepGraphs(scheduler.runner, model, 4, limits, Large())
+    graphs = TextStepGraphs(scheduler.runner, scheduler.kv, model, limits, Large())
     assert [each.bytes for each in graphs.captured] == [2 * 2**30] * 2
     assert [made.bucket.name for made in graphs.captured] == ["2x1", "16x1"]
     wanted = engine.stats().unrecorded

@@ -6,7 +6,6 @@ from recserve.engine.text.text_step_graph import StepShape
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.attention import attention
 from recserve.kernels.cache import moves
-from recserve.kernels.tree_batch import PrefixTable
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -38,7 +37,7 @@ def engine():
     launched = []
 
     def kernel_attention(batch, *rest):
-        if not isinstance(batch.prefix_slots, PrefixTable):
+        if not batch.fixed_shapes:
             return stock(batch, *rest)
         launched.append(batch.tree.num_nodes)
         return triton_attention.TritonTreeAttention(batch, *rest)

@@ -11,7 +11,7 @@ from recserve.kernels.attention.native import HeadLayout
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain, root_branch
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, draw_tree, placed
 from tests.support.grids import covering
 
@@ -117,7 +117,7 @@ def test_isolated_branches_have_no_mask_over_the_whole_tree(activation, part):
     total, root = int(offsets[-1]), torch.arange(150)
     tree = root_branch(torch.zeros(total, dtype=torch.int64), offsets)
     queries = None if part is None else torch.arange(total)[part]
-    batch = TreeBatch(tree, queries, torch.arange(150, 150 + total), (root,))
+    batch = TreeBatch(tree, queries, torch.arange(150, 150 + total), Prefixes.of([root]))
     keys, values = torch.randn(2, 150 + total, 2, 8, generator=g)
     query = torch.randn(batch.num_queries, 2, 8, generator=g)
     same(batch, query, keys, values, activation)
@@ -134,7 +134,7 @@ def test_neighbours_do_not_change_a_tree():
     slots = batch.slots
     packed = CpuTreeAttention(batch)(query, keys[slots], values[slots], keys, values)
     alone_tree = draw_tree("tree", 20, torch.Generator().manual_seed(0))
-    alone = TreeBatch(alone_tree, None, slots[:20], batch.prefix_slots[:1])
+    alone = TreeBatch(alone_tree, None, slots[:20], Prefixes.of([batch.prefixes[0]]))
     out = CpuTreeAttention(alone)(query[:20], keys[slots[:20]], values[slots[:20]], keys, values)
     torch.testing.assert_close(packed[:20], out, rtol=1e-6, atol=1e-6)
 
@@ -144,7 +144,7 @@ def test_wrong_mask_is_noticed():
     reference.
     """
     batch, query, keys, values = draw_batch([("branches", 12)], [4], 2, 2, 16)
-    wrong = TreeBatch(chain(batch.tree.tokens), None, batch.slots, batch.prefix_slots)
+    wrong = TreeBatch(chain(batch.tree.tokens), None, batch.slots, batch.prefixes)
     slots = batch.slots
     expected = reference.tree_attention(query, keys, values, batch)
     got = CpuTreeAttention(wrong)(query, keys[slots], values[slots], keys, values)
@@ -170,7 +170,7 @@ def test_the_reference_has_gradients_for_training(kv_heads, activation, limits, 
     batch, query, keys, values = draw_batch(
         [("tree", 14)], [6], 4, kv_heads, 16, cached=cached, limits=limits
     )
-    order = torch.cat([batch.prefix_slots[0], batch.slots])
+    order = torch.cat([batch.prefixes[0], batch.slots])
     inputs = [x.double().requires_grad_() for x in (query, keys, values)]
     weight = torch.randn(len(query), 4, 16, generator=torch.Generator().manual_seed(2))
     floats = [x.float() for x in inputs]
@@ -222,7 +222,7 @@ def test_bfloat16_is_near_the_float32_reference(root):
 def test_roots_in_a_table_are_the_same_roots(kinds, roots, heads, kv_heads, dim):
     """Behind the end of a root, and in the spare slot, stands NaN."""
     batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
-    owned = torch.cat([batch.slots, *batch.prefix_slots])
+    owned = torch.cat([batch.slots, *batch.prefixes])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     keys[foreign] = values[foreign] = float("nan")

@@ -8,7 +8,7 @@ import torch
 from recserve.kernels.attention import reference, triton_attention, triton_launch
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, root_branch
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support import triton_interpreter
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
 from tests.support.grids import chosen, covering
@@ -56,7 +56,7 @@ def test_silu_matches_reference(splits, shape, cached):
 def test_shared_rows_are_seen_by_all():
     batch, query, keys, values = draw_batch([("chain", 40), ("tree", 9)], [0, 5], 2, 2, 16)
     tree = replace(batch.tree, shared=torch.tensor([21, 0]))
-    batch = TreeBatch(tree, None, batch.slots, batch.prefix_slots)
+    batch = TreeBatch(tree, None, batch.slots, batch.prefixes)
     same(batch, query, keys, values, SOFTMAX)
     same(batch, query, keys, values, Activation(normalizer=9.0))
 
@@ -67,7 +67,7 @@ def test_shared_rows_are_seen_by_all():
 def test_every_element_is_written_and_no_foreign_one_is_read(splits, activation, monkeypatch):
     """Outputs and partial results start as NaN, and every slot that no tree owns holds NaN."""
     batch, query, keys, values = draw_batch([("tree", 70), ("branches", 33)], [130, 7], 4, 2, 24)
-    owned = torch.cat([batch.slots, *batch.prefix_slots])
+    owned = torch.cat([batch.slots, *batch.prefixes])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     assert foreign.any()
@@ -92,7 +92,7 @@ def test_blocks_that_no_row_sees_are_not_read(shared, monkeypatch):
     tree = replace(tree, shared=torch.tensor([shared])) if shared else tree
     keys, values = torch.randn(2, 64, 2, 16, generator=torch.Generator().manual_seed(0))
     slots, root = torch.arange(48), torch.arange(48, 64)
-    batch = TreeBatch(tree, torch.arange(33, 48), slots, (root,))
+    batch = TreeBatch(tree, torch.arange(33, 48), slots, Prefixes.of([root]))
     query = torch.randn(15, 4, 16, generator=torch.Generator().manual_seed(1))
     expected = reference.tree_attention(query, keys, values, batch)
     keys[16 if shared else 0 : 32] = float("nan")
@@ -146,7 +146,10 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     shift = 2**31 // (2 * 32) + 3
     far = [triton_interpreter.Far(x, shift * 2 * 32, monkeypatch) for x in (keys, values)]
     moved = TreeBatch(
-        batch.tree, None, batch.slots + shift, tuple(slots + shift for slots in batch.prefix_slots)
+        batch.tree,
+        None,
+        batch.slots + shift,
+        Prefixes.of([slots + shift for slots in batch.prefixes]),
     )
     got = triton_attention.TritonTreeAttention(moved)(query, query, query, *far)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
@@ -167,16 +170,18 @@ def test_8192_nodes_are_planned_and_long_roots_split():
     tree = root_branch(torch.zeros(8192, dtype=torch.int64), torch.arange(0, 8193, 2))
     slots = torch.arange(8192) + 2**17
     kernel = triton_attention.TritonTreeAttention(
-        TreeBatch(tree, None, slots, (torch.arange(2**17),))
+        TreeBatch(tree, None, slots, Prefixes.of([torch.arange(2**17)]))
     )
     plan = kernel.plan(32, 8, 256)
     trees, starts = kernel.blocks(plan)
     assert plan.block_q * plan.block_group == triton_launch.BLOCK_ROWS and plan.num_splits == 1
     assert plan.warps == 8 and kernel.plan(32, 8, 512).block_q * 4 == 64
     assert torch.equal(starts[trees == 0], torch.arange(0, 8192, plan.block_q))
-    small = TreeBatch(chain(torch.zeros(4, dtype=torch.int64)), None, slots[:4], (slots[:0],))
+    small = TreeBatch(
+        chain(torch.zeros(4, dtype=torch.int64)), None, slots[:4], Prefixes.of([slots[:0]])
+    )
     assert triton_attention.TritonTreeAttention(small).plan(32, 8, 256).num_splits == 1
-    long = TreeBatch(small.tree, None, slots[:4], (torch.arange(2**17),))
+    long = TreeBatch(small.tree, None, slots[:4], Prefixes.of([torch.arange(2**17)]))
     plan = triton_attention.TritonTreeAttention(long).plan(32, 8, 256)
     assert plan.num_splits == 33 and plan.num_blocks == 1
     assert triton_attention.TritonTreeAttention(long).plan(32, 8, 1024).block_keys == 16
@@ -246,7 +251,7 @@ def test_a_grid_for_longer_roots_gives_the_same(kinds, roots, heads, kv_heads, d
     split_short_roots(monkeypatch, 32)
     batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
     expected = reference.tree_attention(query, keys, values, batch)
-    owned = torch.cat([batch.slots, *batch.prefix_slots])
+    owned = torch.cat([batch.slots, *batch.prefixes])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     keys[foreign] = values[foreign] = float("nan")

@@ -11,7 +11,7 @@ from recserve.kernels.cache.fp8 import FP8, Fp8, parts
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.layers import reference as layers_reference
 from recserve.kernels.layers import triton_rope_write
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support import triton_interpreter
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
 from tests.support.fp8_values import CODES, pooled, spread
@@ -68,7 +68,7 @@ def test_encoding_is_the_twin_s():
 def poison(pool, batch):
     """Slots that no tree owns come back as NaN; some there must be."""
     foreign = torch.ones(pool.keys.shape[1], dtype=torch.bool)
-    foreign[torch.cat([batch.slots, *batch.prefix_slots])] = False
+    foreign[torch.cat([batch.slots, *batch.prefixes])] = False
     assert foreign.any()
     for x in (pool.keys, pool.values):
         x.codes[0, foreign], x.exponents[0, foreign] = 127, 255
@@ -199,7 +199,10 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     stored = pool.keys[0], pool.values[0]
     expected = attention_reference.tree_attention(query, *stored, batch)
     moved = TreeBatch(
-        batch.tree, None, batch.slots + shift, tuple(slots + shift for slots in batch.prefix_slots)
+        batch.tree,
+        None,
+        batch.slots + shift,
+        Prefixes.of([slots + shift for slots in batch.prefixes]),
     )
     keys, values = map(far, stored)
     got = triton_attention.TritonTreeAttention(moved)(query, query, query, keys, values)

@@ -10,7 +10,7 @@ from recserve.kernels.linear import products
 from recserve.kernels.native import native, processor
 from recserve.kernels.native.processor import LEVELS
 from recserve.kernels.tree import chain
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.packing import PackedLinear, pack_weights, packable
 
 HEADS = HeadLayout(2, 2, 16, torch.float32)
@@ -23,7 +23,7 @@ needs_onednn = pytest.mark.skipif(
 
 def prompt(nodes: int) -> TreeBatch:
     slots = torch.arange(nodes)
-    return TreeBatch(chain(slots), None, slots, (slots[:0],))
+    return TreeBatch(chain(slots), None, slots, Prefixes.of([slots[:0]]))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.layers import triton_rope_write
 from recserve.kernels.linear import triton_head_topk
 from recserve.kernels.tree import merge
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.kernels.trie import triton_topk
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.level_search import ChildQuery
@@ -88,12 +88,12 @@ def batches(count, seed=0):
         tree = merge(trees) if len(trees) > 1 else trees[0]
         own = torch.arange(tree.num_nodes + 16)[number(0, 16) :][: tree.num_nodes]
         lengths = [0 if number(0, 5) == 0 else number(1, 9000) for _ in trees]
-        roots = tuple(torch.arange(n + 3)[number(0, 3) :][:n] for n in lengths)
-        if number(0, 3) == 0:
-            table = torch.zeros(len(trees) + 1, 4096, dtype=torch.int64)
-            rows = torch.arange(len(trees) + 1)[1:]
-            roots = PrefixTable(table, rows, torch.tensor(lengths))
-        yield TreeBatch(tree, None, own, roots)
+        table = torch.zeros(len(trees) + 1, 9216, dtype=torch.int64)
+        starts = [9216 * (row + 1) + number(0, 3) for row in range(len(trees))]
+        prefixes = Prefixes.in_table(table, starts, lengths)
+        if fixed := number(0, 3) == 0:
+            prefixes = replace(prefixes, longest=4096)
+        yield TreeBatch(tree, None, own, prefixes, fixed_shapes=fixed)
 
 
 @pytest.mark.slow
