@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.attention.cpu import CpuTreeAttention
+from recserve.kernels.attention.native import NativeTreeAttention
+from recserve.kernels.attention.reference import HeadLayout
 from recserve.kernels.linear import int8
 from recserve.kernels.linear.int8 import Int8Weight
 from recserve.kernels.linear.panels import Panels
@@ -127,9 +129,11 @@ def _attention(dtype: torch.dtype) -> Comparison:
     tree = TreeBatch(branches, None, below, Prefixes.of([prefix]))
     prompt = TreeBatch(chain(tokens), None, tokens, Prefixes.of([tokens[:0]]))
 
+    heads = HeadLayout(HEADS, 1, HEAD_DIM, dtype)
+
     def run(batch: TreeBatch, in_c: bool) -> Callable[[], object]:
         def attend() -> None:
-            attention = CpuTreeAttention(batch, native=in_c)
+            attention = NativeTreeAttention(batch) if in_c else CpuTreeAttention(batch, heads)
             for _ in range(LAYERS):
                 attention(kv[: batch.num_queries], kv, kv, kv, kv)
 

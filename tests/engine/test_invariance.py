@@ -13,7 +13,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime import invariance
 from recserve.engine.runtime.invariance import NotInvariant
-from recserve.kernels.attention.exact import ExactTreeAttention
+from recserve.kernels.attention.exact import exact_attention
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import PackedLinear, packable
 from recserve.schemas.events import EventInput, EventsRequest
@@ -169,14 +169,12 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
     monkeypatch.undo()
     build_engine(EngineModels(text=packed(long_sums())), SIZES)
 
-    def crowded(batch, activation):
-        attention = ExactTreeAttention(batch, activation)
+    def crowded(batch, heads, activation):
+        attention = exact_attention(batch, heads, activation)
         return lambda *rows: attention(*rows) * (1 + 1e-6 * (len(batch.prefixes) > 1))
 
-    monkeypatch.setattr(invariance, "ExactTreeAttention", crowded)
-    with pytest.raises(
-        NotInvariant, match="bits for 2 rows of a prefix with 1 other rows"
-    ):
+    monkeypatch.setattr(invariance, "exact_attention", crowded)
+    with pytest.raises(NotInvariant, match="bits for 2 rows of a prefix with 1 other rows"):
         build_engine(EngineModels(text=packed(long_sums())), SIZES)
 
 

@@ -48,11 +48,11 @@ class Fault:
     def __init__(self, runner, tree, forward=0, value=NAN, written=True):
         self.runner, self.tree, self.left = runner, tree, forward
         self.value, self.written, self.struck = value, written, False
-        self.hidden = runner.hidden
-        runner.hidden = self
+        self.layers = runner.layers
+        runner.layers = self
 
-    def __call__(self, batch, inputs, rows=None, taps=None, gate=None):
-        states = self.hidden(batch, inputs, rows, taps, gate)
+    def __call__(self, batch, x, rows=None, *rest):
+        states = self.layers(batch, x, rows, *rest)
         self.left -= 1
         if self.left == -1:
             self.struck = True
@@ -67,7 +67,7 @@ class Fault:
         return states
 
     def end(self):
-        self.runner.hidden = self.hidden
+        self.runner.layers = self.layers
         assert self.struck, "there was no such forward"
 
 

@@ -38,14 +38,12 @@ from recserve.engine.runtime.cuda_graphs import (
 )
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import StepLock
-from recserve.kernels.attention.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.kernels.trie import level_search
 from recserve.kernels.trie.fixed_trie import CAPACITY, NOWHERE, FixedTrie
 from recserve.kernels.trie.level_search import DEAD, ChildQuery, child_log_probs
 from recserve.kernels.trie.trie import BatchFilter, LeafBits, Trie, counted
-from recserve.models.attention import PagedAttention
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search.beam_search import Beams, BeamSearch
@@ -557,9 +555,7 @@ class TargetScorer:
 
     def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
         """Returns hidden states [Tq, E]. The tokens [Tq] are codes, so item tables may move."""
-        attend = PagedAttention(batch, self.runner.pool, SOFTMAX, self.runner.attention)
-        hidden: Tensor = self.model.decoder(self.model.tokens(tokens), batch.positions(), attend)
-        return hidden
+        return self.runner.layers(batch, self.model.tokens(tokens))
 
     def _prefixes(self) -> Prefixes:
         rows, lengths = self._words[:, 0], self._words[:, 1]

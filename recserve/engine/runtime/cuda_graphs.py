@@ -27,10 +27,8 @@ from torch import Tensor
 
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runtime.runner import Runner
-from recserve.kernels.attention.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
-from recserve.models.attention import PagedAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
 
@@ -375,10 +373,7 @@ class PrefillGraph(CapturedGraph[Tensor]):
         most = self.model.config.decoder.max_positions
         prefixes = Prefixes(self.kv.slots, self._starts, self._lengths, most)
         batch = TreeBatch(tree, None, self._slots, prefixes, fillers=1, fixed_shapes=True)
-        attend = PagedAttention(batch, self.runner.pool, SOFTMAX, self.runner.attention)
-        read = (self._last + count).clamp(min=0)
-        states: Tensor = self.model.decoder(self._x, batch.positions(), attend, read)
-        return states
+        return self.runner.layers(batch, self._x, (self._last + count).clamp(min=0))
 
 
 class PrefillGraphs(GraphSet[PrefillGraph]):
@@ -417,7 +412,7 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
             self.counts["size"] += 1
             return None
         self.counts["replayed"] += 1
-        graph.load(batch, self._embedded(batch.inputs.tokens))
+        graph.load(batch, self._model.embed(batch.inputs.tokens))
         return graph.replay()[PREFILL_STATES - states :].clone()
 
     def _fitting(self, batch: TreeBatch) -> PrefillGraph | None:
@@ -429,13 +424,6 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
         if batch.prefixes.longest > self._model.config.decoder.max_positions:
             return None
         return next((graph for graph in self.captured if count < graph.rows), None)
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        model = self._model
-        if isinstance(model, Recommender):
-            return model.embed(tokens)
-        found: Tensor = model.tokens(tokens)
-        return found
 
 
 def cuda_prefills(

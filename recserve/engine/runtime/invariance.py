@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
-from recserve.kernels.attention.exact import ExactPool, ExactTreeAttention
+from recserve.kernels.attention.exact import ExactPool, exact_attention
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.inputs import NodeInputs
@@ -71,13 +71,13 @@ def invariant_runner(
     slots = 2 * (sum(CHUNKS) + NODES) + max(OTHER_ROWS)
     scratch = ExactPool(adapter.kv_shape, slots, 1, kv_dtype, adapter.device)
     with torch.inference_mode():
-        if difference := _Trial(Runner(adapter, scratch, ExactTreeAttention), model).difference():
+        if difference := _Trial(Runner(adapter, scratch, exact_attention), model).difference():
             raise NotInvariant(
                 f"invariant: the {name} computes different bits {difference}, with "
                 f"{torch.get_num_threads()} threads and {adapter.dtype}; try threads 1 or float32"
             )
     pool = ExactPool(adapter.kv_shape, num_pages, page_size, kv_dtype, adapter.device)
-    return Runner(adapter, pool, ExactTreeAttention)
+    return Runner(adapter, pool, exact_attention)
 
 
 @dataclass(frozen=True)

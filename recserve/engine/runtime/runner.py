@@ -35,19 +35,26 @@ class ModelAdapter(Protocol):
 
     activation: Activation
 
-    def hidden(
+    def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
+        """Returns the embedded rows [Tq, E]. `gate` names the rows of mask tokens of a language
+        model.
+        """
+        ...
+
+    def layers(
         self,
-        inputs: NodeInputs,
+        x: Tensor,
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None,
-        taps: AuxHiddenStates | None = None,
-        gate: MaskRows | None = None,
+        taps: AuxHiddenStates | None,
+        gate: MaskRows | None,
+        groups: Tensor | None,
     ) -> Tensor:
-        """Returns final hidden states [Tq, E] of packed rows, or [R, E] of the given rows [R].
+        """Returns final hidden states [Tq, E] of embedded rows, or [R, E] of the given rows [R].
 
-        `taps` receives states between layers, where the network has a decoder. `gate` names the
-        rows of mask tokens, where the network is a language model.
+        `taps` receives states between layers, where the network has a decoder. `groups` [Tq] are
+        the token groups of a ranker.
         """
         ...
 
@@ -65,18 +72,24 @@ class DecoderAdapter:
         self.dtype: torch.dtype = model.tokens.weight.dtype
         self.device: torch.device = model.tokens.weight.device
 
-    def hidden(
+    def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
+        """Returns [Tq, E]."""
+        x = self.model.embed(inputs.tokens)
+        return x if gate is None else gate.embed(x)
+
+    def layers(
         self,
-        inputs: NodeInputs,
+        x: Tensor,
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None,
-        taps: AuxHiddenStates | None = None,
-        gate: MaskRows | None = None,
+        taps: AuxHiddenStates | None,
+        gate: MaskRows | None,
+        groups: Tensor | None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
-        given = {} if gate is None else {"gate": gate}
-        return self.model(inputs.tokens, positions, attend, rows, taps, **given)  # type: ignore[no-any-return]
+        hidden: Tensor = self.model.decoder(x, positions, attend, rows, taps, gate)
+        return hidden
 
 
 class RankerAdapter:
@@ -93,18 +106,23 @@ class RankerAdapter:
         self.dtype: torch.dtype = model.vector_projection.weight.dtype
         self.device: torch.device = model.vector_projection.weight.device
 
-    def hidden(
+    def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
+        """Returns [Tq, E]."""
+        return self.model.embed(inputs)
+
+    def layers(
         self,
-        inputs: NodeInputs,
+        x: Tensor,
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None,
-        taps: AuxHiddenStates | None = None,
-        gate: MaskRows | None = None,
+        taps: AuxHiddenStates | None,
+        gate: MaskRows | None,
+        groups: Tensor | None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
-        assert inputs.groups is not None and taps is None and gate is None
-        return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
+        assert groups is not None and taps is None and gate is None
+        return self.model(x, groups, attend, rows)  # type: ignore[no-any-return]
 
 
 class Runner:
@@ -150,22 +168,36 @@ class Runner:
         if masks is not None and batch.tree.kinds is not None:
             kinds = batch.tree.kinds
             gate = MaskRows.of(masks, kinds if batch.queries is None else kinds[batch.queries])
-        hidden = self.hidden(batch, inputs, rows, taps, gate)
+        x = self.adapter.embed(inputs, gate)
+        hidden = self.layers(batch, x, rows, taps, gate, inputs.groups)
         if len(parts) == 1:
             return [hidden]
         return list(torch.split(hidden, [_num_states(part) for part in parts]))
 
-    def hidden(
+    def layers(
         self,
         batch: TreeBatch,
-        inputs: NodeInputs,
+        x: Tensor,
         rows: Tensor | None = None,
         taps: AuxHiddenStates | None = None,
         gate: MaskRows | None = None,
+        groups: Tensor | None = None,
     ) -> Tensor:
-        """Returns the hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
+        """Runs all layers: the forward pass of prefills, searches and texts, captured or launched.
+
+        Args:
+            batch: Trees, and where their keys and values lie.
+            x: [Tq, E] embedded inputs of the computed nodes.
+            rows: [R] computed nodes whose states to return. None means all.
+            taps: Receives the states of `rows` between layers.
+            gate: Rows of mask tokens.
+            groups: [Tq] token groups of a ranker.
+
+        Returns:
+            [Tq, E] final hidden states, or [R, E].
+        """
         attend = PagedAttention(batch, self.pool, self.adapter.activation, self.attention)
-        return self.adapter.hidden(inputs, batch.positions(), attend, rows, taps, gate)
+        return self.adapter.layers(x, batch.positions(), attend, rows, taps, gate, groups)
 
 
 def _num_states(part: TreeBatch) -> int:

@@ -368,7 +368,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         taps, gate = taps_for(self.readers), None
         if self.masks is not None:
             gate = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
-        hidden = self.runner.hidden(batch, NodeInputs(tree.tokens), None, taps, gate)
+        x = self.runner.adapter.embed(NodeInputs(tree.tokens), gate)
+        hidden = self.runner.layers(batch, x, None, taps, gate)
         past = None
         if self.capacity is not None:
             seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]

@@ -16,12 +16,14 @@ grids are as fine as float32. The remaining operations (exp, products, a divisio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.fp8 import DecodedAttention
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.layers.reference import HeadNorms, rotate
 from recserve.kernels.tree_batch import TreeBatch
@@ -200,6 +202,15 @@ class ExactTreeAttention:
         weights = (scores - scores.amax(-1, keepdim=True)).exp_()
         grid = 2.0**NORMALISER_BITS
         return weights, (weights * grid).round_().sum(-1, keepdim=True) / grid
+
+
+def exact_attention(
+    batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Prepares the attention of one batch, as `attention.tree_attention`."""
+    if heads.fp8:
+        return DecodedAttention(batch, heads, activation, exact_attention)
+    return ExactTreeAttention(batch, activation)
 
 
 def _plan(batch: TreeBatch) -> list[_Part]:

@@ -1,39 +1,22 @@
-"""Attention to a KV pool of any storage type.
+"""Attention on a CPU to an FP8 pool.
 
-Triton reads FP8 directly. Other devices decode what a batch reads once per layer, each tree next to
-its prefix. Attention in the query's own type then reads the decoded copy. The copy includes the
-keys and values of the nodes computed now. So a node has the same values for nodes scored with it
-and for nodes scored later.
+Once per layer, what a batch reads is decoded to the query's own type, each tree next to its prefix.
+Attention in that type then reads the copy. The copy includes the keys and values of the nodes
+computed now. So a node has the same values for nodes scored with it and for nodes scored later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from recserve.kernels.attention.attention import BatchAttention
-from recserve.kernels.attention.reference import Activation
-from recserve.kernels.backend import Backend, backend_of
+from recserve.kernels.attention.reference import Activation, HeadLayout
 from recserve.kernels.cache.fp8 import Fp8, Stored
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
-
-PoolAttention = Callable[[TreeBatch, Activation], Callable[..., Tensor]]
-
-
-def attention_to(stored: Stored, attention: BatchAttention) -> PoolAttention:
-    """Returns the same attention for layers of keys and values that are stored like `stored`."""
-    if isinstance(stored, Tensor) or backend_of(stored) is Backend.TRITON:
-        return attention
-
-    def attend(batch: TreeBatch, activation: Activation) -> Callable[..., Tensor]:
-        if batch.fixed_shapes:
-            return attention(batch, activation)  # the reference, which accepts any type
-        return DecodedAttention(batch, activation, attention)
-
-    return attend
 
 
 class DecodedAttention:
@@ -42,9 +25,11 @@ class DecodedAttention:
     def __init__(
         self,
         batch: TreeBatch,
+        heads: HeadLayout,
         activation: Activation,
-        attention: BatchAttention,
+        attention: Callable[[TreeBatch, HeadLayout, Activation], Callable[..., Tensor]],
     ) -> None:
+        """Plans the copy. `attention` attends to it."""
         read, prefixes, nodes, begin = [], [], [], 0
         bounds = pairwise(batch.tree.offsets.tolist())
         for prefix, (start, stop) in zip(batch.prefixes, bounds, strict=True):
@@ -56,7 +41,7 @@ class DecodedAttention:
             begin = end
         moved = TreeBatch(batch.tree, batch.queries, torch.cat(nodes), Prefixes.of(prefixes))
         self._read, self._computed = torch.cat(read), moved.query_slots()
-        self._attention = attention(moved, activation)
+        self._attention = attention(moved, replace(heads, fp8=False), activation)
 
     def __call__(
         self, query: Tensor, _key: Tensor, _value: Tensor, keys: Stored, values: Stored

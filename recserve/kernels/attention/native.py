@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.native.native import LANES, TYPES, N, P, compiled, library
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
@@ -36,27 +35,11 @@ class _Tree(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class HeadLayout:
-    """Heads of a model, as far as attention in C depends on them.
-
-    Attributes:
-        kv_heads: K.
-        group: G, query heads per KV head.
-        dim: D, head dimension.
-        dtype: Type of queries and keys.
-    """
-
-    kv_heads: int
-    group: int
-    dim: int
-    dtype: torch.dtype
-
-    def in_c(self) -> bool:
-        """Returns whether C attends with these heads."""
-        if self.dtype not in TYPES or self.dim % LANES or library() is None:
-            return False
-        return max(self.group, AT_ONCE) * self.dim <= MOST_NUMBERS
+def supports_heads(heads: HeadLayout) -> bool:
+    """Returns whether C attends with these heads."""
+    if heads.fp8 or heads.dtype not in TYPES or heads.dim % LANES or library() is None:
+        return False
+    return max(heads.group, AT_ONCE) * heads.dim <= MOST_NUMBERS
 
 
 class NativeTreeAttention:

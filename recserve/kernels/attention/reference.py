@@ -30,6 +30,33 @@ class Activation:
 SOFTMAX = Activation()
 
 
+@dataclass(frozen=True)
+class HeadLayout:
+    """Heads of a model and how a pool stores them: with the batch, they decide who attends.
+
+    Attributes:
+        kv_heads: K.
+        group: G, query heads per KV head.
+        dim: D, head dimension.
+        dtype: Type of queries.
+        fp8: Whether keys and values are stored in FP8. Otherwise they have the type of queries.
+    """
+
+    kv_heads: int
+    group: int
+    dim: int
+    dtype: torch.dtype
+    fp8: bool = False
+
+    @staticmethod
+    def of(query: Tensor, keys: Stored) -> HeadLayout:
+        """Returns the layout of queries [Tq, H, D] to keys [slots, K, D] of a pool's layer."""
+        kv_heads, dim = keys.shape[1:]
+        return HeadLayout(
+            kv_heads, query.shape[1] // kv_heads, dim, query.dtype, isinstance(keys, Fp8)
+        )
+
+
 def tree_attention(
     query: Tensor,
     keys: Stored,

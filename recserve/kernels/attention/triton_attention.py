@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recserve.kernels.attention import triton_launch
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.attention.triton_launch import AttentionWork, Launch, machine_of
 from recserve.kernels.cache.fp8 import Fp8, Stored, parts
 from recserve.kernels.cache.triton_fp8 import decoded, has_native, powers
@@ -230,7 +230,9 @@ def _merge(
 class TritonTreeAttention:
     """Attention of one batch, laid out once and called once per layer."""
 
-    def __init__(self, batch: TreeBatch, activation: Activation = SOFTMAX) -> None:
+    def __init__(
+        self, batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX
+    ) -> None:
         tree = batch.tree
         device = batch.slots.device
         self.batch, self.activation = batch, activation
@@ -241,7 +243,9 @@ class TritonTreeAttention:
         # The grid is sized for the longest prefix that there may be.
         self.prefix_starts = batch.prefixes.starts.contiguous()
         self.prefix_lengths = batch.prefixes.lengths.contiguous()
-        self._laid_out: dict[tuple[int, int, int], tuple[Launch, Tensor, Tensor]] = {}
+        row_bytes = triton.next_power_of_2(heads.dim) * heads.dtype.itemsize
+        self.plan = self._plan(heads.group * heads.kv_heads, heads.kv_heads, row_bytes)
+        self._blocks = self.blocks(self.plan)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Stored, values: Stored
@@ -267,11 +271,7 @@ class TritonTreeAttention:
                 "train through reference.tree_attention, or serve in torch.inference_mode()"
             )
         num_queries, heads, dim = query.shape
-        sizes = heads, keys.shape[1], triton.next_power_of_2(dim) * query.dtype.itemsize
-        if sizes not in self._laid_out:
-            plan = self.plan(*sizes)
-            self._laid_out[sizes] = plan, *self.blocks(plan)
-        plan, trees, starts = self._laid_out[sizes]
+        plan, (trees, starts) = self.plan, self._blocks
         rows, device = num_queries * heads, query.device
         query = query.contiguous()
         silu = self.activation.normalizer is not None
@@ -306,7 +306,7 @@ class TritonTreeAttention:
             )  # fmt: skip
         return out
 
-    def plan(self, heads: int, kv_heads: int, row_bytes: int) -> Launch:
+    def _plan(self, heads: int, kv_heads: int, row_bytes: int) -> Launch:
         """Returns the launch for these head counts. row_bytes: bytes of a padded key."""
         trees, fillers = self.batch.tree.num_trees, self.batch.fillers
         work = AttentionWork(self.query_nodes.shape[0], trees, self.batch.prefixes.longest, fillers)

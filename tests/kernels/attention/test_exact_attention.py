@@ -7,7 +7,7 @@ import torch
 
 from recserve.kernels.attention import reference
 from recserve.kernels.attention.exact import BITS, ExactTreeAttention, exponents, on_grid, powers
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support.attention_batches import SHAPES, draw_batch
@@ -98,14 +98,14 @@ def test_plain_attention_would_not_pass():
     from recserve.kernels.attention.cpu import CpuTreeAttention
 
     batch, query, keys, values = draw_batch([("tree", 30)], [45], 4, 2, 32)
-    together = CpuTreeAttention(batch)(query, keys[batch.slots], values[batch.slots], keys, values)
+    heads = HeadLayout.of(query, keys)
+    together = CpuTreeAttention(batch, heads)(query, query, query, keys, values)
     differ = 0
     for node in range(30):
         *before, own = on_path(batch.tree, node)
         root = torch.cat([batch.prefixes[0], batch.slots[before]])
         alone = TreeBatch(chain(torch.zeros(1)), None, batch.slots[[own]], Prefixes.of([root]))
-        slots = alone.slots
-        got = CpuTreeAttention(alone)(query[[node]], keys[slots], values[slots], keys, values)
+        got = CpuTreeAttention(alone, heads)(query[[node]], query, query, keys, values)
         differ += not torch.equal(got[0], together[node])
     assert differ
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from recserve.kernels.attention import reference
-from recserve.kernels.attention.native import HeadLayout, NativeTreeAttention
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.native import NativeTreeAttention, supports_heads
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
@@ -134,10 +134,11 @@ def test_no_root_token_behind_the_limit_is_seen(limit, activation):
 
 
 def test_heads_that_c_does_not_attend_with():
-    assert HeadLayout(2, 2, 64, torch.float32).in_c()
+    assert supports_heads(HeadLayout(2, 2, 64, torch.float32))
     for heads in (
         HeadLayout(2, 2, 60, torch.float32),
         HeadLayout(2, 2, 64, torch.float16),
         HeadLayout(1, 200, 1024, torch.float32),
+        HeadLayout(2, 2, 64, torch.float32, fp8=True),
     ):
-        assert not heads.in_c()
+        assert not supports_heads(heads)

@@ -5,7 +5,8 @@ import torch
 
 from recserve.kernels.attention import reference as attention_reference
 from recserve.kernels.attention import triton_attention
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
+from recserve.kernels.attention.triton_attention import TritonTreeAttention
 from recserve.kernels.cache import moves, triton_fp8, triton_moves
 from recserve.kernels.cache.fp8 import FP8, Fp8, parts
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
@@ -86,7 +87,7 @@ def poisoned(monkeypatch):
 def compare(batch, query, pool, activation=SOFTMAX, **tolerance):
     keys, values = pool.keys[0], pool.values[0]
     expected = attention_reference.tree_attention(query.float(), keys, values, batch, activation)
-    kernel = triton_attention.TritonTreeAttention(batch, activation)
+    kernel = TritonTreeAttention(batch, HeadLayout.of(query, keys), activation)
     got = kernel(query, query, query, keys, values)
     torch.testing.assert_close(got.float(), expected, **(tolerance or {"rtol": 2e-5, "atol": 5e-6}))
 
@@ -129,8 +130,8 @@ def test_a_grid_for_longer_roots(monkeypatch, poisoned):
     expected = attention_reference.tree_attention(query, pool.keys[0], pool.values[0], batch)
     poison(pool, batch)
     hole = int((pool.keys[0].exponents[:, 0] == 255).nonzero()[0])
-    kernel = triton_attention.TritonTreeAttention(as_table(batch, 700, hole))
-    assert kernel.plan(4, 2, 64).num_splits > 4
+    kernel = TritonTreeAttention(as_table(batch, 700, hole), HeadLayout.of(query, pool.keys[0]))
+    assert kernel.plan.num_splits > 4
     got = kernel(query, query, query, pool.keys[0], pool.values[0])
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
@@ -205,7 +206,7 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
         Prefixes.of([slots + shift for slots in batch.prefixes]),
     )
     keys, values = map(far, stored)
-    got = triton_attention.TritonTreeAttention(moved)(query, query, query, keys, values)
+    got = TritonTreeAttention(moved, HeadLayout.of(query, keys))(query, query, query, keys, values)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
     qkv, angles = torch.randn(4, 8, dim), torch.randn(4, dim // 2)
     twin = [Fp8(x.codes.clone(), x.exponents.clone()) for x in stored]

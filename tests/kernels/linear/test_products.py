@@ -5,7 +5,8 @@ import torch
 
 from recserve.kernels.attention.attention import tree_attention
 from recserve.kernels.attention.cpu import CpuTreeAttention
-from recserve.kernels.attention.native import HeadLayout
+from recserve.kernels.attention.native import NativeTreeAttention
+from recserve.kernels.attention.reference import HeadLayout
 from recserve.kernels.linear import products
 from recserve.kernels.native import native, processor
 from recserve.kernels.native.processor import LEVELS
@@ -46,9 +47,8 @@ def test_c_multiplies_and_attends_wherever_it_can(kernels, force_kernels):
     in_c = kernels != "torch"
     assert [(layer.panels is not None) for layer in model] == [in_c] * 2
     for nodes in (1, 700):
-        attention = tree_attention(prompt(nodes))
-        assert isinstance(attention, CpuTreeAttention)
-        assert (attention.native_attention(HEADS) is not None) == in_c
+        attention = tree_attention(prompt(nodes), HEADS)
+        assert isinstance(attention, NativeTreeAttention if in_c else CpuTreeAttention)
 
 
 @needs_compiler

@@ -13,6 +13,8 @@ import torch
 from recserve.kernels.acceptance import triton_accept, triton_accept_drawn
 from recserve.kernels.acceptance.acceptance import DraftProbs, Keys
 from recserve.kernels.attention import triton_attention
+from recserve.kernels.attention.reference import HeadLayout
+from recserve.kernels.attention.triton_attention import TritonTreeAttention
 from recserve.kernels.cache import fp8, triton_moves
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.layers import triton_rope_write
@@ -108,7 +110,7 @@ def test_attention_over_a_day_of_texts(dtype, keys, monkeypatch):
     for number, batch in enumerate(batches(300)):
         query = torch.empty(batch.num_queries, heads, dim, dtype=torch.float16)
         layer = number % 2
-        attention = triton_attention.TritonTreeAttention(batch)
+        attention = TritonTreeAttention(batch, HeadLayout.of(query, pool.keys[layer]))
         attention(query, query, query, pool.keys[layer], pool.values[layer])
         paths = torch.zeros(batch.tree.num_trees, 1 + number % 17, dtype=torch.int64)
         lengths = torch.zeros(len(paths) + 1, dtype=torch.int64)[number % 2 :][: len(paths)]
