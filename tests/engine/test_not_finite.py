@@ -179,7 +179,7 @@ def test_the_last_forward_is_looked_at_like_the_first(world, strategy):
     counted = Fault(scheduler.runner, 0, 10**9)
     outcomes(world.engine, [request])
     forwards = 10**9 - counted.left
-    scheduler.runner.hidden = counted.hidden
+    scheduler.runner.layers = counted.layers
     assert_one_fails(world.engine, scheduler, [request], 0, forwards - 1)
 
 

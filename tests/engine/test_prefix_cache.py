@@ -76,6 +76,27 @@ def test_a_page_that_is_to_be_copied_gives_way():
     assert cache.num_available == 0
 
 
+def test_a_request_has_a_row_with_the_slots_of_its_pages():
+    """In order, as it grows, at one address; the next one waits for the row."""
+    cache = KVCache(KVPool(KVShape(1, 1, 4), 9, SIZE), num_rows=1)
+    one, other = (
+        Sequence(request=None, future=Future(), submitted_s=0.0, model="text") for _ in "ab"
+    )
+    assert cache.place(one, PrefixKeys(np.arange(6)), 1, separate=False) == (0, None)
+    row, address = one.row, one.slots.data_ptr()
+    assert cache.place(other, PrefixKeys(np.arange(3)), 1, separate=False) is None
+    assert other.row == 0 and not other.pages
+    assert cache.grow(one, 3) and not cache.grow(one, 5)
+    slots = [SIZE * page + place for page in one.pages for place in range(SIZE)]
+    assert len(one.pages) == 5 and one.slots[: len(slots)].tolist() == slots
+    assert (one.row, one.slots.data_ptr()) == (row, address)
+    under = cache.before([one], [7])
+    assert [prefix.tolist() for prefix in under] == [slots[:7]] and under.longest == 7
+    cache.release(one)
+    assert cache.place(other, PrefixKeys(np.arange(3)), 1, separate=False) and other.row == row
+    assert cache.slots[0].unique().tolist() == [cache.pool.spare_slot]
+
+
 def test_two_users_share_a_beginning():
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)

@@ -317,6 +317,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         self._host_columns = self._split(self._host.numpy())
         self._table = self._sampling([], device)
         self._loaded: Seq[TextSequence] = ()
+        self._host_columns.lengths[:] = 1
         self._fill(pack_trees([], [], (), self.shape.nodes, texts), [])
 
     def load(self, group: TextGroup) -> None:

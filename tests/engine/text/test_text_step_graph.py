@@ -80,7 +80,7 @@ def test_replays_write_the_plain_text(name, kind, recorded, expected):
         assert sum(a.counts.num_accepted_tokens for a in answers[::2]) > 0
     assert_no_leak(engine)
     rows = engine.schedulers["text"].graphs.rows
-    assert len(rows._free) == 64
+    assert not rows._counted
     # What fills a batch up is counted nowhere; what was written is.
     assert not rows.seen[0].any() and not rows.written[0].any()
     assert name != "everything" or rows.written.any()
