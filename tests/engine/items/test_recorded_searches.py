@@ -6,6 +6,7 @@ number that would be seen in any sum: pages nobody has written, and the spare sl
 
 import logging
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -199,7 +200,8 @@ def test_another_base_replaces_the_records():
     answered = []
 
     def record(step):
-        # The engine's lock is held: requests come between two records.
+        # The engine's lock is held: requests come between two records, for as long as one took.
+        time.sleep(0.01)
         if graphs is not None:
             answered.append(graphs.counts["replayed"])
         return step
