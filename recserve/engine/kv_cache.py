@@ -445,7 +445,7 @@ class KVCache:
 
     def before(self, sequences: Seq[Sequence], lengths: Seq[int]) -> Prefixes:
         """Returns the first tokens of requests as what is under their trees."""
-        return Prefixes.in_table(self.slots, [s.row * self.width for s in sequences], lengths)
+        return Prefixes(self.slots, [s.row * self.width for s in sequences], lengths)
 
     def _write(self, row: int, first: int, pages: Seq[int]) -> None:
         """Writes the slots of pages to a row, as its pages from number `first` on."""

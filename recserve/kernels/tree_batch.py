@@ -15,78 +15,105 @@ from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree, merge
 
 
-@dataclass(frozen=True)
 class Prefixes:
     """The prefixes under B trees, as parts of a table of slots.
 
     Prefix b lies at `slots.view(-1)[starts[b] : starts[b] + lengths[b]]`. The rest of the table is
-    not read. As a sequence, it has the slots [R] of each prefix; that reads the device.
+    not read. The host knows the places, except in a captured step. As a sequence, a `Prefixes` has
+    the slots [R] of each prefix.
 
     Attributes:
         slots: [R, W] or [N] pool slots, contiguous.
-        starts: [B] int64 first place of each prefix.
-        lengths: [B] int64 tokens of each prefix.
-        longest: Bound of the lengths that the host knows.
+        count: B.
+        longest: Bound of the lengths.
+        places: Starts and lengths on the host. None in a captured step.
     """
 
-    slots: Tensor
-    starts: Tensor
-    lengths: Tensor
-    longest: int
+    def __init__(self, slots: Tensor, starts: Seq[int], lengths: Seq[int]) -> None:
+        """Takes the first place and the number of tokens of each prefix."""
+        self.slots, self.count, self.longest = slots, len(lengths), max(lengths)
+        self.places: tuple[Seq[int], Seq[int]] | None = (starts, lengths)
+        self._columns: Tensor | None = None
 
     @staticmethod
-    def in_table(slots: Tensor, starts: Seq[int], lengths: Seq[int]) -> Prefixes:
-        """Returns prefixes at these places of a table, with one upload."""
-        both = on_device([starts, lengths], slots.device)
-        return Prefixes(slots, both[0], both[1], max(lengths))
+    def on_device(slots: Tensor, starts: Tensor, lengths: Tensor, longest: int) -> Prefixes:
+        """Returns prefixes whose places [B] only the device knows. None has more than `longest`
+        tokens.
+        """
+        found = Prefixes(slots, (), (longest,))
+        found.count, found.places = starts.shape[0], None
+        found._columns = torch.stack([starts, lengths])
+        return found
 
     @staticmethod
     def of(parts: Seq[Tensor]) -> Prefixes:
         """Returns prefixes with these slots, copied side by side."""
         lengths = [part.shape[0] for part in parts]
         starts = list(accumulate(lengths[:-1], initial=0))
-        slots = parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
-        return Prefixes.in_table(slots, starts, lengths)
+        return Prefixes(
+            parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts)), starts, lengths
+        )
 
     @staticmethod
     def merged(parts: Seq[Prefixes]) -> Prefixes:
         """Returns the prefixes of all parts in order."""
         if any(part.slots is not parts[0].slots for part in parts):
             return Prefixes.of([slots for part in parts for slots in part])
-        starts = torch.cat([part.starts for part in parts])
-        lengths = torch.cat([part.lengths for part in parts])
-        return Prefixes(parts[0].slots, starts, lengths, max(part.longest for part in parts))
+        places = [part.on_host() for part in parts]
+        starts = [start for own, _ in places for start in own]
+        return Prefixes(parts[0].slots, starts, [length for _, own in places for length in own])
+
+    @property
+    def starts(self) -> Tensor:
+        """[B] int64 first place of each prefix, on the device."""
+        return self._both()[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64 tokens of each prefix, on the device."""
+        return self._both()[1]
+
+    def _both(self) -> Tensor:
+        if self._columns is None:
+            self._columns = on_device(self.on_host(), self.slots.device)
+        return self._columns
+
+    def on_host(self) -> tuple[Seq[int], Seq[int]]:
+        """Returns `places`, which a captured step may not ask for."""
+        assert self.places is not None, "only the device knows these prefixes"
+        return self.places
 
     def after(self, count: int) -> Prefixes:
         """Returns the prefixes without their first `count` tokens."""
-        lengths = (self.lengths - count).clamp(min=0)
-        return Prefixes(self.slots, self.starts + count, lengths, max(self.longest - count, 0))
+        starts, lengths = self.on_host()
+        return Prefixes(
+            self.slots, [s + count for s in starts], [max(n - count, 0) for n in lengths]
+        )
 
     def last(self, count: int) -> Prefixes:
         """Returns the last `count` tokens of each prefix, or all tokens of a shorter one."""
-        lengths = self.lengths.clamp(max=count)
-        starts = self.starts + self.lengths - lengths
-        return Prefixes(self.slots, starts, lengths, min(self.longest, count))
+        starts, lengths = self.on_host()
+        kept = [min(n, count) for n in lengths]
+        moved = [s + n - k for s, n, k in zip(starts, lengths, kept, strict=True)]
+        return Prefixes(self.slots, moved, kept)
 
     def reversed(self) -> Prefixes:
         """Returns a copy with the tokens of each prefix in reverse order."""
-        size = max(self.longest, 1)
-        places = self.starts + self.lengths - 1
-        places = (places[:, None] - torch.arange(size, device=places.device)).clamp(min=0)
-        starts = torch.arange(len(self), device=places.device) * size
-        return Prefixes(self.slots.view(-1)[places], starts, self.lengths, self.longest)
+        size, device = max(self.longest, 1), self.slots.device
+        places = (self.starts + self.lengths - 1)[:, None] - torch.arange(size, device=device)
+        starts = range(0, size * len(self), size)
+        slots = self.slots.view(-1)[places.clamp(min=0)]
+        return Prefixes(slots, starts, self.on_host()[1])
 
     def __len__(self) -> int:
-        return self.lengths.shape[0]
+        return self.count
 
     def __getitem__(self, number: int) -> Tensor:
-        start, length = int(self.starts[number]), int(self.lengths[number])
-        return self.slots.view(-1)[start : start + length]
+        starts, lengths = self.on_host()
+        return self.slots.view(-1)[starts[number] : starts[number] + lengths[number]]
 
     def __iter__(self) -> Iterator[Tensor]:
-        flat = self.slots.view(-1)
-        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
-            yield flat[start : start + length]
+        return (self[number] for number in range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -152,8 +179,7 @@ class TreeBatch:
     def positions(self) -> Tensor:
         """Returns the absolute position [Tq] of each computed node: prefix length + depth."""
         depths = self.tree.depths if self.queries is None else self.tree.depths[self.queries]
-        lengths = self.prefixes.lengths
-        if lengths.shape[0] == 1:
-            return depths + lengths
-        trees = self.tree.tree_ids()
+        if self.prefixes.count == 1 and not self.fixed_shapes:
+            return depths + self.prefixes.longest
+        trees, lengths = self.tree.tree_ids(), self.prefixes.lengths
         return depths + lengths[trees if self.queries is None else trees[self.queries]]

@@ -196,12 +196,12 @@ class PagedAttention:
         pool = self.pool
         pool.write(layer, self.slots, key, value)
         keys, values = pool.keys[layer], pool.values[layer]
-        return self._with(HeadLayout.of(query, keys))(query, key, value, keys, values)
+        attend = self._prepared or self._prepare(HeadLayout.of(query, keys))
+        return attend(query, key, value, keys, values)
 
-    def _with(self, heads: HeadLayout) -> LayerAttention:
-        """Returns the attention of the batch, which is prepared for the first layer."""
-        if self._prepared is None:
-            self._prepared = self._attention(self.batch, heads, self.activation)
+    def _prepare(self, heads: HeadLayout) -> LayerAttention:
+        """Prepares the attention of the batch, for the first layer that attends."""
+        self._prepared = self._attention(self.batch, heads, self.activation)
         return self._prepared
 
     def of_projections(
@@ -225,7 +225,8 @@ class PagedAttention:
             query = operators.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values, norms)
         # Kernels read keys and values of the computed nodes from the pool, so these are
         # placeholders.
-        return self._with(HeadLayout.of(query, keys))(query, query, query, keys, values)
+        attend = self._prepared or self._prepare(HeadLayout.of(query, keys))
+        return attend(query, query, query, keys, values)
 
     def in_one_call(
         self, layers: NativeLayers, x: Tensor, rope: Rope
@@ -240,7 +241,9 @@ class PagedAttention:
             return None
         if x.ndim != 2 or keys.dtype != x.dtype or torch.is_grad_enabled():
             return None
-        attention = self._with(HeadLayout(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype))
+        attention = self._prepared or self._prepare(
+            HeadLayout(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype)
+        )
         if not isinstance(attention, NativeTreeAttention):
             return None
         turns = rope.cos, rope.sin

@@ -86,7 +86,7 @@ def entries_before(contexts: Seq[TextContext], stops: Seq[int]) -> Prefixes:
     table = contexts[0].table
     assert table is not None
     starts = [context.row * table.shape[1] + 1 for context in contexts]
-    return Prefixes.in_table(table, starts, stops)
+    return Prefixes(table, starts, stops)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def runner_of(model):
 def piece_of(tokens, kv, start, states):
     """Tokens from `start` on, below those before them in row 1 of the slot table."""
     own = NodeInputs(tokens[start:])
-    prefixes = Prefixes.in_table(kv.slots, [kv.width], [start])
+    prefixes = Prefixes(kv.slots, [kv.width], [start])
     slots = kv.slots[1, start : len(tokens)]
     return TreeBatch(chain(own.tokens), None, slots, prefixes, inputs=own, num_states=states)
 

@@ -65,7 +65,7 @@ def as_table(batch: TreeBatch, width: int, hole: int) -> TreeBatch:
     for row, own in zip(rows, batch.prefixes, strict=True):
         slots[row, : own.shape[0]] = own
     starts = torch.tensor(rows) * width
-    table = Prefixes(slots, starts, batch.prefixes.lengths, width)
+    table = Prefixes.on_device(slots, starts, batch.prefixes.lengths, width)
     return TreeBatch(batch.tree, batch.queries, batch.slots, table, fixed_shapes=True)
 
 

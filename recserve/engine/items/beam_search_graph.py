@@ -560,7 +560,7 @@ class TargetScorer:
     def _prefixes(self) -> Prefixes:
         rows, lengths = self._words[:, 0], self._words[:, 1]
         most = self.model.config.decoder.max_positions
-        return Prefixes(self.kv.slots, rows * self.kv.width, lengths, most)
+        return Prefixes.on_device(self.kv.slots, rows * self.kv.width, lengths, most)
 
     def _placed(self, step: ExtendedBeams) -> _Nodes:
         """Returns the new nodes. Those of dead beams get leaf ranks after all others."""

@@ -355,8 +355,9 @@ class PrefillGraph(CapturedGraph[Tensor]):
         self._x[:count].copy_(x)
         self._slots[:count].copy_(batch.slots)
         self._slots[count:].fill_(self.runner.pool.spare_slot)
-        self._starts[:1].copy_(prefixes.starts)
-        self._lengths[:1].copy_(prefixes.lengths)
+        (start,), (length,) = prefixes.on_host()
+        self._starts[:1].fill_(start)
+        self._lengths[:1].fill_(length)
         self._offsets[1:2].fill_(count)
 
     def __call__(self) -> Tensor:
@@ -371,7 +372,7 @@ class PrefillGraph(CapturedGraph[Tensor]):
             offsets=self._offsets,
         )
         most = self.model.config.decoder.max_positions
-        prefixes = Prefixes(self.kv.slots, self._starts, self._lengths, most)
+        prefixes = Prefixes.on_device(self.kv.slots, self._starts, self._lengths, most)
         batch = TreeBatch(tree, None, self._slots, prefixes, fillers=1, fixed_shapes=True)
         return self.runner.layers(batch, self._x, (self._last + count).clamp(min=0))
 

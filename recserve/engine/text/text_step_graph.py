@@ -359,7 +359,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             kinds=trees[KINDS],
         )
         width, starts = self.kv.width, columns.rows * self.kv.width
-        prefixes = Prefixes(self.kv.slots, starts, columns.lengths - 1, width)
+        prefixes = Prefixes.on_device(self.kv.slots, starts, columns.lengths - 1, width)
         owners = tree.tree_ids()
         index = torch.arange(tree.num_nodes, device=owners.device)
         # Node n of a tree lies n slots after the prefix of its text.

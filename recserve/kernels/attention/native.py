@@ -72,7 +72,8 @@ class NativeTreeAttention:
         self._read = slots, ends, queries, limits, table
         self._trees = (_Tree * len(counts))()
         self._scores = row = 0
-        starts, lengths = prefixes.starts.tolist(), prefixes.lengths.tolist()
+        assert prefixes.places is not None
+        starts, lengths = prefixes.places
         for b, count in enumerate(counts):
             first = offsets[b] + shared[b]
             nodes = offsets[b + 1] - first

@@ -77,7 +77,7 @@ def _committed(batch: TreeBatch, parts: Seq[StateSpan], view: LayerView) -> Tree
             sizes.append(1)
             starts.append(own + row - view.window + 1)
             lengths.append(view.window - 1)
-    prefixes = Prefixes.in_table(table, starts, lengths)
+    prefixes = Prefixes(table, starts, lengths)
     return TreeBatch(_chains(sizes, batch.slots.device), None, batch.slots, prefixes)
 
 

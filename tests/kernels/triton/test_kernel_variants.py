@@ -92,9 +92,10 @@ def batches(count, seed=0):
         lengths = [0 if number(0, 5) == 0 else number(1, 9000) for _ in trees]
         table = torch.zeros(len(trees) + 1, 9216, dtype=torch.int64)
         starts = [9216 * (row + 1) + number(0, 3) for row in range(len(trees))]
-        prefixes = Prefixes.in_table(table, starts, lengths)
+        prefixes = Prefixes(table, starts, lengths)
         if fixed := number(0, 3) == 0:
-            prefixes = replace(prefixes, longest=4096)
+            columns = torch.tensor(starts), torch.tensor(lengths)
+            prefixes = Prefixes.on_device(table, *columns, 4096)
         yield TreeBatch(tree, None, own, prefixes, fixed_shapes=fixed)
 
 
