@@ -255,7 +255,7 @@ class Places:
         own = self.taken_by.get(client, 0)
         left = self.capacity - self.num_taken - num_ahead
         most = self._most(client, left + own)
-        if count <= left and own + count <= most:
+        if not count or (count <= left and own + count <= most):
             return
         if count > (limit := self._most(client, self.capacity)):
             raise TooManyQueries(
