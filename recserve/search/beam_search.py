@@ -554,7 +554,7 @@ class DescentInTorch(Descent):
         if not left_out:
             return ()
         thresholds = torch.cat(left_out, 1).amax(1, keepdim=True)
-        return torch.cat([self._item_scores, thresholds], 1).tolist()  # type: ignore[no-any-return]
+        return torch.cat([self._item_scores, thresholds], 1).tolist()
 
     def prefixes(self, which: StateKind) -> Tensor:
         """As in `Descent`."""

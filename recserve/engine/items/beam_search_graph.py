@@ -361,9 +361,8 @@ class TreeStates:
         """Args: words: [B, num_words] values of the requests, as `TargetInputs` describes."""
         self.inputs, self.trie = inputs, inputs.trie.trie
         roots, columns = inputs.root_width, sum(inputs.columns)
-        lengths, slots, self._slots, self._chain_slots = words.split(
-            [1, roots, columns, words.shape[1] - 1 - roots - columns], dim=1
-        )
+        sizes = [1, roots, columns, words.shape[1] - 1 - roots - columns]
+        lengths, slots, self._slots, self._chain_slots = torch.split(words, sizes, dim=1)
         self._roots = PrefixTable(slots, inputs.rows, lengths[:, 0])
         self._nodes: _Nodes | None = None
 
