@@ -236,8 +236,8 @@ class Timing:
     Attributes:
         queue_ms: Time in the queue.
         prefill_ms: Time of forwards that compute the root.
-        draft_ms: Time of drafting and retrieval.
-        verify_ms: Time of forwards and search over the trees.
+        draft_ms: Time of proposing the trees.
+        verify_ms: Time of forwards over the trees, and of the search itself.
         total_ms: Time from submission to result.
         forwards: Target forwards.
         nodes: Tree nodes that the target computed.

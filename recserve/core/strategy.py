@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -49,12 +49,17 @@ class Strategy(ABC):
             states stay with the cached root. None: there are none.
         policy: Decides about its drafts. None: it drafts nothing.
         captured_search: Name of the captured search that can compute its results. None: there is
-            none.
+            none. Each class names its own, because a subclass may search in another way.
     """
 
     placeholders: NodeInputs | None = None
     policy: DraftPolicy | None = None
-    captured_search: str | None = None
+    captured_search: ClassVar[str | None] = None
+
+    def __init_subclass__(cls) -> None:
+        """Makes sure that a class does not inherit `captured_search`."""
+        super().__init_subclass__()
+        cls.captured_search = vars(cls).get("captured_search")
 
     def tree_capacity(self, request: Any) -> int:
         """Returns the most tree nodes that a request can have computed, over all rounds."""
@@ -66,7 +71,7 @@ class Strategy(ABC):
 
     def can_replay(self, sequences: Seq[SearchSequence]) -> bool:
         """Returns whether the captured search may compute these requests."""
-        return self.captured_search is not None
+        return True
 
     def after_replay(self, sequences: Seq[SearchSequence], search: Any) -> Any:
         """Returns the state of requests whose search is a replayed one, with its leaves."""
@@ -129,13 +134,17 @@ class OneRoundStrategy(Strategy):
         """
 
     def start(self, sequences: Seq[SearchSequence]) -> OneRound:
-        """Makes the trees, or the results where no tree is needed."""
+        """Makes the trees, or the results where no tree is needed.
+
+        Only the trees are a draft. Results without a tree are those of the search, as in a replay.
+        """
         began = time.perf_counter()
         state = OneRound(sequences, self.tree(sequences))
+        drafted_ms = (time.perf_counter() - began) * 1e3
+        for sequence in sequences:
+            sequence.timing.draft_ms += drafted_ms
         if state.draft is None or not len(state.draft.inputs):
             state.results = self.results(sequences, state.draft, None)
-        for sequence in sequences:
-            sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
 
     def finished(self, state: OneRound) -> bool:

@@ -101,10 +101,10 @@ def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:
     if models.ranker is not None:
         adapters.append(RankerAdapter(models.ranker))
     graph_bytes = 0
-    if config.graphs is not False:
-        of_items = config.search_limits.bytes + config.prefill_limits.bytes
-        graph_bytes += of_items * (models.recommender is not None)
-        graph_bytes += config.graph_limits.bytes * (models.text is not None)
+    if models.recommender is not None:
+        graph_bytes += config.item_graph_bytes
+    if models.text is not None and config.graphs is not False:
+        graph_bytes += config.graph_limits.bytes
     device = adapters[0].device if adapters else torch.device("cpu")
     return replace(config, kv_bytes=cache_bytes(device, len(adapters), graph_bytes))
 

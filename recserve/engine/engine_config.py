@@ -49,3 +49,10 @@ class EngineConfig:
     search_limits: SearchLimits = SearchLimits()
     prefill_limits: CaptureLimits = PREFILL_LIMITS
     invariant: bool = False
+
+    @property
+    def item_graph_bytes(self) -> int:
+        """Most bytes that the graphs of a recommender take on CUDA."""
+        if self.graphs is False or self.invariant:
+            return 0
+        return self.search_limits.bytes + self.prefill_limits.bytes

@@ -21,6 +21,7 @@ from recserve.search.beam_search import (
     BeamSearch,
     DenseCandidates,
     PrefixScores,
+    ScoredStates,
     TargetScores,
     descend,
     native_of,
@@ -76,7 +77,7 @@ def score_ready_candidates(search: BeamSearch) -> None:
     """Scores the candidates once all their prefixes are scored."""
     keys = unscored_candidate_keys(search)
     if keys is not None and not bool((search.scored.find(keys) < 0).any()):
-        score_candidates(search, TargetScores(search))
+        score_candidates(search, TargetScores(search.model, ScoredStates(search)))
 
 
 def score_candidates(search: BeamSearch, scores: PrefixScores) -> None:
@@ -86,7 +87,8 @@ def score_candidates(search: BeamSearch, scores: PrefixScores) -> None:
     if native_of(search, scores) is not None:
         found = _search_candidates(search, scores, candidates)
     else:
-        found = scores.of_items(*candidates.flat())
+        owners, rows = candidates.flat()
+        found = scores.of_paths(owners, search.trie.nodes_of_items(rows))
     log_probs = torch.full(candidates.rows.shape, DEAD, device=found.device)
     log_probs[candidates.valid] = found.float()
     candidates.log_probs = log_probs
@@ -106,7 +108,7 @@ def _search_candidates(
         filters=RequestFilters(trie, tuple(_only(trie, rows) for rows in own)),
         beams=Beams.root(len(own), search.last_hidden.device),
         widths=[max(rows.shape[0], 1) for rows in own],
-        bound_ranks=None,
+        threshold_ranks=None,
         dense_candidates=None,
     )
     found = descend(alone, scores).last

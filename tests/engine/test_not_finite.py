@@ -17,7 +17,7 @@ from recserve.engine.items.beam_search_graph import (
     BeamSearchGraphs,
     SearchLimits,
     SearchShape,
-    TargetScorer,
+    TreeStates,
 )
 from recserve.engine.runtime.cuda_graphs import EagerRecorder
 from recserve.engine.text.scheduler import TextScheduler
@@ -329,7 +329,7 @@ def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
     requests = world.ask("beam", variant)
     wanted = outcomes(engine, requests)
     engine.forget_all()
-    forward, calls = TargetScorer._forward, []
+    forward, calls = TreeStates._forward, []
 
     def broken(scorer, batch, tokens):
         states = forward(scorer, batch, tokens)
@@ -341,7 +341,7 @@ def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
         return states
 
     with monkeypatch.context() as patch:
-        patch.setattr(TargetScorer, "_forward", broken)
+        patch.setattr(TreeStates, "_forward", broken)
         got = outcomes(engine, requests)
     assert graphs.counts["replayed"] == 2 and calls
     assert_same(got[0], wanted[0])

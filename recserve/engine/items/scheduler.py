@@ -167,9 +167,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         if self.searches is not None:
             whole, trees = [b for b in trees if b.graphs], [b for b in trees if not b.graphs]
             for batch in whole:
-                search = self.searches.replay(batch.graphs, batch.sequences)
-                batch.state = batch.strategy.after_replay(batch.sequences, search)
-                batch.graphs = ()
+                self._replay_search(self.searches, batch)
         if self.prefills is not None and chunks:
             if len(chunks) > 1 or trees:
                 self.prefills.counts["company"] += 1
@@ -177,6 +175,17 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
                 self.finish_prefill(chunks, [states])
                 chunks = ()
         return chunks, trees
+
+    def _replay_search(self, searches: BeamSearchGraphs, batch: SearchBatch) -> None:
+        """Replays the search of one batch. If that fails, each of its requests starts alone."""
+        try:
+            search = searches.replay(batch.graphs, batch.sequences)
+            batch.state = batch.strategy.after_replay(batch.sequences, search)
+            batch.graphs = ()
+        except Exception as error:
+            log.exception("a captured search failed")
+            self.cohorts = [cohort for cohort in self.cohorts if cohort is not batch]
+            self._start_alone(batch.strategy, batch.sequences, error)
 
     def tree_batch(self, trees: SearchBatch) -> TreeBatch:
         """Returns the nodes that the step computes."""
@@ -324,11 +333,17 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             for sequence in sequences:
                 sequence.timing.verify_ms += spent_ms
         except Exception as error:
-            if len(sequences) == 1:
-                self._end([(sequences[0], error)])
-                return
-            for sequence in sequences:
-                self._start_group(strategy, [sequence])
+            self._start_alone(strategy, sequences, error)
+
+    def _start_alone(
+        self, strategy: Strategy, sequences: list[SearchSequence], error: Exception
+    ) -> None:
+        """Starts each request of a group alone after an error. One that was alone gets it."""
+        if len(sequences) == 1:
+            self._end([(sequences[0], error)])
+            return
+        for sequence in sequences:
+            self._start_group(strategy, [sequence])
 
     def _finish(self) -> None:
         """Ends the requests of finished cohorts. A cohort that raises an error fails alone."""

@@ -71,7 +71,7 @@ class BeamStrategy(RecommendStrategy):
         4. The prefixes that the target must score for the items of step 2.
         5. Their scores, if the root alone gives them.
         """
-        search = BeamSearch.start(self.model, sequences, bounded=self.skip_single)
+        search = BeamSearch.start(self.model, sequences, thresholds=self.skip_single)
         add_candidates(search)
         search.advance()
         find_candidate_keys(search)

@@ -53,7 +53,7 @@ class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
 
     def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Runs the whole search, which reads only the states of the root's forward."""
-        search = BeamSearch.start(self.model, sequences, bounded=True)
+        search = BeamSearch.start(self.model, sequences, thresholds=True)
         add_candidates(search)
         search.beams = descend(search, self._scores(search)).last
         for sequence in sequences:
@@ -71,4 +71,5 @@ class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
             s.placeholder_states for s in search.sequences if s.placeholder_states is not None
         ]
         reads = None if self.placeholders is None else torch.stack(states)
-        return HeadScores(search, self.head, self.head.contexts(search.last_hidden, reads))
+        contexts = self.head.contexts(search.last_hidden, reads)
+        return HeadScores(search.trie, self.head, search.last_hidden, contexts)

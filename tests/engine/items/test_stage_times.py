@@ -44,7 +44,10 @@ def test_launched(strategy, variant, device):
     requests = world.ask(strategy, variant)
     if strategy == "specgr":
         requests = [replace(request, index=world.index) for request in requests]
-    assert len(list(stages_of(world, requests * 2))) == 4
+    times = list(stages_of(world, requests * 2))
+    assert len(times) == 4
+    proposes = strategy in ("beam", "speculative", "specgr")
+    assert all((timing.draft_ms > 0) == proposes for timing in times), times
 
 
 @pytest.mark.parametrize(
@@ -55,5 +58,6 @@ def test_replayed(strategy, variant, device):
     with torch.inference_mode():
         graphs = with_searches(world, world.trie, lambda step: step)
     requests = world.ask(strategy, variant)
-    assert all(timing.verify_ms > 0 for timing in stages_of(world, requests * 2))
+    times = list(stages_of(world, requests * 2))
+    assert all(timing.verify_ms > 0 == timing.draft_ms for timing in times), times
     assert graphs.counts["replayed"] >= 4 and not graphs.counts["size"]
