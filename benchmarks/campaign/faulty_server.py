@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from recserve.config import ServerConfig
-from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.runtime.runner import Runner
+from recserve.engine.item_scheduler import RoundScheduler
+from recserve.engine.runner import Runner
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.drafters.gated_lora import GatedLora
@@ -42,7 +42,7 @@ def main() -> int:
     forward, check_device, schedule = (
         Runner.forward,
         Runner.check_device,
-        ItemScheduler.schedule,
+        RoundScheduler.schedule,
     )
 
     def fail_if_lost(device: object = None) -> None:
@@ -61,7 +61,7 @@ def main() -> int:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         return forward(self, parts, taps, masks)
 
-    def poisoned_schedule(self: ItemScheduler) -> Any:
+    def poisoned_schedule(self: RoundScheduler) -> Any:
         poisoned = any(getattr(one.request, "k", 0) == POISON for one in self.admitted)
         if poisoned and (config.parent / POISONED).exists():
             raise RuntimeError("a poisoned request")
@@ -71,7 +71,7 @@ def main() -> int:
         mock.patch.object(Runner, "forward", faulty),
         mock.patch.object(Runner, "check_device", lambda _: check_device(ON_CUDA)),
         mock.patch.object(torch.cuda, "synchronize", fail_if_lost),
-        mock.patch.object(ItemScheduler, "schedule", poisoned_schedule),
+        mock.patch.object(RoundScheduler, "schedule", poisoned_schedule),
     ):
         return serve(ServerConfig.load({}, config))
 

@@ -24,7 +24,7 @@ from benchmarks.support.timing import machine
 from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.runner import DecoderAdapter, Runner
+from recserve.engine.runner import DecoderAdapter, Runner
 from recserve.kernels.cache.fp8 import FP8
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain

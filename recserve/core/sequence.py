@@ -83,7 +83,7 @@ class SearchSequence(Sequence):
         rounds: Forwards that scored a node of the request's trees.
         placeholder_states: [P, E] states of the strategy's placeholders. None until they are
             computed.
-        cached_prefix: What is cached with the root.
+        cached_prefix: What is cached with the prefix.
         chosen: Items that earlier searches chose for the request. None in the first search.
         traced: Prefixes that each forward scored, if the request wants an explanation.
     """
@@ -102,17 +102,17 @@ class SearchSequence(Sequence):
 
     @property
     def placeholders(self) -> NodeInputs | None:
-        """Inputs that the strategy reads after the root. None: it reads none."""
+        """Inputs that the strategy reads after the prefix. None: it reads none."""
         found: NodeInputs | None = self.strategy.placeholders
         return found
 
     @property
     def computed(self) -> bool:
-        """True when the root and its placeholders need no further forward."""
-        root = self.num_computed == self.prefix_length and (
+        """True when the prefix and its placeholders need no further forward."""
+        prefix = self.num_computed == self.prefix_length and (
             self.last_hidden is not None or not self.prefix_length
         )
-        return root and (self.placeholders is None or self.placeholder_states is not None)
+        return prefix and (self.placeholders is None or self.placeholder_states is not None)
 
     def take_cached(self, length: int, num_computed: int, cached: CachedPrefix) -> None:
         """Starts with what is cached of the prefix, which has `length` tokens."""
@@ -120,7 +120,7 @@ class SearchSequence(Sequence):
         self.last_hidden, self.placeholder_states = cached.last_hidden, cached.placeholder_states
 
     def search_again(self, again: Continuation) -> None:
-        """Continues with another request on the same root; frees the slots of the old tree."""
+        """Continues with another request on the same prefix; frees the slots of the old tree."""
         self.request, self.chosen, self.tree_used = again.request, again, 0
 
     def restart(self) -> None:
@@ -145,9 +145,9 @@ class SearchSequence(Sequence):
 
 
 def stacked_last_hidden(sequences: Seq[Sequence]) -> Tensor:
-    """Returns the [B, E] states of the last root tokens of B sequences with computed roots."""
+    """Returns the [B, E] states of the last prefix tokens of B sequences with computed prefixes."""
     states = [s.last_hidden for s in sequences if s.last_hidden is not None]
-    assert len(states) == len(sequences), "a root is not computed"
+    assert len(states) == len(sequences), "a prefix is not computed"
     return torch.stack(states)
 
 

@@ -1,4 +1,4 @@
-"""What turns the roots of requests into results: strategies, and the drafts they propose."""
+"""What turns the prefixes of requests into results: strategies, and the drafts they propose."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Draft:
 
 
 class Strategy(ABC):
-    """Turns the computed roots of requests into their results, in rounds of token trees.
+    """Turns the computed prefixes of requests into their results, in rounds of token trees.
 
     A round is `propose`, one forward pass, and `verify`. One state covers several requests that
     step together. Implementations: search/strategies/.
 
     Attributes:
-        placeholders: Auxiliary nodes after the root, computed in the root's own forward. Their
-            states stay with the cached root. None: there are none.
+        placeholders: Auxiliary nodes after the prefix, computed in the prefix's own forward. Their
+            states stay with the cached prefix. None: there are none.
         policy: Decides about its drafts. None: it drafts nothing.
         captured_search: Name of the captured search that can compute its results. None: there is
             none. Each class names its own, because a subclass may search in another way.
@@ -67,7 +67,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def start(self, sequences: Seq[SearchSequence]) -> Any:
-        """Returns the state of requests whose roots are computed."""
+        """Returns the state of requests whose prefixes are computed."""
 
     def can_replay(self, sequences: Seq[SearchSequence]) -> bool:
         """Returns whether the captured search may compute these requests."""
@@ -117,10 +117,10 @@ class OneRound:
 
 
 class OneRoundStrategy(Strategy):
-    """A strategy that needs one tree per request, or none besides the root."""
+    """A strategy that needs one tree per request, or none besides the prefix."""
 
     def tree(self, sequences: Seq[SearchSequence]) -> Draft | None:
-        """Returns the trees to score. None or empty trees: the roots alone give the results."""
+        """Returns the trees to score. None or empty trees: the prefixes alone give the results."""
         return None
 
     @abstractmethod
@@ -128,7 +128,7 @@ class OneRoundStrategy(Strategy):
         """Returns one result per sequence, in their order.
 
         Args:
-            sequences: The requests. Their roots are computed.
+            sequences: The requests. Their prefixes are computed.
             draft: What `tree` returned.
             hidden: [Tq, E] states of the draft's computed nodes. None if there are none.
         """

@@ -9,19 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from recserve.core.draft_policy import DepthPolicy
+from recserve.engine.beam_search_graph import cuda_searches
+from recserve.engine.capture import cuda_prefills
+from recserve.engine.draft_proposer import text_step_cost
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.beam_search_graph import cuda_searches
-from recserve.engine.items.scheduler import ItemScheduler
+from recserve.engine.invariance import invariant_runner
+from recserve.engine.item_scheduler import RoundScheduler
 from recserve.engine.kv_cache import KVCache, cache_bytes
-from recserve.engine.runtime.cuda_graphs import cuda_prefills
-from recserve.engine.runtime.invariance import invariant_runner
-from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
-from recserve.engine.text.limits import TextLimits
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_cost import text_step_cost
-from recserve.engine.text.step_states import masks_of
-from recserve.engine.text.text_step_graph import cuda_steps
+from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
+from recserve.engine.text_scheduler import TextLimits, TextScheduler
+from recserve.engine.text_step import masks_of
+from recserve.engine.text_step_graph import cuda_steps
 from recserve.kernels.cache.fp8 import pool_dtype
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.models.language_model import LanguageModel
@@ -79,13 +78,13 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
     """
     config = _sized(config or EngineConfig(), models)
     engine = Engine(config)
-    engine.offer("warm", PrewarmStrategy())
+    engine.add_strategy("warm", PrewarmStrategy())
     if models.recommender is not None:
         _add_recommender(engine, models.recommender, models.heads)
     if models.ranker is not None:
         runner = _runner(RankerAdapter(models.ranker.eval()), config)
         engine.schedulers["ranker"] = _item_scheduler(runner, config)
-        engine.offer("ranker", RankStrategy(models.ranker))
+        engine.add_strategy("ranker", RankStrategy(models.ranker))
     engine.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
     if models.text is not None:
         _add_text(engine, models.text)
@@ -144,9 +143,9 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}
-    engine.strategies = tuple(sorted(strategies))
+    engine.selectable = tuple(sorted(strategies))
     for name, strategy in {**strategies, "likelihood": likelihood_strategy(model)}.items():
-        engine.offer(name, strategy)
+        engine.add_strategy(name, strategy)
     if not config.invariant:
         wanted = config.graphs
         scheduler.searches = cuda_searches(
@@ -171,16 +170,16 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     policy = DepthPolicy(text_step_cost(model) if measured else None)
     engine.schedulers["text"] = TextScheduler(runner, model, limits, graphs, policy, kv)
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
-    engine.schedulers["text_scores"] = ItemScheduler(
+    engine.schedulers["text_scores"] = RoundScheduler(
         runner, kv, step_tokens, ADMITTED_STEPS * step_tokens
     )
-    engine.offer("text_scores", TextScoreStrategy(model))
-    engine.offer("prompt_scores", PromptStrategy(model))
+    engine.add_strategy("text_scores", TextScoreStrategy(model))
+    engine.add_strategy("prompt_scores", PromptStrategy(model))
 
 
-def _item_scheduler(runner: Runner, config: EngineConfig) -> ItemScheduler:
+def _item_scheduler(runner: Runner, config: EngineConfig) -> RoundScheduler:
     kv = KVCache(runner.pool, _num_rows(config))
-    return ItemScheduler(runner, kv, ITEM_TOKENS[runner.pool.keys.device.type])
+    return RoundScheduler(runner, kv, ITEM_TOKENS[runner.pool.keys.device.type])
 
 
 def _num_rows(config: EngineConfig) -> int:

@@ -74,10 +74,10 @@ from recserve.search.trie_prefixes import (
     PrefixDraft,
     ScoredTriePrefixes,
     draft_of_keys,
+    first_scores,
     level_scores,
     path_log_probs,
     path_scores,
-    root_scores,
 )
 
 NO_THRESHOLD = 2**31  # larger than any rank
@@ -174,7 +174,7 @@ class BeamSearch:
         requests: Their queries.
         trie: The catalogue version.
         filters: Filter of each request.
-        last_hidden: [B, E] state of the last root token.
+        last_hidden: [B, E] state of the last prefix token.
         scored: Prefixes that the target has scored.
         beams: The deepest level that is proven to be that of full beam search.
         widths: Beam width of each request.
@@ -219,7 +219,7 @@ class BeamSearch:
         requests = [s.request for s in sequences if isinstance(s.request, SlateQuery)]
         trie, last_hidden, flaws = requests[0].trie, stacked_last_hidden(sequences), None
         if last_hidden.is_cuda:  # on a CPU the scheduler has checked already
-            flaws = _root_flaws(sequences, last_hidden)
+            flaws = _prefix_flaws(sequences, last_hidden)
             last_hidden = without_flaws(last_hidden, flaws)
         filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
         return BeamSearch(
@@ -348,8 +348,8 @@ class BeamSearch:
         )
 
 
-def _root_flaws(sequences: Seq[SearchSequence], last_hidden: Tensor) -> Tensor:
-    """Returns [B] flaws of the roots' last states [B, E] and of the placeholders' states."""
+def _prefix_flaws(sequences: Seq[SearchSequence], last_hidden: Tensor) -> Tensor:
+    """Returns [B] flaws of the prefixes' last states [B, E] and of the placeholders' states."""
     placeholder_states = [
         s.placeholder_states
         for s in sequences
@@ -681,7 +681,7 @@ class PrefixStates(Protocol):
     Here launched and captured searches differ. A launched search looks up states that rounds have
     computed, only those that are needed (`ScoredStates`). The host reads their number. A captured
     search may read nothing, so each step computes the states of all beams
-    (`engine/items/beam_search_graph.py`).
+    (`engine/beam_search_graph.py`).
     """
 
     def unscored(self, beams: Beams) -> Tensor | None:
@@ -724,7 +724,7 @@ class ScoredStates:
     def unscored(self, beams: Beams) -> Tensor | None:
         """Looks the beams up in the scored prefixes. The host waits once for the device.
 
-        Level 0 has the state of the last root token.
+        Level 0 has the state of the last prefix token.
         """
         if not beams.level:
             return None
@@ -743,7 +743,7 @@ class ScoredStates:
     def of_paths(self, owners: Tensor, nodes: Tensor) -> Tensor:
         """As in `PrefixStates`. All prefixes of the paths that need a state are scored."""
         search, scored = self.search, self.search.scored
-        first = root_scores(search.trie, nodes, owners, search.last_hidden, search.model)
+        first = first_scores(search.trie, nodes, owners, search.last_hidden, search.model)
         return first + path_scores(
             search.trie, nodes, owners, scored.keys, scored.hidden, search.model
         )
@@ -760,7 +760,7 @@ class HeadScores:
         Args:
             trie: The catalogue version.
             head: The draft head.
-            last_hidden: [B, E] state of the last root token.
+            last_hidden: [B, E] state of the last prefix token.
             contexts: [B, L, E] what the head reads at each level besides its state.
         """
         self.trie, self.head, self.last_hidden, self.contexts = trie, head, last_hidden, contexts

@@ -196,7 +196,7 @@ def path_log_probs(
     return total
 
 
-def root_scores(
+def first_scores(
     trie: Trie, trie_nodes: Tensor, owners: Tensor, last_hidden: Tensor, model: Recommender
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's first code.
@@ -205,7 +205,7 @@ def root_scores(
         trie: Trie of the candidates.
         trie_nodes: [M, L] trie node of every prefix of every candidate.
         owners: [M] request of each candidate.
-        last_hidden: [B, E] state of the last root token.
+        last_hidden: [B, E] state of the last prefix token.
         model: The target.
     """
     top = torch.zeros(1, dtype=torch.int64, device=trie.device)
@@ -220,7 +220,7 @@ def path_scores(
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's codes after the first.
 
-    A prefix without a score has one child and adds 0. Arguments are those of `root_scores`, with
+    A prefix without a score has one child and adds 0. Arguments are those of `first_scores`, with
     ascending keys [n] of scored prefixes and their states [n, E] instead of the last states.
     """
     size = trie.num_nodes

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recserve.engine.engine import Engine
-from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
+from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.kernels import backend
 from recserve.kernels.attention import attention
 from recserve.kernels.attention.native import supports_heads

@@ -135,7 +135,7 @@ def _choose(
         made = make_slates(cases, slates, column == "filtered", shown=label)
         values = user_metrics(ranks_of(made, cases.held), (K,))[f"ndcg@{K}"]
         # `auto` serves `beam` by the engine's exact strategy, which may draft.
-        served = StrategyChooser(answers.slates.engine.strategies).exact
+        served = StrategyChooser(answers.slates.engine.selectable).exact
         served = served if strategy == BEAM else strategy
         _, warm = measure_times(answers, timed, K, replace(options, strategy=served))
         ndcg = Figure(float(values.mean()), *mean_interval(values))
@@ -174,7 +174,7 @@ def _candidates(answers: BundleSlates) -> list[tuple[str, float]]:
 
     Strategies that equal `beam` are no candidates of their own.
     """
-    there = answers.slates.engine.strategies
+    there = answers.slates.engine.selectable
     weights = WEIGHTS if answers.slates.model.config.dense_head else (0.0,)
     return [
         (name, weight)

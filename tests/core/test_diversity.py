@@ -78,7 +78,7 @@ class World:
             "caps": [(by_prefix,), (by_list,), (by_prefix, by_list)][seed // 3 % 3],
         }
         root = draw_root(self.model, seed % 7, seed)
-        return SlateQuery(root=root, trie=self.trie, **asked | fields)
+        return SlateQuery(prefix=root, trie=self.trie, **asked | fields)
 
     def legal(self, request):
         """Rows that the request may be answered with, caps aside."""
@@ -210,7 +210,7 @@ def test_thirty_prefixes_of_their_own():
     cap, again = Cap(PrefixGroups(trie, 0), 1), 0
     for seed in range(8):
         request = SlateQuery(
-            root=draw_root(model, 6, seed), trie=trie, k=10, beam_width=10, caps=(cap,)
+            prefix=draw_root(model, 6, seed), trie=trie, k=10, beam_width=10, caps=(cap,)
         )
         slate = engine.run(request)
         again += slate.rounds > trie.num_levels
@@ -221,7 +221,7 @@ def test_thirty_prefixes_of_their_own():
 
 
 def test_a_deadline_ends_the_searches(world, monkeypatch):
-    monkeypatch.setattr("recserve.engine.items.scheduler.expired", lambda request: True)
+    monkeypatch.setattr("recserve.engine.item_scheduler.expired", lambda request: True)
     requests = [world.drawn(seed) for seed in range(12)]
     futures = [world.engine.submit(request) for request in requests]
     while world.engine.step():

@@ -11,8 +11,8 @@ from recserve.config import ServerConfig
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.text_step_graph import GraphLimits, TextStepGraphs
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step_graph import TextStepGraphs, TextStepLimits
 from recserve.kernels import backend
 from recserve.kernels.cache.fp8 import FP8, Fp8, parts
 from recserve.models.attention import DenseAttention
@@ -114,7 +114,7 @@ def test_recorded_steps_write_the_same(name, record, model, expected):
     engine = engine_for(model, kv_dtype="fp8", drafters={"table": TableDrafter("tree", known)})
     scheduler, counted = engine.schedulers["text"], Counted(record)
     with torch.inference_mode():
-        limits = GraphLimits(SHAPES, seconds=float("inf"))
+        limits = TextStepLimits(SHAPES, seconds=float("inf"))
         graphs = TextStepGraphs(scheduler.runner, scheduler.kv, model, limits, counted)
         for stored in (scheduler.runner.pool.keys, scheduler.runner.pool.values):
             codes, exponents = parts(stored)
@@ -153,7 +153,7 @@ def test_slates_are_the_same_drafted_together_and_warm(catalogue, form):
     def slates(strategy, engine):
         requests = [
             SlateQuery(
-                root=draw_root(trained, 1 + 9 * i, i),
+                prefix=draw_root(trained, 1 + 9 * i, i),
                 trie=trie,
                 k=5,
                 beam_width=12,

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.cuda_graphs import (
+from recserve.engine.capture import (
     EagerRecorder,
     PrefillBucket,
     PrefillGraph,
     PrefillGraphs,
 )
-from recserve.engine.runtime.runner import DecoderAdapter, Runner
+from recserve.engine.kv_cache import KVCache
+from recserve.engine.runner import DecoderAdapter, Runner
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import Prefixes, TreeBatch

@@ -13,15 +13,15 @@ import torch
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.request import PrefixKeys
-from recserve.engine.items.beam_search_graph import (
+from recserve.engine.beam_search_graph import (
     BeamSearchGraphs,
     SearchLimits,
     SearchShape,
     TreeStates,
 )
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
 from recserve.kernels.cache.fp8 import parts
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
@@ -105,7 +105,7 @@ def assert_clean(scheduler):
 
 def num_cached(scheduler, request):
     """Rows of a request's root that the prefix cache holds."""
-    keys = PrefixKeys(request.root.keys, request.root.shared)
+    keys = PrefixKeys(request.prefix.keys, request.prefix.shared)
     pages, length, cached = scheduler.kv.prefixes.match(keys)
     scheduler.kv.allocator.release(pages)
     return length if cached is not None else 0
@@ -125,7 +125,7 @@ def assert_one_fails(engine, scheduler, requests, which, forward, **fault):
             assert num_cached(scheduler, requests[number]) == 0
         else:
             assert_same(answer, expected)
-            assert num_cached(scheduler, requests[number]) == len(requests[number].root.keys)
+            assert num_cached(scheduler, requests[number]) == len(requests[number].prefix.keys)
     assert_clean(scheduler)
     for request, expected in zip(requests, wanted, strict=True):
         assert_same(outcomes(engine, [request])[0], expected)
@@ -325,7 +325,7 @@ def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
             scheduler.runner, scheduler.kv, world.model, head, limits, EagerRecorder()
         )
         scheduler.searches = graphs
-        engine.record(world.trie)
+        engine.capture(world.trie)
     requests = world.ask("beam", variant)
     wanted = outcomes(engine, requests)
     engine.forget_all()
@@ -364,7 +364,7 @@ def test_a_recorded_search_from_roots_that_are_not_finite_tells(which, plain_ker
                 scheduler.runner, scheduler.kv, world.model, head, limits, EagerRecorder()
             )
             scheduler.searches = graphs
-            engine.record(world.trie)
+            engine.capture(world.trie)
         for strategy in ("beam", "nezha"):
             requests = world.ask(strategy)
             assert_one_fails(engine, scheduler, requests, which, 0, **ON_DEVICE)
@@ -490,7 +490,7 @@ def test_a_recorded_step_tells(parameters):
     scheduler = engine.schedulers["text"]
     shapes = (StepShape(8, 4, 0), StepShape(24, 8, 4))
     with torch.inference_mode():
-        limits = GraphLimits(shapes, seconds=float("inf"))
+        limits = TextStepLimits(shapes, seconds=float("inf"))
         graphs = TextStepGraphs(scheduler.runner, scheduler.kv, model, limits, EagerRecorder())
     engine.schedulers["text"] = TextScheduler(
         scheduler.runner, model, scheduler.limits, graphs, kv=scheduler.kv

@@ -10,7 +10,7 @@ from recserve.core.request import Continuation, Scores, SlateQuery
 from recserve.core.strategy import OneRoundStrategy
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.scheduler import StrategyError
+from recserve.engine.item_scheduler import StrategyError
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import DrafterError, chain_draft
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -52,9 +52,10 @@ def test_a_strategy_that_returns_too_few_results_fails_alone():
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=4 * 2**20))
     short = ShortStrategy()
-    engine.offer("short", short)
+    engine.add_strategy("short", short)
     queries = [
-        SlateQuery(root=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3) for i in range(6)
+        SlateQuery(prefix=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3)
+        for i in range(6)
     ]
     expected = [engine.run(query).rows.tolist() for query in queries]
     mixed = [replace(q, strategy="short") if i % 2 else q for i, q in enumerate(queries)]

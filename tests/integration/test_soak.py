@@ -49,7 +49,7 @@ def variants(random: np.random.Generator, trie, recommender, text) -> tuple[list
         requests.append(TextQuery(prompt, params, how, priority=number % 3))
     for number in range(20):
         root = draw_root(recommender, 1 + number % 7, number)
-        requests.append(SlateQuery(root=root, trie=trie, k=4, beam_width=2 + number % 5))
+        requests.append(SlateQuery(prefix=root, trie=trie, k=4, beam_width=2 + number % 5))
     return requests, texts
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from recserve.config import ServerConfig
-from recserve.engine.items.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
+from recserve.engine.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
+from recserve.engine.capture import EagerRecorder
 from recserve.features.catalog.item_journal import ItemJournal, JournalError
 from recserve.features.catalog.versions import ChangeSet
 from recserve.schemas.events import EventInput, EventsRequest
@@ -286,7 +286,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
         lane.runner, lane.kv, strategy.model, None, SearchLimits(shapes, 64), EagerRecorder()
     )
     lane.searches = graphs
-    engine.record(first.trie)
+    engine.capture(first.trie)
 
     def recorded(base):
         until(lambda: graphs._trie.base is base)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.runtime.runner import DecoderAdapter, Runner
-from recserve.engine.text.text_step_graph import StepShape
+from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.engine.text_step_graph import StepShape
 from recserve.kernels import backend
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.native import native
@@ -165,7 +165,7 @@ def test_drafts_after_preemption_and_from_a_cached_prefix(kind, model):
     engine.run_many(queries(kind, texts))
     assert preempted
     (answer,) = engine.run_many(queries(kind, [texts[-1] + [3, 1]], length=6))
-    assert answer.timing.root_cached > 0
+    assert answer.timing.prefix_cached > 0
     filled = [note for note in notes if note[1] is not None]
     assert len(filled) >= 20
     for tokens, states, *_ in filled:

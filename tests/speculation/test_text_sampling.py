@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text.trees import TreePacker
+from recserve.engine.text_trees import TreePacker
 from recserve.kernels.acceptance.acceptance import largest
 from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.loading import load_language_model

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recserve.engine.items.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
+from recserve.engine.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
 from tests.support import recorder
 from tests.support.recorded_steps import POISON
 
@@ -24,7 +24,7 @@ def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):
     runner.pool.keys.fill_(POISON)
     runner.pool.values.fill_(POISON)
     scheduler.searches = graphs
-    engine.record(trie)
+    engine.capture(trie)
     return graphs
 
 

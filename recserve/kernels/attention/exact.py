@@ -10,8 +10,9 @@ for double precision to hold all partial sums. Exact additions do not depend on 
   outputs sum of w v      44 bits + log2 keys <= 53; past 512 keys in two halves of 33 bits
   normaliser sum of w     multiples of 2^-30: 30 bits + log2 keys <= 53
 
-So other rows, siblings, page addresses, cached or new roots, chunks and threads change no bit. The
-grids are as fine as float32. The remaining operations (exp, products, a division) are elementwise.
+So other rows, siblings, page addresses, cached or new prefixes, chunks and threads change no bit.
+The grids are as fine as float32. The remaining operations (exp, products, a division) are
+elementwise.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def tree_attention(
     batch: TreeBatch,
     activation: Activation = SOFTMAX,
 ) -> Tensor:
-    """Computes attention of every node to its tree's root, to itself and to its ancestors.
+    """Computes attention of every node to its tree's prefix, to itself and to its ancestors.
 
     Scores are scaled by D ** -0.5. Sums are taken in float32.
 

@@ -1,11 +1,11 @@
-"""Tree attention in Triton: every node attends to its tree's root, to itself and to its ancestors.
+"""Tree attention in Triton: a node attends to its tree's prefix, to itself and to its ancestors.
 
-    out_i = sum_j w_ij v_j over root tokens j and nodes j with j <= i < ends[j]
+    out_i = sum_j w_ij v_j over prefix tokens j and nodes j with j <= i < ends[j]
     w = softmax(q k / sqrt(D))   or   silu(q k / sqrt(D)) / normalizer
 
-Bytes moved per tree, KV head and block of BLOCK_Q nodes: the root's keys and values once, because
+Bytes moved per tree, KV head and block of BLOCK_Q nodes: the prefix's keys and values once, because
 all query heads of the group and all nodes of the block share them. Of the tree, only the key blocks
-that a node of the block can see. Per key, 4 to 8 bytes of slot number. A long root is split over
+that a node of the block can see. Per key, 4 to 8 bytes of slot number. A long prefix is split over
 programs. Their partial results are merged by their log-sum-exp (plain sums for SiLU). FP8 halves
 the bytes: it is decoded in registers between shared memory and the product.
 
@@ -102,7 +102,7 @@ def _attend(
     SILU: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_SHARED: tl.constexpr,
     FP8: tl.constexpr, NATIVE: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Attends from one block of nodes of one tree, for one KV head and one split of the root."""
+    """Attends from one block of nodes of one tree, for one KV head and one split of the prefix."""
     # The last blocks of a chain see most keys, so they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, split = tl.program_id(1), tl.program_id(2)
@@ -129,14 +129,14 @@ def _attend(
         total = tl.zeros([BLOCK_Q * BLOCK_GROUP], dtype=tl.float32)
 
         prefix_first = tl.load(prefix_starts + tree)
-        # Positions within root and tree are 32 bits, so that masks of a score tile fit in
+        # Positions within prefix and tree are 32 bits, so that masks of a score tile fit in
         # registers.
         prefix_length = tl.load(prefix_lengths + tree).to(tl.int32)
         limit = tl.full([BLOCK_Q * BLOCK_GROUP], 0, dtype=tl.int32) + prefix_length
         if HAS_LIMITS:
             own = tl.load(prefix_limits + node, mask=row_valid, other=0)
             limit = tl.minimum(own, prefix_length.to(tl.int64)).to(tl.int32)
-        # The grid may be sized for a longer root. Then the first splits cover all of this one.
+        # The grid may be sized for a longer prefix. Then the first splits cover all of this one.
         chunk = tl.maximum(tl.cdiv(prefix_length, num_splits), tl.minimum(prefix_length, SPLIT))
         chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
         begin = split * chunk

@@ -163,7 +163,7 @@ class SpecGRStrategy(RecommendStrategy):
         return request.width * (2 * levels + levels * (levels - 1) // 2)
 
     def start(self, sequences: Seq[SearchSequence]) -> SpecGRState:
-        """Makes the first draft. The root's last hidden state scores its items' first codes."""
+        """Makes the first draft. The prefix's last hidden state scores its items' first codes."""
         began = time.perf_counter()
         search = BeamSearch.start(self.model, sequences, thresholds=False)
         search.advance()

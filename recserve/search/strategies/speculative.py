@@ -1,8 +1,8 @@
 """Strategy `speculative`: full beam search whose prefixes are drafted in advance.
 
-The prefixes that proved a slate are cached with the user's root. When the same request comes again,
-one forward pass scores them and proves the slate. It needs neither the draft head nor another
-round.
+The prefixes that proved a slate are cached with the user's history. When the same request comes
+again, one forward pass scores them and proves the slate. It needs neither the draft head nor
+another round.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SpeculativeStrategy(BeamStrategy):
     and only the number of rounds differs. Further rounds score prefixes that the draft lacked, as
     far as they can still change the slate.
 
-    The prefixes that proved a slate are stored with the cached root. They are the draft when the
+    The prefixes that proved a slate are stored with the cached prefix. They are the draft when the
     same request comes again, in any batch. For other requests, `PlanPolicy` chooses how wide to
     draft. Where drafting does not pay, the strategy is beam search.
     """
@@ -76,7 +76,7 @@ class SpeculativeStrategy(BeamStrategy):
             model: The target model.
             head: Proposes prefixes.
             only: The plan for every request. None lets the calibration choose.
-            caches: Whether drafts are stored with cached roots.
+            caches: Whether drafts are stored with cached prefixes.
         """
         super().__init__(model)
         self.head, self.caches = head, caches
@@ -320,7 +320,7 @@ class CachedDraft:
         )
 
     def fits(self, request: SlateQuery) -> bool:
-        """Returns whether a plain request on the same root equals the draft's request."""
+        """Returns whether a plain request on the same prefix equals the draft's request."""
         return (
             self.trie() is request.trie
             and (self.width, self.k) == (request.width, request.k)

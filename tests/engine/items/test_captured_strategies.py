@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.engine.items.beam_search_graph import BeamSearchGraph
-from recserve.engine.runtime.scheduler import Scheduler
+from recserve.engine.beam_search_graph import BeamSearchGraph
+from recserve.engine.scheduler import Scheduler
 from recserve.models.item_heads import DraftPlan
 from recserve.search.strategies.beam import BeamStrategy
 from recserve.search.strategies.nezha import NezhaStrategy
@@ -60,7 +60,7 @@ def test_a_derived_strategy_searches_in_its_own_way(strategy, world):
     wanted = world.engine.run_many(world.ask("nezha" if strategy == "nezha" else "beam"))
     for number, derived in enumerate(built(world, strategy)):
         world.engine.forget_all()  # a cached draft is launched
-        world.engine.offer("derived", derived)
+        world.engine.add_strategy("derived", derived)
         before = graphs.counts["replayed"]
         requests = [replace(request, strategy="derived") for request in world.ask("beam")]
         assert_same(wanted, world.engine.run_many(requests))

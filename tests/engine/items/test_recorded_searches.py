@@ -213,7 +213,7 @@ def test_another_base_replaces_the_records():
     assert graphs.counts["version"] == 1
     world.engine.start()
     try:
-        recording = threading.Thread(target=world.engine.record, args=(world.live,))
+        recording = threading.Thread(target=world.engine.capture, args=(world.live,))
         recording.start()
         while recording.is_alive():
             assert len(world.engine.run(world.ask("beam")[0]).rows) == 5
@@ -263,7 +263,7 @@ def test_a_closing_engine_records_no_more():
     world = recommending("cpu")
     graphs = with_searches(world, world.trie, lambda step: step)
     world.engine.close()
-    world.engine.record(world.live)
+    world.engine.capture(world.live)
     assert graphs._trie.base is world.trie
 
 

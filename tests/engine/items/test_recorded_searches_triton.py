@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.engine.items.beam_search_graph import SearchShape
+from recserve.engine.beam_search_graph import SearchShape
 from recserve.kernels.attention import attention
 from recserve.kernels.layers import operators
 from recserve.kernels.trie import level_search

@@ -6,8 +6,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.text_step_graph import TABLES, GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.text_step_graph import TABLES, StepShape, TextStepGraphs, TextStepLimits
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.cache import moves
 from recserve.speculation.drafters.none import NoDrafter
@@ -55,7 +55,7 @@ def test_what_is_too_large_is_launched_and_the_rest_recorded():
     model = drawn_language_model(64, 1, vocabulary, torch.float32)
     scheduler = engine_for(model).schedulers["text"]
     between = int(4 * TABLES * vocabulary * (SHAPE.nodes - 1))
-    limits = GraphLimits((small, SHAPE), seconds=float("inf"), bytes=between)
+    limits = TextStepLimits((small, SHAPE), seconds=float("inf"), bytes=between)
     graphs = TextStepGraphs(
         scheduler.runner, scheduler.kv, model, limits, EagerRecorder(), {"drawn": Draws()}
     )
@@ -85,7 +85,7 @@ def test_a_step_holds_so_many_tables(monkeypatch):
             return step
 
     scheduler = engine_for(model).schedulers["text"]
-    limits = GraphLimits((SHAPE,), seconds=float("inf"))
+    limits = TextStepLimits((SHAPE,), seconds=float("inf"))
     graphs = TextStepGraphs(
         scheduler.runner, scheduler.kv, model, limits, Measured(), {"drawn": Draws()}
     )

@@ -13,7 +13,7 @@ from recserve.core.request import Prefix, PromptQuery
 from recserve.engine.engine import Engine
 from recserve.engine.runtime import request_queue
 from recserve.engine.runtime import scheduler as scheduler_module
-from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text_sequence import TextSequence
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -34,7 +34,7 @@ from tests.support.text_plain import TableDrafter, plain
 @pytest.fixture(autouse=True)
 def slow_turns(monkeypatch):
     """Later groups of a body stay behind other bodies, however slowly the test runs."""
-    monkeypatch.setattr(scheduler_module, "TURN_S", 1e6)
+    monkeypatch.setattr(scheduler_module, "GROUP_DELAY_S", 1e6)
 
 
 # Drafters and parameters that run by default; the others are slow.

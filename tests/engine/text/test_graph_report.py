@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from recserve.cli import doctor
-from recserve.engine.items.beam_search_graph import SearchShape
-from recserve.engine.text.text_step_graph import StepShape
+from recserve.engine.beam_search_graph import SearchShape
+from recserve.engine.text_step_graph import StepShape
 from recserve.metrics import Metrics
 from recserve.service.service import gauges_of
 from recserve.speculation.completion import TextQuery

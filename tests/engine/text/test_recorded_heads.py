@@ -7,9 +7,9 @@ heads are what those of the replays must equal, text by text and step by step.
 import pytest
 import torch
 
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -170,7 +170,7 @@ def test_the_host_waits_once_a_step(monkeypatch, force_kernels):
     with PretendCuda() as device:
         engine = text_engine("cuda", ["medusa"])
         scheduler = engine.schedulers["text"]
-        limits = GraphLimits((StepShape(6, 1, 3),), seconds=float("inf"))
+        limits = TextStepLimits((StepShape(6, 1, 3),), seconds=float("inf"))
         graphs = TextStepGraphs(
             scheduler.runner,
             scheduler.kv,

@@ -8,10 +8,10 @@ launches its steps verifies the texts of each rule separately, and drawn drafts 
 import pytest
 import torch
 
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.text_step_graph import SHAPES as ALL
-from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step_graph import SHAPES as ALL
+from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter
@@ -83,7 +83,7 @@ def test_replays_write_the_launched_text(name, drafter, engines):
     """Alone, and eight together with neighbours of other parameters."""
     requests = requests_of(name, Speculation(drafter, "rejection"))
     alone, replays = assert_same_texts(engines, requests[:1])
-    assert replays == alone[0].timing.forwards - (alone[0].timing.root_computed > 0)
+    assert replays == alone[0].timing.forwards - (alone[0].timing.prefix_computed > 0)
     answers, replays = assert_same_texts(engines, requests)
     assert replays > 0
     drafted = sum(answer.counts.num_draft_tokens for answer in answers)
@@ -172,7 +172,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     """
     model, wanted = shared_model(), []
     scheduler = engine_for(model).schedulers["text"]
-    limits = GraphLimits(ALL, seconds=float("inf"), bytes=18 * 2**30)
+    limits = TextStepLimits(ALL, seconds=float("inf"), bytes=18 * 2**30)
 
     class Large(EagerRecorder):
         def __call__(self, step):
@@ -187,7 +187,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
 
     drawn = [made for made in made_by(limits).captured if made.bucket.kind.rule == "rejection"]
     assert [made.bucket.name for made in drawn] == ["16x1 rejection"]
-    graphs = made_by(GraphLimits(ALL, seconds=float("inf"), bytes=2**40))
+    graphs = made_by(TextStepLimits(ALL, seconds=float("inf"), bytes=2**40))
     drawn = [made for made in graphs.captured if made.bucket.kind.rule == "rejection"]
     sizes = ["16x1", "16x8", "40x32", "72x8", "72x64", "264x32"]
     assert [made.bucket.name for made in drawn] == [
@@ -229,7 +229,7 @@ def test_the_host_waits_once_a_step(monkeypatch, force_kernels):
         engine = text_engine("cuda", [])
         scheduler = engine.schedulers["text"]
         engine.drafters["drawn"] = DeviceDrafts(scheduler.model.config.vocab_size, "cuda")
-        limits = GraphLimits((StepShape(5, 1, 3),), seconds=float("inf"))
+        limits = TextStepLimits((StepShape(5, 1, 3),), seconds=float("inf"))
         graphs = TextStepGraphs(
             scheduler.runner,
             scheduler.kv,

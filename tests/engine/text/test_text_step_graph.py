@@ -8,8 +8,8 @@ because attention on a CPU reads foreign slots and weighs them by zero.
 import pytest
 import torch
 
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -69,7 +69,7 @@ def test_replays_write_the_plain_text(name, kind, recorded, expected):
     answer = engine.run(TextQuery(prompts(8)[3], params, speculation))
     assert answer.tokens.tolist() == tokens
     # With what is left of a prompt comes its first step, which is not replayed.
-    launched = answer.timing.root_computed > 0
+    launched = answer.timing.prefix_computed > 0
     assert counted.replays - before == answer.timing.forwards - launched
     requests, wanted = among_others(name, speculation)
     before = counted.replays
@@ -211,7 +211,7 @@ def test_no_record_is_begun_without_time_or_memory(model):
             self.bytes += 2 * 2**30
             return step
 
-    limits = GraphLimits(SHAPES, seconds=float("inf"), bytes=2 * 2**30)
+    limits = TextStepLimits(SHAPES, seconds=float("inf"), bytes=2 * 2**30)
     graphs = TextStepGraphs(scheduler.runner, scheduler.kv, model, limits, Large())
     assert [each.bytes for each in graphs.captured] == [2 * 2**30] * 2
     assert [made.bucket.name for made in graphs.captured] == ["2x1", "16x1"]

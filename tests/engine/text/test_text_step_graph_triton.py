@@ -2,7 +2,7 @@
 
 import pytest
 
-from recserve.engine.text.text_step_graph import StepShape
+from recserve.engine.text_step_graph import StepShape
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.attention import attention
 from recserve.kernels.cache import moves

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.engine.runtime.runner import DecoderAdapter, Runner
+from recserve.engine.runner import DecoderAdapter, Runner
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.layers import operators, reference, triton_norms, triton_rope_write
 from recserve.kernels.layers.reference import HeadNorms

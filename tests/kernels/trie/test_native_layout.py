@@ -92,7 +92,7 @@ def test_what_a_round_scores(name, skip_single, monkeypatch, force_kernels):
     model, _ = make(ENGINE_CATALOGUES["ordinary"], "items", form)
     sequences = tuple(
         SearchSequence(
-            request=SlateQuery(root=draw_root(model, 1, b), trie=trie, k=3, beam_width=width - b),
+            request=SlateQuery(prefix=draw_root(model, 1, b), trie=trie, k=3, beam_width=width - b),
             future=Future(),
             submitted_s=0.0,
             model="recommender",

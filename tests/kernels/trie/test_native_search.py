@@ -40,7 +40,7 @@ def asked_of(model, trie, form, seed=0):
         if form == "dense":
             fields["dense_weight"] = 0.7 * (i % 3 > 0)
         root = draw_root(model, 1 + 2 * i, i)
-        requests.append(SlateQuery(root=root, trie=trie, k=k, beam_width=width, **fields))
+        requests.append(SlateQuery(prefix=root, trie=trie, k=k, beam_width=width, **fields))
     return requests
 
 
@@ -90,7 +90,7 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, force_kerne
     for strategy in ("beam", "speculative", "nezha"):
         requests = [
             SlateQuery(
-                root=draw_root(model, 4, width),
+                prefix=draw_root(model, 4, width),
                 trie=changed.trie,
                 k=k,
                 beam_width=width,

@@ -29,8 +29,7 @@ from torch import Tensor
 from recserve.core.finite import flaws_of
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence, request_of
-from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.cuda_graphs import (
+from recserve.engine.capture import (
     CapturedGraph,
     CaptureLimits,
     CudaRecorder,
@@ -38,8 +37,9 @@ from recserve.engine.runtime.cuda_graphs import (
     Recorder,
     is_cuda,
 )
-from recserve.engine.runtime.runner import Runner
-from recserve.engine.runtime.scheduler import StepLock
+from recserve.engine.kv_cache import KVCache
+from recserve.engine.runner import Runner
+from recserve.engine.scheduler import StepLock
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.kernels.trie.fixed_trie import CAPACITY, NOWHERE, FixedTrie
@@ -232,7 +232,7 @@ class ScoreInputs(Protocol):
 
 
 class HeadInputs:
-    """What the recurrent self-draft head reads: the root's last state and placeholder states."""
+    """What the recurrent self-draft head reads: the prefix's last state and placeholder states."""
 
     num_words = 0
     rounds = 1
@@ -559,7 +559,7 @@ class FixedFilter:
 
 
 # The outcome of a search. `replayed` used a graph. The others were launched, because of
-# size: its requests, beams or roots; version: its catalogue version.
+# size: its requests, beams or prefixes; version: its catalogue version.
 SearchResult = Literal["replayed", "size", "version"]
 SEARCH_RESULTS: tuple[SearchResult, ...] = get_args(SearchResult)
 

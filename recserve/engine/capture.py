@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.runner import Runner
+from recserve.engine.runner import Runner
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.language_model import LanguageModel

@@ -1,7 +1,7 @@
 """Requests that step together, and the removal of their states that are not finite.
 
-On the CPU, `isolate` finds states that are not finite after each forward pass. On a CUDA device the
-flags of core/finite.py travel with the states until scores are read.
+On the CPU, `zero_nonfinite` finds states that are not finite after each forward pass. On a CUDA
+device the flags of core/finite.py travel with the states until scores are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.request import Continuation, PromptScores, Result, Scores, Slate
 from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Strategy
-from recserve.engine.items.beam_search_graph import BeamSearchGraph
+from recserve.engine.beam_search_graph import BeamSearchGraph
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
@@ -98,7 +98,7 @@ class SearchBatch:
     graphs: Seq[BeamSearchGraph] = ()
 
 
-def isolate(
+def zero_nonfinite(
     sequences: Seq[SearchSequence], batch: TreeBatch, states: Tensor, pool: KVPool
 ) -> Tensor:
     """Replaces states that are not finite by zeros, and marks their sequences as flawed.

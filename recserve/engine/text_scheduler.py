@@ -13,9 +13,10 @@ import logging
 import math
 import time
 from bisect import bisect_right, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -23,31 +24,89 @@ from recserve.core.draft_policy import DepthPolicy, DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.sequence import Sequence
+from recserve.engine.capture import GraphSet
+from recserve.engine.draft_proposer import DraftProposer
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.cuda_graphs import GraphSet
-from recserve.engine.runtime.runner import Runner
-from recserve.engine.runtime.scheduler import Chunk, Scheduler, turn
-from recserve.engine.text.draft_proposer import DraftProposer
-from recserve.engine.text.groups import TextGroup, TextGroups
-from recserve.engine.text.limits import TextLimits, check_query
-from recserve.engine.text.prefill import chunks, computed_by_another
-from recserve.engine.text.sequence import TextSequence, context_of
-from recserve.engine.text.step import StepOutputs, text_step, token_logprobs
-from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
-from recserve.engine.text.text_step_graph import TextStepGraphs
-from recserve.engine.text.trees import TreePacker
+from recserve.engine.runner import Runner
+from recserve.engine.scheduler import Chunk, Scheduler, service_order
+from recserve.engine.text_groups import TextGroup, TextGroups
+from recserve.engine.text_sequence import TextSequence, context_of
+from recserve.engine.text_step import (
+    StepOutputs,
+    StepStates,
+    masks_of,
+    split_states,
+    taps_for,
+    text_step,
+    token_logprobs,
+)
+from recserve.engine.text_step_graph import TextStepGraphs
+from recserve.engine.text_trees import TreePacker
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.inputs import NodeInputs
-from recserve.models.language_model import LanguageModel
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.draft import empty_draft
 from recserve.speculation.drafter import Drafter, TextOutcome
 from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.logits_processor import TokenCounts
+from recserve.speculation.verifiers.registry import check_rule
 
 log = logging.getLogger(__name__)
+
+
+class PromptTooLong(ValueError):
+    """A prompt leaves no position for a token of output."""
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """Limits of a text scheduler.
+
+    Attributes:
+        prefill_tokens: Most prompt tokens computed in a step, over all texts.
+        draft_nodes: Most nodes of a draft.
+    """
+
+    prefill_tokens: int = 512
+    draft_nodes: int = 64
+
+
+def check_query(query: TextQuery, config: LanguageModelConfig) -> None:
+    """Checks a request against the model's vocabulary and positions, and its rule's parameters.
+
+    Raises:
+        PromptTooLong: If the prompt leaves no position for a token of output.
+        ValueError: If the prompt is empty, a token id is not in the vocabulary, every token may be
+            banned, or the acceptance rule does not allow the sampling parameters.
+    """
+    prompt, params = query.prompt, query.params
+    positions = config.decoder.max_positions
+    if prompt.ndim != 1 or not prompt.shape[0]:
+        raise ValueError(f"prompt is {prompt.shape}; it must be [n] with at least one token")
+    if prompt.shape[0] >= positions:
+        raise PromptTooLong(
+            f"the prompt has {prompt.shape[0]} tokens; the model has {positions} positions and "
+            "needs one for the output"
+        )
+    named = [*params.logit_bias, *params.stop_token_ids]
+    named += [token for word in params.bad_words for token in word]
+    for name, low, high in (
+        ("prompt", int(prompt.min()), int(prompt.max())),
+        ("a sampling parameter", min(named, default=0), max(named, default=0)),
+    ):
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(
+                f"{name} names tokens {low}..{high}; the vocabulary has {config.vocab_size} tokens"
+            )
+    if params.may_ban_all(config.vocab_size):
+        raise ValueError(
+            "bad_words, and stop_token_ids before min_tokens, ban every token; leave at least one "
+            f"of the {config.vocab_size}"
+        )
+    check_rule(query.speculation.verifier, params)
 
 
 class InvalidPath(RuntimeError):
@@ -136,9 +195,9 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             tokens, device = sequence.context.tokens, self.runner.pool.keys.device
             sequence.token_counts = TokenCounts(tokens, self.model.config.vocab_size, device)
         if self._place(sequence):
-            insort(self.running, sequence, key=turn)
+            insort(self.running, sequence, key=service_order)
         elif sequence.waits:
-            insort(self.preempted, sequence, key=turn)
+            insort(self.preempted, sequence, key=service_order)
         else:
             return False
         if request.deadline_s is not None:
@@ -266,8 +325,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
         Its computed tokens stay in the prefix cache.
         """
-        last = max([*self.running[-1:], *self.preempted[-1:]], key=turn, default=None)
-        if last is None or turn(last) <= turn(other):
+        last = max([*self.running[-1:], *self.preempted[-1:]], key=service_order, default=None)
+        if last is None or service_order(last) <= service_order(other):
             return None
         if last.pages:
             self._preempt(last)
@@ -277,7 +336,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     def lacks_pages_before(self, other: Sequence) -> bool:
         """Returns whether a text that is served before `other` waits for pages."""
         for text in self.preempted:
-            if not text.waits and turn(text) <= turn(other):
+            if not text.waits and service_order(text) <= service_order(other):
                 return True
         return super().lacks_pages_before(other)
 
@@ -295,7 +354,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         kv = self.kv
         if self.isolating or kv.num_available >= count:
             return False
-        later = [s for s in self.running if turn(s) > turn(other)]
+        later = [s for s in self.running if service_order(s) > service_order(other)]
         held = [page for sequence in later for page in sequence.pages]
         if kv.num_available + kv.allocator.num_released(held) < count:
             return False
@@ -316,7 +375,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     def readmit(self, sequence: TextSequence) -> bool:
         """Continues a dropped text after the tokens that it has committed."""
         sequence.restart()
-        insort(self.preempted, sequence, key=turn)
+        insort(self.preempted, sequence, key=service_order)
         return True
 
     def _groups(self, parts: Seq[Chunk[TextSequence]]) -> list[TextGroup]:
@@ -398,13 +457,15 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         for sequence in list(self.preempted):
             if all(s.waits for s in left) and self._place(sequence):
                 self.preempted.remove(sequence)
-                insort(self.running, sequence, key=turn)
+                insort(self.running, sequence, key=service_order)
             else:
                 left.append(sequence)
 
     def _place(self, sequence: TextSequence) -> bool:
         """Gives a text its pages, unless none is free or another text computes its beginning."""
-        before = self.running[: bisect_right(self.running, turn(sequence), key=turn)]
+        before = self.running[
+            : bisect_right(self.running, service_order(sequence), key=service_order)
+        ]
         sequence.waits = computed_by_another(sequence, before, self.kv.page_size)
         if sequence.waits:
             return False
@@ -415,8 +476,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         sequence.context.table, sequence.context.row = self.kv.slots, sequence.row
         sequence.restore(*placed)
         if not sequence.timing.forwards:
-            sequence.timing.root_cached = sequence.num_computed
-            sequence.timing.root_computed = sequence.missing
+            sequence.timing.prefix_cached = sequence.num_computed
+            sequence.timing.prefix_computed = sequence.missing
         return True
 
     def _grow(self, sequence: TextSequence, tokens: int) -> bool:
@@ -438,7 +499,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._cache_prefix(sequence)
         self._remove([sequence])
         sequence.num_computed = 0
-        insort(self.preempted, sequence, key=turn)
+        insort(self.preempted, sequence, key=service_order)
 
     def _cache_prefix(self, sequence: TextSequence) -> None:
         """Stores a text's computed tokens, with the drafter's entries of all of them."""
@@ -470,3 +531,45 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         gone = set(sequences)
         self.running = [s for s in self.running if s not in gone]
         self.preempted = [s for s in self.preempted if s not in gone]
+
+
+def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk[TextSequence]]:
+    """Returns the chunks of one step with at most `most` tokens, in the order of the texts."""
+    left, found = most, []
+    for text in texts:
+        if text.ready:
+            continue
+        size = min(text.missing, left)
+        if size:
+            found.append(Chunk(text, size))
+            left -= size
+    return found
+
+
+def computed_by_another(text: TextSequence, others: Iterable[TextSequence], page_size: int) -> bool:
+    """Returns whether another text will soon compute at least one page of this text's beginning.
+
+    Waiting for it takes no more time than computing the page twice.
+    """
+    rows = text.context.tokens[:-1]
+    return any(
+        not other.ready
+        and other.request.salt == text.request.salt
+        and shared_rows(rows, other.context.tokens[:-1], page_size)
+        >= other.num_computed + page_size
+        for other in others
+    )
+
+
+def shared_rows(rows: Seq[int], other: Seq[int], page_size: int) -> int:
+    """Returns how many rows at the beginning could come from the other text's pages.
+
+    These are whole pages, and the last partial page if one of the texts ends in it.
+    """
+    size, shared = min(len(rows), len(other)), 0
+    while shared < size:
+        stop = min(shared + page_size, size)
+        if rows[shared:stop] != other[shared:stop]:
+            break
+        shared = stop
+    return shared

@@ -17,9 +17,9 @@ from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
 from recserve.core.request import PromptQuery, Request, TextScoreQuery
 from recserve.core.sequence import Sequence
+from recserve.engine.capture import GraphSet
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.cuda_graphs import GraphSet
-from recserve.engine.runtime.runner import DeviceLost, Runner
+from recserve.engine.runner import DeviceLost, Runner
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.speculation.completion import TextQuery
 
@@ -44,7 +44,7 @@ class Trees(Protocol):
 
 TreesT = TypeVar("TreesT", bound=Trees)
 
-TURN_S = 0.5  # each further group of one body counts as if it came so much later
+GROUP_DELAY_S = 0.5  # each further group of one body counts as if it came so much later
 
 # Errors that say nothing about the device.
 HARMLESS = (DeadlineExceeded, EngineStopped, NotFinite)
@@ -216,7 +216,9 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """
         if not (self._suspects or self._cleared) or self.num_admitted:
             return False
-        return any(turn(s) <= turn(other) for s in (*self._suspects, *self._cleared))
+        return any(
+            service_order(s) <= service_order(other) for s in (*self._suspects, *self._cleared)
+        )
 
     def pause(self) -> Seq[SequenceT]:
         """Removes and returns requests that can continue later from what they have computed.
@@ -386,7 +388,7 @@ class StepLock:
 
     Changes between two steps take it too. With a plain lock, the releasing thread often takes the
     lock again before the waiting thread wakes. A busy engine could then run twenty steps before a
-    root is dropped.
+    prefix is dropped.
     """
 
     def __init__(self) -> None:
@@ -400,16 +402,16 @@ class StepLock:
         self._held.release()
 
 
-def turn(sequence: Sequence) -> tuple[int, float]:
+def service_order(sequence: Sequence) -> tuple[int, float]:
     """Returns the order in which requests are served: by priority, then by age.
 
     The later groups of a large body give way to the requests of other bodies.
     """
     request, submitted_s = sequence.request, sequence.submitted_s
     if isinstance(request, TextQuery):
-        return request.priority, submitted_s + request.group * TURN_S
+        return request.priority, submitted_s + request.group * GROUP_DELAY_S
     if isinstance(request, TextScoreQuery | PromptQuery):
-        return 0, submitted_s + request.group * TURN_S
+        return 0, submitted_s + request.group * GROUP_DELAY_S
     return 0, submitted_s
 
 

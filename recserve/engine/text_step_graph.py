@@ -30,8 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.cuda_graphs import (
+from recserve.engine.capture import (
     CapturedGraph,
     CaptureLimits,
     CudaRecorder,
@@ -39,12 +38,20 @@ from recserve.engine.runtime.cuda_graphs import (
     Recorder,
     is_cuda,
 )
-from recserve.engine.runtime.runner import Runner
-from recserve.engine.text.groups import TextGroup
-from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import StepInputs, StepOutputs, put_probs, text_step
-from recserve.engine.text.step_states import masks_of, split_states, taps_for
-from recserve.engine.text.trees import (
+from recserve.engine.kv_cache import KVCache
+from recserve.engine.runner import Runner
+from recserve.engine.text_groups import TextGroup
+from recserve.engine.text_sequence import TextSequence
+from recserve.engine.text_step import (
+    StepInputs,
+    StepOutputs,
+    masks_of,
+    put_probs,
+    split_states,
+    taps_for,
+    text_step,
+)
+from recserve.engine.text_trees import (
     DEPTHS,
     ENDS,
     KINDS,
@@ -128,7 +135,7 @@ TABLES = 10.25
 
 
 @dataclass(frozen=True)
-class GraphLimits(CaptureLimits):
+class TextStepLimits(CaptureLimits):
     """Which text steps are captured.
 
     Attributes:
@@ -459,7 +466,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         runner: Runner,
         kv: KVCache,
         model: LanguageModel,
-        limits: GraphLimits,
+        limits: TextStepLimits,
         recorder: Recorder,
         drafters: Mapping[str, Drafter] | None = None,
     ) -> None:
@@ -629,7 +636,7 @@ def cuda_steps(
     kv: KVCache,
     model: LanguageModel,
     wanted: bool | None,
-    limits: GraphLimits,
+    limits: TextStepLimits,
     drafters: Mapping[str, Drafter],
 ) -> TextStepGraphs | None:
     """Captures the steps of a model on a CUDA device.

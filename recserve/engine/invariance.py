@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
+from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.kernels.attention.exact import ExactPool, exact_attention
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.kernels.tree_batch import Prefixes, TreeBatch

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import StepInputs, draft_probs
+from recserve.engine.text_sequence import TextSequence
+from recserve.engine.text_step import StepInputs, draft_probs
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.speculation.draft import TextDraft, empty_draft
