@@ -184,7 +184,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
             batch.graphs = ()
         except Exception as error:
             log.exception("a captured search failed")
-            self.batches = [batch for batch in self.batches if batch is not batch]
+            self.batches = [one for one in self.batches if one is not batch]
             self._start_alone(batch.strategy, batch.sequences, error)
 
     def tree_batch(self, trees: SearchBatch) -> TreeBatch:

@@ -9,12 +9,12 @@ import pytest
 from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
 from recserve.core.request import SlateQuery
+from recserve.engine import scheduler as scheduler_module
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import StepWatch
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.request_queue import Departures
 from recserve.engine.runner import DeviceLost, Runner
-from recserve.engine.runtime import scheduler as scheduler_module
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from recserve.core.request import LikelihoodQuery, Prefix, RankQuery, SlateQuery, TextScoreQuery
+from recserve.engine import invariance
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.invariance import NotInvariant
-from recserve.engine.runtime import invariance
 from recserve.kernels.attention.exact import exact_attention
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import PackedLinear, packable

@@ -10,9 +10,9 @@ import torch
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import Prefix, PromptQuery
+from recserve.engine import request_queue
+from recserve.engine import scheduler as scheduler_module
 from recserve.engine.engine import Engine
-from recserve.engine.runtime import request_queue
-from recserve.engine.runtime import scheduler as scheduler_module
 from recserve.engine.text_sequence import TextSequence
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery

@@ -8,11 +8,11 @@ import torch
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import Prefix, PromptQuery, Scores, TextScoreQuery
+from recserve.engine import item_scheduler as scheduler_module
+from recserve.engine import scheduler as runtime_scheduler
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items import scheduler as scheduler_module
-from recserve.engine.runtime import scheduler as runtime_scheduler
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
