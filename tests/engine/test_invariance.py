@@ -184,7 +184,7 @@ def test_strategies_that_are_not_covered_are_not_offered():
     heads = Heads(prefixes=make_head(model, "drawn"), nezha=make_head(model, "drawn"))
     assert build_engine(
         EngineModels(copied, heads=heads), replace(SIZES, invariant=False)
-    ).strategies == (
+    ).selectable == (
         "beam",
         "nezha",
         "speculative",
