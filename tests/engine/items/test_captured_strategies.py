@@ -90,7 +90,7 @@ def refusing(monkeypatch, width, calls=None):
 @pytest.mark.parametrize("strategy", ["beam", "nezha"])
 @pytest.mark.parametrize("place", [0, 3, 5])
 def test_a_replay_that_fails_holds_back_no_other_batch(strategy, place, world, monkeypatch):
-    """Six requests in graphs of four, one of which breaks its replay, and two of another strategy."""
+    """Six requests in graphs of four, one of which breaks its replay, and two others."""
     world, graphs = world
     other = "nezha" if strategy == "beam" else "beam"
     events = (1, 2, 3, 4, 5, 6)
