@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -64,7 +65,7 @@ def test_sigterm_drains_and_loses_nothing(tmp_path):
     try:
         until(lambda: ask(base + "/health/ready") == 200)
         user = httpx.get(base + "/playground/samples").json()["users"][0]
-        body = {"user": {"id": user}, "k": 20, "beam_width": 100}
+        body = {"user": {"id": user}, "k": 20}
         statuses: list[int] = []
         encoded, lost = json.dumps(body), []
 
@@ -81,6 +82,7 @@ def test_sigterm_drains_and_loses_nothing(tmp_path):
                         answer = client.getresponse()
                         statuses.append(answer.status)
                         answer.read()
+                        time.sleep(0.01)
                 except (OSError, http.client.HTTPException) as error:
                     lost.append(repr(error))
                     client.close()

@@ -43,6 +43,7 @@ def test_shared_ids_and_wrong_codes_are_refused():
         build_trie(torch.empty(0, 2, dtype=torch.long), (3, 3))
 
 
+@pytest.mark.slow
 def test_bytes_per_million_items():
     """Arrays only, counted: 100 MB per million items is the bound, four levels of 256."""
     codes = draw_codes(100_000, (256, 256, 256, 4))
