@@ -6,6 +6,7 @@ import torch
 from recserve.kernels.tree import from_parents
 from recserve.kernels.trie.level_search import lay_out_reference
 from recserve.kernels.trie.trie import build_trie
+from tests.support.grids import covering
 from tests.support.tries import CATALOGUES, draw_codes
 
 
@@ -54,8 +55,7 @@ def test_bytes_per_million_items():
     assert held / trie.num_items * 1e6 < 100e6
 
 
-@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("codes, seed", covering(CATALOGUES, range(5)))
 def test_trie_nodes_as_token_trees(codes, seed):
     """Sets of trie nodes of three requests: parents, ends and depths are those of
     `from_parents`.
