@@ -113,8 +113,10 @@ from recserve.config import ServerConfig
 from recserve.server.loader import ServiceLoader
 from recserve.server.run import serve
 
+UNUSED = "recserve.experiments", "recserve.server.experiments", "recserve.client"
+
 def load(self):
-    print("loading", flush=True)
+    print("loading", *(name for name in sys.modules if name.startswith(UNUSED)), flush=True)
     way = sys.argv[1]
     if way == "wait":
         threading.Event().wait()
@@ -145,6 +147,7 @@ def test_a_signal_while_loading_ends_the_server_at_once(way, sent):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as server:
         try:
+            # A server without experiments has imported nothing of them.
             assert server.stdout.readline() == "loading\n"
             if way == "wait":
                 until(lambda: ask(f"http://127.0.0.1:{port}/health/ready") == 503)
