@@ -94,7 +94,6 @@ def test_a_prefix_without_the_drafter_s_entries_is_not_shared(model):
     assert_as_transcribed(notes, drafter, model, least=2)
 
 
-@pytest.mark.slow
 @torch.inference_mode()
 def test_drafts_after_preemption(model):
     drafter = eagle(model, True, seed=7)
