@@ -48,7 +48,7 @@ class Served:
     def __init__(self, folder: Path, users: int) -> None:
         bundle = Bundle.open(folder)
         catalog = bundle.catalog()
-        self.codes = catalog.index.codes
+        self.codes = catalog.semantic_ids.codes
         codes = torch.from_numpy(self.codes.astype(np.int64))
         self.model: Recommender = load_recommender(
             bundle.directory("recommender"), codes, torch.from_numpy(catalog.vectors)

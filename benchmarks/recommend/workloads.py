@@ -144,7 +144,7 @@ def trained_subject(path: Path, users: int, dtype: torch.dtype, least: int = 1) 
     """
     bundle = Bundle.open(path)
     catalog = bundle.catalog()
-    codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+    codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
     vectors = torch.from_numpy(catalog.vectors)
     model = load_recommender(bundle.directory("recommender"), codes, vectors).to(dtype)
     config = model.config
@@ -156,7 +156,9 @@ def trained_subject(path: Path, users: int, dtype: torch.dtype, least: int = 1) 
     roots = []
     for case in range(len(cases)):
         history = cases.history(case)[-config.max_history_items :]
-        tokens = history_tokens(history, catalog.index.codes, config.codebook_sizes, config.input)
+        tokens = history_tokens(
+            history, catalog.semantic_ids.codes, config.codebook_sizes, config.input
+        )
         roots.append(Prefix(NodeInputs(torch.from_numpy(tokens)), tokens))
     return Subject(
         model, build_trie(codes, config.codebook_sizes), load_heads(bundle, model), roots

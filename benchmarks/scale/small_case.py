@@ -82,7 +82,7 @@ def make_world(folder: Path, cached_users: int) -> World:
     torch.manual_seed(0)
     config = RecommenderConfig(
         DecoderConfig(WIDTH, LAYERS, 3, 3, 64, 4 * WIDTH),
-        catalog.index.codebook_sizes,
+        catalog.semantic_ids.codebook_sizes,
         num_items=NUM_ITEMS,
         vector_dim=catalog.vectors.shape[1],
         id_embedding=True,

@@ -71,7 +71,9 @@ def make_bundle(folder: Path, num_items: int) -> Path:
     tables.save(folder)
     bundle.commit("ranker", {})
     config = RecommenderConfig(
-        DecoderConfig(128, 2, 4, 4, 32, 512), catalog.index.codebook_sizes, num_items=num_items
+        DecoderConfig(128, 2, 4, 4, 32, 512),
+        catalog.semantic_ids.codebook_sizes,
+        num_items=num_items,
     )
     save_recommender(Recommender(config), bundle.directory("recommender"))
     bundle.commit("recommender", {})

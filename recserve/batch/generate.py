@@ -202,12 +202,12 @@ class Generator:
                     bodies.append(self._body(row))
                     numbers.append(i)
                 except ValueError as error:
-                    errors.append(_refused(first_row + start + i, row, error))
+                    errors.append(_reject(first_row + start + i, row, error))
             # `numbers` maps each request to its row, because invalid rows made no request.
             for i, result in zip(numbers, self.recommend(bodies), strict=True):
-                result = _checked(result)
+                result = _require_history(result)
                 if isinstance(result, ValueError):
-                    errors.append(_refused(first_row + start + i, rows[i], result))
+                    errors.append(_reject(first_row + start + i, rows[i], result))
                 elif isinstance(result, Exception):
                     raise result
                 else:
@@ -274,7 +274,7 @@ def _user(given: Any) -> Any:
     return id_of_number(given) or given
 
 
-def _checked(result: RecommendResponse | Exception) -> RecommendResponse | Exception:
+def _require_history(result: RecommendResponse | Exception) -> RecommendResponse | Exception:
     """Turns a slate that was computed without the user's history into an error."""
     if isinstance(result, RecommendResponse):
         if "history_unavailable" in result.degraded:
@@ -284,7 +284,7 @@ def _checked(result: RecommendResponse | Exception) -> RecommendResponse | Excep
     return result
 
 
-def _refused(number: int, row: dict[str, Any], error: Exception) -> dict[str, Any]:
+def _reject(number: int, row: dict[str, Any], error: Exception) -> dict[str, Any]:
     user = row["user_id"]
     return {"row": number, "user_id": None if user is None else str(user), "reason": str(error)}
 

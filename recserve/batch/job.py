@@ -242,7 +242,7 @@ def run(
                 for step in runner.run(left, folder.path):
                     if isinstance(step, JobPart):
                         folder.add(step)
-                        count.finished()
+                        count.count_part()
                     else:
                         progress(count.advance(step))
                         count.judge()
@@ -271,7 +271,7 @@ class _Count:
         """Starts the clock: the models are loaded."""
         self._started, self._before = time.monotonic(), self._now.done
 
-    def finished(self) -> None:
+    def count_part(self) -> None:
         """Counts a finished part."""
         self._now = replace(self._now, parts=self._now.parts + 1)
 

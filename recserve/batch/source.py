@@ -164,7 +164,7 @@ def read(partition: Partition, group_rows: int, columns: Iterable[str]) -> Itera
         groups, skip = _row_groups(file.metadata, partition)
         names = [name for name in file.schema_arrow.names if name in set(columns)]
         batches = file.iter_batches(batch_size=group_rows, row_groups=groups, columns=names)
-        yield from _regrouped(batches, skip, partition.rows, group_rows)
+        yield from _regroup(batches, skip, partition.rows, group_rows)
 
 
 def _table(path: Path, name: str) -> InputFile:
@@ -232,7 +232,7 @@ def _row_groups(metadata: pq.FileMetaData, partition: Partition) -> tuple[list[i
     return groups, skip
 
 
-def _regrouped(
+def _regroup(
     batches: Iterable[pa.RecordBatch], skip: int, rows: int, group_rows: int
 ) -> Iterator[pa.Table]:
     """Yields tables of `group_rows` rows of a stream, after `skip` rows and up to `rows` rows."""

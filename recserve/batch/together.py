@@ -84,11 +84,11 @@ def submit_together(
         An answer or an error per request. A ValueError concerns that request alone.
     """
     with engine.held():
-        begun = [_begun(begin, body) for body in bodies]
+        begun = [_submit(begin, body) for body in bodies]
     return [one if isinstance(one, Exception) else _outcome(one) for one in begun]
 
 
-def _begun(begin: Callable[[B], Callable[[], A]], body: B) -> Callable[[], A] | Exception:
+def _submit(begin: Callable[[B], Callable[[], A]], body: B) -> Callable[[], A] | Exception:
     """Submits a request; returns the error if it is rejected."""
     try:
         return begin(body)

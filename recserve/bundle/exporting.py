@@ -54,7 +54,9 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} is not empty; choose a new folder")
     catalog = bundle.catalog()
-    tokens = catalog.index.codes.astype(np.int32) + np.array(model.config.level_offsets, np.int32)
+    tokens = catalog.semantic_ids.codes.astype(np.int32) + np.array(
+        model.config.level_offsets, np.int32
+    )
     lists = pa.FixedSizeListArray.from_arrays(tokens.ravel(), tokens.shape[1])
     table = pa.table({"item_id": catalog.items.ids, "tokens": lists.cast(pa.list_(pa.int32()))})
     with new_folder(out) as folder:

@@ -29,6 +29,10 @@ JournalFlag = Annotated[
     Path | None,
     typer.Option("--journal", help="Folder of item changes; default: beside the bundle."),
 ]
+ExperimentsFlag = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the counts of experiments; default: beside the bundle."),
+]
 Body = TypeVar("Body")
 
 
@@ -132,12 +136,18 @@ def backup(
     out: Annotated[Path, typer.Option(help="New folder for the copy.")],
     store: StoreFlag = None,
     journal: JournalFlag = None,
+    experiments_dir: ExperimentsFlag = None,
 ) -> None:
-    """Copy all stored events and item changes, also while a server runs (LMDB only)."""
-    from recserve.cli.backup import back_up
+    """Copy events, item changes and counts, also while a server runs (LMDB only)."""
+    from recserve.cli.backup import StateFolders, back_up
 
-    users, journals = back_up(bundle, store, journal, out)
-    typer.echo(f"copied {users} keys of the history store and {journals} journals to {out}")
+    copied = back_up(StateFolders.of_server(bundle, store, journal, experiments_dir), out)
+    popular = "with" if copied.has_popularity else "without"
+    typer.echo(
+        f"copied {copied.num_keys} keys of the history store {popular} counts of the list popular, "
+        f"{copied.num_journals} journals, and counts of {copied.num_experiments} experiments to "
+        f"{out}"
+    )
 
 
 def restore(
@@ -145,11 +155,13 @@ def restore(
     source: Annotated[Path, typer.Option("--from", help="Folder of a backup.")],
     store: StoreFlag = None,
     journal: JournalFlag = None,
+    experiments_dir: ExperimentsFlag = None,
 ) -> None:
-    """Put a backup in place, where no store and no item changes are."""
+    """Put a backup in place, where no store, item changes or counts are."""
+    from recserve.cli.backup import StateFolders
     from recserve.cli.backup import restore as put_back
 
-    put_back(bundle, store, journal, source)
+    put_back(StateFolders.of_server(bundle, store, journal, experiments_dir), source)
     typer.echo(f"restored {source}")
 
 

@@ -98,12 +98,12 @@ def batch(
     from recserve.batch.prompt_columns import check_prompts
     from recserve.batch.recipe import SlateRecipe, TextRecipe, WrongOption
     from recserve.batch.source import check_lines, input_paths, is_lines
-    from recserve.cli.terminal import counted, job_progress
+    from recserve.cli.terminal import format_count, job_progress
 
     if ray_address is not None and engine != "ray":
-        raise _called_wrongly("--ray-address needs --engine ray")
+        raise _usage_error("--ray-address needs --engine ray")
     if (bundle is None) == (llm is None):
-        raise _called_wrongly("give either --bundle or --llm")
+        raise _usage_error("give either --bundle or --llm")
     for flag, value in {
         "--store": bundle is None and store,
         "--beam-width": bundle is None and beam_width,
@@ -115,7 +115,7 @@ def batch(
         "--seed": llm is None and seed,
     }.items():
         if value:
-            raise _called_wrongly(f"{flag} has no effect with {'--llm' if llm else '--bundle'}")
+            raise _usage_error(f"{flag} has no effect with {'--llm' if llm else '--bundle'}")
     job = Job(input, output, rows_per_part, overwrite, max_error_rate)
     recipe: Recipe
     try:
@@ -148,7 +148,7 @@ def batch(
             )
             plan = check(job, check_lines if lines else check_prompts)
     except ValueError as error:
-        raise _called_wrongly(str(error)) from None
+        raise _usage_error(str(error)) from None
     if plan.unused_columns:
         typer.echo(f"{input}: columns not used: {', '.join(plan.unused_columns)}", err=True)
     runner: PartRunner = LocalWorkers(recipe, workers)
@@ -160,7 +160,7 @@ def batch(
         with _until_signal(), job_progress(progress) as tell:
             report = run(plan, runner, tell)
     except (WrongOption, OutputExists) as error:
-        raise _called_wrongly(str(error)) from None
+        raise _usage_error(str(error)) from None
     except Stopped as error:
         without = " without --overwrite" if overwrite else ""
         typer.echo(
@@ -173,8 +173,8 @@ def batch(
     resumed = f" ({report.resumed} by earlier runs)" if report.resumed else ""
     noun = "prompt" if bundle is None else "user"
     typer.echo(
-        f"{counted(report.users, noun)}, {counted(report.rows, 'row')} in "
-        f"{counted(len(report.parts), 'part')}{resumed}{refused}, {report.seconds:.1f} s"
+        f"{format_count(report.users, noun)}, {format_count(report.rows, 'row')} in "
+        f"{format_count(len(report.parts), 'part')}{resumed}{refused}, {report.seconds:.1f} s"
     )
 
 
@@ -200,6 +200,6 @@ def _absolute(store: str | None) -> str | None:
     return f"lmdb:{Path(store.removeprefix('lmdb:')).resolve()}"
 
 
-def _called_wrongly(message: str) -> typer.Exit:
+def _usage_error(message: str) -> typer.Exit:
     typer.echo(f"error: {message}", err=True)
     return typer.Exit(BAD_USAGE)

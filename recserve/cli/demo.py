@@ -30,7 +30,7 @@ from rich.text import Text
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.bundle.new_folder import new_folder
-from recserve.cli.terminal import counted, ranking_table, slate_table, timing_line, titles
+from recserve.cli.terminal import format_count, ranking_table, slate_table, timing_line, titles
 from recserve.config import ServerConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import SchemaError
@@ -171,7 +171,10 @@ def minutes(name: str, console: Console) -> TrainOptions:
 def tell(report: TrainReport, console: Console) -> None:
     """Prints the result of a training run."""
     metrics = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
-    say(console, f"trained {counted(report.epochs, 'epoch')} in {report.seconds:.0f} s: {metrics}")
+    say(
+        console,
+        f"trained {format_count(report.epochs, 'epoch')} in {report.seconds:.0f} s: {metrics}",
+    )
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     given = {str(key).replace("-", "_"): value for key, value in found.items()}
     arms = given.pop("arms", None)
     if arms is not None:
-        given["arm"] = [_arm(arm, path) for arm in _listed(arms, path)]
+        given["arm"] = [_arm(arm, path) for arm in _check_arms(arms, path)]
     known = [str(parameter.name) for parameter in context.command.params]
     for name in given:
         if name not in known or name == "config":
@@ -44,7 +44,7 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def _listed(arms: Any, path: Path) -> list[Any]:
+def _check_arms(arms: Any, path: Path) -> list[Any]:
     if not isinstance(arms, list) or len(arms) < 2:
         raise typer.BadParameter(
             f"{path}: arms: expected a list of at least two arms", param_hint="--config"

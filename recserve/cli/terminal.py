@@ -35,7 +35,7 @@ Title = Callable[[str], str | None]
 STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Returns number and noun with the right plural, such as `1 part` or `2 parts`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -68,7 +68,7 @@ def slate_table(answer: RecommendResponse, title: Title) -> Table:
     _add_fields(table, answer)
     for item in answer.items:
         score = "" if item.score is None else f"{item.score:.3f}"
-        named, shown = _named(item.item_id, title), _field_texts(item)
+        named, shown = _item_cells(item.item_id, title), _field_texts(item)
         table.add_row(str(item.rank), *named, score, item.source, *shown)
     return table
 
@@ -91,7 +91,7 @@ def ranking_table(answer: RankResponse, title: Title, limit: int | None = None) 
     _add_fields(table, answer)
     for item in answer.items[:limit]:
         scores = [f"{item.scores[task]:.3f}" for task in tasks]
-        named, shown = _named(item.item_id, title), _field_texts(item)
+        named, shown = _item_cells(item.item_id, title), _field_texts(item)
         table.add_row(str(item.rank), *named, *scores, *shown)
     return table
 
@@ -119,11 +119,11 @@ def history_table(answer: HistoryResponse, title: Title) -> Table:
     table.add_column("time (UTC)", no_wrap=True)
     for event in answer.events:
         second = (event.timestamp or "")[: len("2026-01-31T23:59:59")].replace("T", " ")
-        table.add_row(*_named(event.item_id, title), Text(event.type), second)
+        table.add_row(*_item_cells(event.item_id, title), Text(event.type), second)
     return table
 
 
-def _named(item_id: str, title: Title) -> tuple[Text, Text]:
+def _item_cells(item_id: str, title: Title) -> tuple[Text, Text]:
     """Returns id and title without markup, so that square brackets print unchanged."""
     return Text(item_id), Text(title(item_id) or "")
 

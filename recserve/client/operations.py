@@ -16,7 +16,7 @@ import msgspec
 from recserve.schemas.api import Api, AsyncApi, Operation, SyncApi
 from recserve.schemas.browse import LISTS, join_texts
 from recserve.schemas.numbers import ENCODER, exact_number
-from recserve.schemas.shorthand import checked_id
+from recserve.schemas.shorthand import check_id
 from recserve.schemas.text import ChatChunk, ChatRequest, CompletionRequest, CompletionResponse
 
 A = TypeVar("A")
@@ -54,7 +54,7 @@ class Request(Generic[A]):
         """
         path = operation.path.replace(":path}", "}")
         names = operation.parameters
-        parts = {name: _encode(checked_id(name, arguments[name])) for name in names}
+        parts = {name: _encode(check_id(name, arguments[name])) for name in names}
         body: Any = arguments.get("body")
         path = path.format_map(parts)
         if (query := arguments.get("query")) is not None:
@@ -86,7 +86,7 @@ def _query_string(query: msgspec.Struct) -> str:
     fields = msgspec.to_builtins(query)
     changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
     for name in LISTS & changed.keys():
-        changed[name] = join_texts([checked_id(name, text) for text in changed[name]])
+        changed[name] = join_texts([check_id(name, text) for text in changed[name]])
     return f"?{urlencode(changed)}" if changed else ""
 
 

@@ -187,12 +187,13 @@ class Ranker(nn.Module):
             self.freeze_items()
 
     @torch.inference_mode()
-    def append_items(self, vectors: Tensor, learned: Tensor) -> None:
+    def append_items(self, vectors: Tensor, trained_rows: Tensor) -> None:
         """Appends items to a frozen ranker, while others read the items that are bound.
 
         Args:
             vectors: [n, F].
-            learned: [n] bound row whose id embedding the item uses, -1 for none.
+            trained_rows: [n] row of the trained item whose id embedding the item uses, -1 for
+                none.
 
         Raises:
             ValueError: If `freeze_items` was not called before.
@@ -200,9 +201,9 @@ class Ranker(nn.Module):
         if self.item_table is None:
             raise ValueError("append_items needs frozen item embeddings; call freeze_items first")
         vectors = vectors.to(self.vector_projection.weight)
-        learned = learned.to(vectors.device)
-        known = (learned >= 0) & (learned < self.config.num_items)
-        ids = self.id_embedding(torch.where(known, learned, 0)) * known[:, None]
+        rows = trained_rows.to(vectors.device)
+        known = (rows >= 0) & (rows < self.config.num_items)
+        ids = self.id_embedding(torch.where(known, rows, 0)) * known[:, None]
         count = self.num_bound_items
         self.item_table = with_rows(self.item_table, count, self.vector_projection(vectors) + ids)
         self.item_vectors = with_rows(self.item_vectors, count, vectors)

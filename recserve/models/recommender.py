@@ -59,7 +59,7 @@ class Recommender(nn.Module):
         self.register_buffer("item_vectors", None, False)
         self.register_buffer("placeholders", None, False)
         self.num_bound_items = 0
-        self._learned: Tensor | None = None
+        self._trained_rows: Tensor | None = None
         self._dense_table: Tensor | None = None
         self._packed_levels: nn.ModuleList | None = None
         self._packed_head: nn.Module | None = None
@@ -93,18 +93,18 @@ class Recommender(nn.Module):
         if c.vector_dim and vectors is not None:
             self.item_vectors = F.normalize(vectors.to(device, torch.float32), dim=-1)
         self.num_bound_items = codes.shape[0]
-        self._learned = self._dense_table = None
+        self._trained_rows = self._dense_table = None
 
     def bind_placeholders(self, vectors: Tensor) -> None:
         """Binds the learned vectors [P, E] of a draft head: token -1 is the first, -2 the next."""
         self.placeholders = vectors.detach()
 
     @torch.inference_mode()
-    def append_items(self, codes: Tensor, vectors: Tensor, learned: Tensor) -> None:
+    def append_items(self, codes: Tensor, vectors: Tensor, trained_rows: Tensor) -> None:
         """Appends items, while others read the items that are bound.
 
-        codes [n, L], vectors [n, F]: as in bind_items. learned [n]: bound row whose id embedding
-        the item uses, -1 for none.
+        codes [n, L], vectors [n, F]: as in bind_items. trained_rows [n]: row of the
+        trained item whose id embedding the item uses, -1 for none.
         """
         count, device = self.num_bound_items, self.item_tokens.device
         offsets = torch.tensor(self.config.level_offsets, device=device)
@@ -112,8 +112,10 @@ class Recommender(nn.Module):
         if self.item_vectors is not None:
             unit = F.normalize(vectors.to(device, torch.float32), dim=-1)
             self.item_vectors = with_rows(self.item_vectors, count, unit)
-        known = torch.arange(count, device=device) if self._learned is None else self._learned
-        self._learned = with_rows(known, count, learned)
+        known = (
+            torch.arange(count, device=device) if self._trained_rows is None else self._trained_rows
+        )
+        self._trained_rows = with_rows(known, count, trained_rows)
         # A concurrent reader may have built a table with fewer rows. It is then rebuilt on use.
         table = self._dense_table
         if table is not None and table.shape[0] >= count:
@@ -127,7 +129,7 @@ class Recommender(nn.Module):
         if self.item_vectors is not None:
             x = x + self.vector_projection(self.item_vectors[rows])
         if self.config.id_embedding:
-            ids = rows if self._learned is None else self._learned[rows]
+            ids = rows if self._trained_rows is None else self._trained_rows[rows]
             known = (ids >= 0) & (ids < self.config.num_items)
             x = x + torch.where(known[..., None], self.ids(torch.where(known, ids, 0)), 0)
         return x

@@ -93,7 +93,8 @@ class ArmVerdict(Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: `ship` the arm, `keep_control`, `no_difference` of interest, `not_yet` known,
-            `no_goal` that could be judged, or `invalid`: users are not divided by the weights.
+            `no_goal`: clicks say nothing about the arm, or `invalid`: users are not divided by
+            the weights.
         text: The verdict in words, with its reason.
         guardrails: State of errors, empty answers and p99 latency.
         days: Days until a change of `smallest_effect` is seen at this traffic; None if unknown.

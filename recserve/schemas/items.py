@@ -157,8 +157,8 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
         outcome: Weights of event types that the slate should lead to; only `dense` uses it. None
             means the distribution of the training events.
         diversity: Caps on similar items.
-        fields: Columns that the response has for each item: `title`, `categories` and columns of
-            the items file.
+        fields: Columns that the response has for each item: `title`, `categories`,
+            `available_from`, `expires_at` and other columns of the items file.
     """
 
     user: UserRef | None = None

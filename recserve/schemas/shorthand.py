@@ -19,7 +19,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 AnyId = str | int | float | Decimal  # a number stands for its digits if it is whole
 
 
-def checked(body: T | Mapping[str, Any], kind: type[T]) -> T:
+def check_body(body: T | Mapping[str, Any], kind: type[T]) -> T:
     """Returns a body whose fields have been checked.
 
     A user may be given as an id, and a candidate as an item id.
@@ -31,7 +31,7 @@ def checked(body: T | Mapping[str, Any], kind: type[T]) -> T:
     Raises:
         InvalidRequest: If a field is invalid; the message is that of HTTP.
     """
-    given = msgspec.to_builtins(body, builtin_types=(Decimal,), enc_hook=_refused)
+    given = msgspec.to_builtins(body, builtin_types=(Decimal,), enc_hook=_convert_array)
     if isinstance(given, dict):
         user = given.get("user")
         if isinstance(user, AnyId):
@@ -44,7 +44,7 @@ def checked(body: T | Mapping[str, Any], kind: type[T]) -> T:
     return converted(given, kind)
 
 
-def checked_id(param: str, value: AnyId) -> str:
+def check_id(param: str, value: AnyId) -> str:
     """Returns an id as text; an integer stands for its digits. The store checks its length.
 
     Raises:
@@ -60,7 +60,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _refused(value: Any) -> Any:
+def _convert_array(value: Any) -> Any:
     """Converts a value of another kind: arrays of numpy become lists."""
     if hasattr(value, "tolist"):
         return value.tolist()

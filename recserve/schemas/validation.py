@@ -68,7 +68,7 @@ def number_texts(given: Any, kind: Any) -> Any:
         kind: Type of the message. Its texts name what a number means there (`OR_TYPE`).
     """
     for path, meaning in _number_fields(kind):
-        given = _mapped(given, path, _id_text if meaning == ID else _time_text)
+        given = _map_at(given, path, _id_text if meaning == ID else _time_text)
     return given
 
 
@@ -95,15 +95,15 @@ def _number_fields(kind: Any) -> tuple[tuple[tuple[str, ...], str], ...]:
     return tuple(found)
 
 
-def _mapped(given: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:
+def _map_at(given: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:
     """Returns values with those at a path changed; only the containers on the path are copied."""
     if not path:
         return change(given)
     step, rest = path[0], path[1:]
     if step == "*" and isinstance(given, list | tuple):
-        return [_mapped(value, rest, change) for value in given]
+        return [_map_at(value, rest, change) for value in given]
     if isinstance(given, dict) and step in given:
-        return {**given, step: _mapped(given[step], rest, change)}
+        return {**given, step: _map_at(given[step], rest, change)}
     return given
 
 
@@ -137,7 +137,7 @@ def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
         return UnknownField(_path(f"{param}.{name}"), _unknown(name, _schemas(kind, param)))
     if missing := _MISSING.fullmatch(reason):
         return MissingField(_path(f"{param}.{missing[1]}"), "is required")
-    reason = _expected(reason, _schemas(kind, param))
+    reason = _describe_bound(reason, _schemas(kind, param))
     of_key = place is not None and place[1] is not None
     param, entry, inside = param.partition(_ENTRY)
     found = _value(given, _steps(param))
@@ -175,7 +175,7 @@ def _unknown(name: str, there: Sequence[dict[str, Any]]) -> str:
     return f"unknown field; {hint}"
 
 
-def _expected(reason: str, there: Sequence[dict[str, Any]]) -> str:
+def _describe_bound(reason: str, there: Sequence[dict[str, Any]]) -> str:
     """Returns the bound: names of an enumeration, a pattern in words, or msgspec's own text."""
     if reason.startswith("Invalid enum value"):
         names = sorted({name for schema in there for name in schema.get("enum", ())})
@@ -194,7 +194,7 @@ def _key_at_fault(text: str, given: Any, kind: Any, steps: Sequence[Step]) -> st
     entries = _value(given, steps)
 
     def same(keys: Sequence[str]) -> bool:
-        part = _replaced(given, steps, {key: entries[key] for key in keys})
+        part = _replace_at(given, steps, {key: entries[key] for key in keys})
         try:
             msgspec.convert(part, kind, str_keys=True)
         except msgspec.ValidationError as error:
@@ -214,21 +214,21 @@ def _schemas(kind: Any, param: str) -> list[dict[str, Any]]:
     """Returns the JSON schemas of the values allowed at `param`, with references resolved."""
     schemas, components = msgspec.json.schema_components([kind])
 
-    def opened(schemas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def open_schemas(schemas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found = []
         for schema in schemas:
             if "$ref" in schema:
                 schema = components[schema["$ref"].rsplit("/", 1)[1]]
-            found += opened(schema["anyOf"]) if "anyOf" in schema else [schema]
+            found += open_schemas(schema["anyOf"]) if "anyOf" in schema else [schema]
         return found
 
-    there = opened(schemas)
+    there = open_schemas(schemas)
     for step in _steps(param):
         inner = [
             schema.get("items") if isinstance(step, int) else schema.get("properties", {}).get(step)
             for schema in there
         ]
-        there = opened([schema for schema in inner if schema])
+        there = open_schemas([schema for schema in inner if schema])
     return there
 
 
@@ -246,12 +246,12 @@ def _value(given: Any, steps: Sequence[Step]) -> Any:
     return given
 
 
-def _replaced(given: Any, steps: Sequence[Step], value: Any) -> Any:
+def _replace_at(given: Any, steps: Sequence[Step], value: Any) -> Any:
     """Returns a copy with another value at a path; only the containers on the path are copied."""
     if not steps:
         return value
     copy = given.copy()
-    copy[steps[0]] = _replaced(given[steps[0]], steps[1:], value)
+    copy[steps[0]] = _replace_at(given[steps[0]], steps[1:], value)
     return copy
 
 

@@ -34,15 +34,15 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
     except msgspec.ValidationError as error:
         plain = _plain(raw, decoder.float_hook)
         if GOT_FLOAT in str(error) or number_texts(plain, decoder.type) != plain:
-            return _converted(plain, decoder.type)
+            return _convert(plain, decoder.type)
         raise validation_error(str(error), plain, decoder.type) from None
     except RecursionError:
         raise InvalidRequest(None, "the body is nested too deep") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _malformed(error) from None
+        raise _malformed_body(error) from None
 
 
-def _converted(plain: Any, kind: type[T]) -> T:
+def _convert(plain: Any, kind: type[T]) -> T:
     """Converts a body with numbers in the place of others or of texts. Raises InvalidRequest."""
     try:
         return converted(plain, kind)
@@ -63,10 +63,10 @@ def _plain(raw: bytes, float_hook: Callable[[str], Any] | None) -> Any:
     try:
         return msgspec.json.Decoder(float_hook=float_hook).decode(raw)
     except UnicodeDecodeError as error:
-        raise _malformed(error) from None
+        raise _malformed_body(error) from None
     except (msgspec.DecodeError, RecursionError):
         return UNSET
 
 
-def _malformed(error: Exception) -> MalformedBody:
+def _malformed_body(error: Exception) -> MalformedBody:
     return MalformedBody(f"the body is not valid JSON: {error}")

@@ -40,7 +40,7 @@ from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
 from recserve.server.inference_counts import InferenceCounts
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.threads import Threads, checked_first, is_large, on_thread, reads_store
+from recserve.server.threads import Threads, check_first, is_large, on_thread, reads_store
 from recserve.server.trace import Trace, upload_of
 from recserve.service import Service
 from recserve.service.attribution import Signer
@@ -312,7 +312,7 @@ class RequestContext:
             DeadlineExceeded: If the deadline passes before it is its turn.
         """
         prepare = partial(function, body, self.trace.request_id, deadline_s)
-        call = checked_first(self.service.engine, self.models, deadline_s, prepare)
+        call = check_first(self.service.engine, self.models, deadline_s, prepare)
         if self.service.histories.store.blocks and reads_store(body):
             return await on_thread(self.state.threads.store, call)
         if is_large(body):
@@ -332,7 +332,7 @@ class RequestContext:
         """
         engine = self.service.engine
         engine.check_queue(self.models)
-        call = checked_first(engine, self.models, deadline_s, function)
+        call = check_first(engine, self.models, deadline_s, function)
         return await on_thread(self.state.threads.text, call)
 
     def watch(self, deadline_s: float, what: str, end: Callable[[Exception], None]) -> Watch:
@@ -405,13 +405,13 @@ class RequestContext:
             if not left:
                 end(None)
 
-        def computed(future: Future[Any]) -> None:
+        def on_result(future: Future[Any]) -> None:
             """Runs on the engine's thread, which may outlive the event loop."""
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(count, future)
 
         for future in futures:
-            future.add_done_callback(computed)
+            future.add_done_callback(on_result)
         watch = self.watch(deadline_s, "the answer was ready", end)
         try:
             error = await outcome
@@ -495,16 +495,16 @@ class Watch:
         # The engine ends late requests itself. This timer is for an engine that is stuck.
         left_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
         self._timer = asyncio.get_running_loop().call_later(left_s, end, late)
-        gone.add_done_callback(self._disconnected)
+        gone.add_done_callback(self._on_disconnect)
 
-    def _disconnected(self, _: object) -> None:
+    def _on_disconnect(self, _: object) -> None:
         self.gone = True
         self._end(ClientGone(GONE))
 
     def close(self) -> None:
         """Stops waiting; `end` is not called any more."""
         self._timer.cancel()
-        self._task.remove_done_callback(self._disconnected)
+        self._task.remove_done_callback(self._on_disconnect)
 
 
 async def answer_items(

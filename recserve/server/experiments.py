@@ -54,6 +54,7 @@ from recserve.service import Service
 from recserve.service.errors import UnknownModel
 from recserve.service.pending import Pending
 from recserve.service.snapshot import LISTS
+from recserve.service.state_files import EXPERIMENTS, default_experiments
 from recserve.service.text.prompts import speculation
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ B = TypeVar("B", bound=RecommendRequest | RankRequest)
 A = TypeVar("A", bound=RecommendResponse | RankResponse)
 T = TypeVar("T", bound=TextRequest)
 log = logging.getLogger(__name__)
-COUNTS_FOLDER = ".experiments"  # in bundles_dir, or the end of a name next to the bundle
 MAX_COPIES = 8  # of mode `shadow` at the same time
 
 
@@ -173,7 +173,7 @@ class Arms:
         draw.experiment.count_answer(label, trace.request_id if user is None else user)
         # The token of an answer that does not count names no arm, so its events do not count.
         arm = "" if label.reason is not None or label.arm is None else label.arm
-        token = context.service.signer.labelled(answer.attribution_token, label.name, arm)
+        token = context.service.signer.label(answer.attribution_token, label.name, arm)
         labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
         return context.record(labelled)
 
@@ -199,7 +199,7 @@ class Arms:
                 _record_error(experiment, arm, error)
 
         try:
-            fitted = arm.fields.applied(body)
+            fitted = arm.fields.apply(body)
             return await write_texts(context, begin, fitted, record)
         except InvalidRequest as error:
             if not _is_misfit(error, arm):
@@ -217,10 +217,9 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
     """
     folder = config.experiments_dir
     if folder is None and config.bundles_dir is not None:
-        folder = config.bundles_dir.resolve() / COUNTS_FOLDER
+        folder = config.bundles_dir.resolve() / EXPERIMENTS
     if folder is None and config.bundle is not None:
-        bundle = config.bundle.absolute()  # a link may name another bundle after the next start
-        folder = bundle.with_name(bundle.name + COUNTS_FOLDER)
+        folder = default_experiments(config.bundle)
     if folder is None:
         return None
     try:
@@ -265,14 +264,14 @@ class _ItemRequest(Generic[B, A]):
             return await self.ask_fitting(draw.arm)
         match draw.experiment.settings.mode:
             case "paired":
-                return await self.paired(draw.experiment)
+                return await self.answer_paired(draw.experiment)
             case "shadow":
-                return await self.shadow(draw.experiment)
+                return await self.answer_shadow(draw.experiment)
             case "interleaved":
-                return await self.interleaved(draw.experiment)
+                return await self.answer_interleaved(draw.experiment)
         return await self.ask_and_record(draw.experiment, draw.arm)
 
-    async def paired(self, experiment: Experiment) -> A:
+    async def answer_paired(self, experiment: Experiment) -> A:
         """Runs both arms, one after the other in drawn order. Returns the control's answer.
 
         A treatment that goes first gets half of the time that is left, so that the control still
@@ -320,7 +319,7 @@ class _ItemRequest(Generic[B, A]):
         _record_answer(experiment, arm, began_s, answer)
         return answer
 
-    async def shadow(self, experiment: Experiment) -> A:
+    async def answer_shadow(self, experiment: Experiment) -> A:
         """Returns the control's answer. A copy runs through the treatment in the background.
 
         The copy is dropped while requests wait for the engine, and while MAX_COPIES copies run.
@@ -343,7 +342,7 @@ class _ItemRequest(Generic[B, A]):
         try:
             if self.context.state.lifecycle.service is not self.context.service:
                 return  # a replaced service keeps nothing of users in its caches
-            body = arm.fields.applied(self.body)
+            body = arm.fields.apply(self.body)
             if arm.remote:
                 answer = await self.forward(arm, body, deadline_s)
             else:  # the client has its answer and may have gone
@@ -357,7 +356,7 @@ class _ItemRequest(Generic[B, A]):
         _record_answer(experiment, arm, began_s, answer)
         experiment.compare(given, _item_ids(answer))
 
-    async def interleaved(self, experiment: Experiment) -> A:
+    async def answer_interleaved(self, experiment: Experiment) -> A:
         """Returns one slate from those of both arms, each item marked with its arm.
 
         If the treatment fails, the control's slate is returned alone.
@@ -387,7 +386,7 @@ class _ItemRequest(Generic[B, A]):
 
     async def ask(self, arm: ServingArm | None, deadline_s: float) -> A:
         """Returns the answer of an arm by a time.monotonic() value; None is the plain service."""
-        body = self.body if arm is None else arm.fields.applied(self.body)
+        body = self.body if arm is None else arm.fields.apply(self.body)
         if arm is not None and arm.remote:
             return await self.context.while_connected(self.forward(arm, body, deadline_s))
         return await self.context.answer(self.begin, body, deadline_s)
@@ -462,14 +461,14 @@ def _probe(service: Service, use: Use, fields: ArmFields) -> None:
     """Begins a request without a history; it does not reach the engine."""
     deadline_s = time.monotonic() + 60.0
     if use == "recommend":
-        slate = fields.applied(RecommendRequest(history=[], k=fields.least_k))
+        slate = fields.apply(RecommendRequest(history=[], k=fields.least_k))
         service.recommender.begin(slate, "probe", deadline_s)
     elif use == "rank":
         unknown = [Candidate(item_id="\x00no such item")]
-        ranking = fields.applied(RankRequest(history=[], candidates=unknown))
+        ranking = fields.apply(RankRequest(history=[], candidates=unknown))
         service.ranker.begin(ranking, "probe", deadline_s)
     else:
-        text = fields.applied(CompletionRequest(prompt="x", temperature=0.0))
+        text = fields.apply(CompletionRequest(prompt="x", temperature=0.0))
         speculation(text.speculation, text.temperature, service.text.model)
 
 

@@ -25,7 +25,7 @@ class InferenceCounts:
         if answered:
             self._last_ms = time.time_ns() // 10**6
 
-    def shown(self, name: str, version: str) -> ModelStatistics:
+    def describe(self, name: str, version: str) -> ModelStatistics:
         """Returns the statistics under a name."""
         success, fail = (
             Durations(count=self._requests[answered], ns=self._times_ns[answered])

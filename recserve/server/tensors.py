@@ -41,7 +41,7 @@ ENVELOPE = (
 )
 
 
-def described_inputs(model: str) -> list[TensorMetadata]:
+def describe_inputs(model: str) -> list[TensorMetadata]:
     """Returns the inputs of `recommend` or `rank`."""
     return [
         TensorMetadata(name=name, datatype=TYPES[name], shape=COLUMNS[name])
@@ -49,7 +49,7 @@ def described_inputs(model: str) -> list[TensorMetadata]:
     ]
 
 
-def described_outputs(model: str, tasks: Sequence[str]) -> list[TensorMetadata]:
+def describe_outputs(model: str, tasks: Sequence[str]) -> list[TensorMetadata]:
     """Returns the outputs of `recommend` or `rank`; `tasks` are those of the ranker."""
     names = {"item_id": "BYTES", "score": "FP32", "source": "BYTES"}
     if model == "rank":
@@ -112,7 +112,7 @@ def slate_tensors(
         "score": ("FP32", [[i.score for i in a.items] for a in answers], None),
         "source": ("BYTES", [[i.source for i in a.items] for a in answers], PAD),
     }
-    tensors = [_padded(n, t, rows, width, pad) for n, (t, rows, pad) in columns.items()]
+    tensors = [_pad(n, t, rows, width, pad) for n, (t, rows, pad) in columns.items()]
     items = [a.items for a in answers]
     return [*tensors, *_field_tensors(requests[0].fields, items, width), *_envelope(answers)]
 
@@ -134,12 +134,12 @@ def ranking_tensors(
             scores[task].append([None if i is None else i.scores.get(task) for i in items])
         ranks.append([0 if item is None else item.rank for item in items])
         places.append(items)
-    tensors = [_padded(task, "FP32", rows, width, None) for task, rows in scores.items()]
-    tensors.append(_padded("rank", "INT64", ranks, width, 0))
+    tensors = [_pad(task, "FP32", rows, width, None) for task, rows in scores.items()]
+    tensors.append(_pad("rank", "INT64", ranks, width, 0))
     return [*tensors, *_field_tensors(requests[0].fields, places, width), *_envelope(answers)]
 
 
-def selected(
+def select_outputs(
     tensors: list[OutputTensor], wanted: Sequence[RequestedOutput] | None
 ) -> list[OutputTensor]:
     """Returns the requested outputs. Raises InvalidRequest if one is unknown."""
@@ -170,7 +170,7 @@ def _field_tensors(
 ) -> list[OutputTensor]:
     """Returns a tensor of texts for each column; values that are no texts are written as JSON."""
     return [
-        _padded(
+        _pad(
             FIELD + name,
             "BYTES",
             [[_field(item, name) for item in row] for row in rows],
@@ -275,7 +275,7 @@ def _whole_numbers(tensor: InferTensor) -> list[int]:
     return flat
 
 
-def _padded(
+def _pad(
     name: str, datatype: str, rows: Sequence[Sequence[Any]], width: int, pad: Any
 ) -> OutputTensor:
     data = [value for row in rows for value in [*row, *([pad] * (width - len(row)))]]

@@ -65,7 +65,7 @@ async def on_thread(pool: ThreadPoolExecutor, function: Callable[[], A]) -> A:
         raise NotReady("the server is closing") from None  # the pool dropped what had not begun
 
 
-def checked_first(
+def check_first(
     engine: Engine, models: Sequence[str], deadline_s: float, function: Callable[[], A]
 ) -> Callable[[], A]:
     """Returns `function` behind checks that refuse a request before it is prepared.

@@ -18,9 +18,7 @@ from typing import Any
 import msgspec
 
 from recserve.core.request import Timing
-from recserve.schemas.items import UserRef
-from recserve.service.pending import Stopwatch
-from recserve.service.snapshot import Snapshot
+from recserve.service.pending import ItemCall
 
 MAC_BYTES = 16
 USER_BYTES = 12
@@ -75,13 +73,11 @@ class Signer:
         """Returns the token of one answer. It contains a keyed hash instead of the user id."""
         user = "" if user_id is None else self.user(user_id)
         said = Attribution(request_id, user, model_version, catalog_version, int(time.time()))
-        return self._signed(said)
+        return self._sign(said)
 
-    def labelled(self, token: str, experiment: str, arm: str) -> str:
+    def label(self, token: str, experiment: str, arm: str) -> str:
         """Returns the token with the experiment and the arm of its answer. Raises BadToken."""
-        return self._signed(
-            msgspec.structs.replace(self.read(token), experiment=experiment, arm=arm)
-        )
+        return self._sign(msgspec.structs.replace(self.read(token), experiment=experiment, arm=arm))
 
     def read(self, token: str) -> Attribution:
         """Verifies a token and returns its content. Raises BadToken."""
@@ -89,7 +85,7 @@ class Signer:
             raw = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True)
         except (ValueError, binascii.Error) as error:
             raise BadToken("not an attribution token") from error
-        if _packed(raw) != token:  # the last character has bits that no byte needs
+        if _pack(raw) != token:  # the last character has bits that no byte needs
             raise BadToken("not an attribution token")
         payload, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(payload)):
@@ -102,9 +98,9 @@ class Signer:
         digest = hashlib.blake2s(user_id.encode(), key=key, digest_size=USER_BYTES, person=b"user")
         return base64.urlsafe_b64encode(digest.digest()).decode()
 
-    def _signed(self, said: Attribution) -> str:
+    def _sign(self, said: Attribution) -> str:
         payload = self._encoder.encode(said)
-        return _packed(payload + self._mac(payload))
+        return _pack(payload + self._mac(payload))
 
     def _mac(self, payload: bytes) -> bytes:
         # Unlike hmac.digest, this keeps Python's lock, for which the event loop would have to wait.
@@ -124,26 +120,17 @@ class Envelope:
     model_version: str
 
     def fields(
-        self,
-        request_id: str | None,
-        user: UserRef | None,
-        snapshot: Snapshot,
-        degraded: Sequence[str],
-        watch: Stopwatch,
-        timing: Timing | None,
+        self, call: ItemCall[Any], degraded: Sequence[str], timing: Timing | None
     ) -> dict[str, Any]:
         """Returns keyword arguments of the response, without `strategy`, `exact` and `rounds`.
 
         Args:
-            request_id: Identifies the request; None draws a random id.
-            user: The user of the request; None for an anonymous history.
-            snapshot: The catalogue version of the answer.
+            call: The request.
             degraded: Reasons why the answer is less than requested; duplicates are removed.
-            watch: Stopwatch of the request.
             timing: Times of the engine's stages; None if the engine did not take part.
         """
-        request_id = request_id or str(uuid.uuid4())
-        version = snapshot.items.name
+        request_id = call.request_id or str(uuid.uuid4())
+        version, user = call.snapshot.items.name, call.body.user
         user_id = None if user is None else user.id
         return {
             "request_id": request_id,
@@ -153,9 +140,9 @@ class Envelope:
             "attribution_token": self.signer.token(
                 request_id, user_id, self.model_version, version
             ),
-            "timing_ms": watch.read(timing),
+            "timing_ms": call.watch.read(timing),
         }
 
 
-def _packed(raw: bytes) -> str:
+def _pack(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()

@@ -113,12 +113,14 @@ class StrategyChooser:
             return first, False
         left = deadline_s - time.monotonic()
         with self._lock:
-            expected = self._expected(first, width)
+            expected = self._estimate_s(first, width)
             if not expected or expected * DEADLINE_MARGIN <= left:
                 return first, False
             # Without this decay a strategy that once was slow would never be measured again.
             self._seconds[first, width.bit_length()] = expected * RETRY_DECAY
-            in_time = [n for n in self.quick if self._expected(n, width) * DEADLINE_MARGIN <= left]
+            in_time = [
+                n for n in self.quick if self._estimate_s(n, width) * DEADLINE_MARGIN <= left
+            ]
         return (in_time or self.quick)[0], True
 
     def record(self, strategy: str, width: int, seconds: float) -> None:
@@ -134,6 +136,6 @@ class StrategyChooser:
             before = self._seconds.get(key, seconds)
             self._seconds[key] = before + MEAN_WEIGHT * (seconds - before)
 
-    def _expected(self, strategy: str, width: int) -> float:
+    def _estimate_s(self, strategy: str, width: int) -> float:
         """Returns seconds; 0 for an untried strategy, so that each one is tried once."""
         return self._seconds.get((strategy, width.bit_length()), 0.0)

@@ -84,11 +84,12 @@ class Histories:
         catalog: LiveCatalog,
         prewarm: Prewarm,
         default_value: float = 1.0,
+        owns_store: bool = True,
     ) -> None:
         self.store, self.types = store, types
         self.engine, self.catalog, self.prewarm = engine, catalog, prewarm
         self.default_value = default_value
-        self.owns_store = True
+        self.owns_store = owns_store
         self.successor: Engine | None = None
 
     def read(
@@ -396,7 +397,7 @@ class EventChanges:
                 f"event_id: expected 1 to {MAX_ID_LENGTH} characters, got {len(event.event_id)}"
             )
         if event.correction is None:
-            return self._stored(event)
+            return self._make_event(event)
         if event.correction not in (REPLACE, REMOVE):
             value = f"{event.correction[:40]!r}"
             raise ValueError(f"correction: expected {REPLACE} or {REMOVE}, got {value}")
@@ -404,9 +405,9 @@ class EventChanges:
             raise ValueError("event_id: is required with a correction")
         if event.correction == REMOVE:
             return Removal(event_key(event.event_id))
-        return Replacement(self._stored(event), keeps_time=event.timestamp is None)
+        return Replacement(self._make_event(event), keeps_time=event.timestamp is None)
 
-    def _stored(self, event: EventInput) -> StoredEvent:
+    def _make_event(self, event: EventInput) -> StoredEvent:
         if event.item_id is None:
             raise ValueError(f"item_id: is required with correction {REPLACE}")
         if event.item_id not in self.rows:  # a hidden item is part of what a user did

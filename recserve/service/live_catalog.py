@@ -51,7 +51,7 @@ from recserve.features.catalog.versions import (
     restore_version,
 )
 from recserve.features.ranking.live_ranking import LiveRanking
-from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT
+from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT, TIME_USE
 from recserve.features.vectors.text_encoder import unit
 from recserve.features.vectors.vector_index import VersionIndex
 from recserve.files import UnreadableFile
@@ -112,7 +112,6 @@ class LiveCatalog:
         engine: Engine,
         snapshot: Snapshot,
         journal: ItemJournal | None,
-        ranking: LiveRanking | None,
     ) -> None:
         """Starts with the items of the bundle.
 
@@ -122,7 +121,6 @@ class LiveCatalog:
             engine: Captures searches over a new base trie, if it uses CUDA graphs.
             snapshot: The bundle's own catalogue.
             journal: Journal of the changes; None keeps the changes in memory only.
-            ranking: The ranker's item tables; None without a ranker.
         """
         self.clock: Callable[[], int] = lambda: time.time_ns() // 1000
         self.models = models
@@ -131,7 +129,8 @@ class LiveCatalog:
         self.recent: set[str] = set()
         self.counts_file: Path | None = None
         self.counting = threading.Lock()
-        self._bundle, self._engine, self._ranking = bundle, engine, ranking
+        self._bundle, self._engine = bundle, engine
+        self._ranking = None if snapshot.ranking is None else LiveRanking(snapshot.ranking)
         self._tools: tuple[NewVectors, IdAssigner] | None = None
         self._lock = threading.Lock()  # of changes
         self._swap_lock = threading.RLock()  # of `_current`
@@ -204,7 +203,7 @@ class LiveCatalog:
         exact = items.visible.get(query.query.strip()) if text else -1
         matching: list[int] = [exact] if exact >= 0 and not query.after else []
         place, stop = query.after, query.after + MAX_SCANNED
-        rows = snapshot.ranked(POPULAR, stop + 1)[place:].tolist()
+        rows = snapshot.read_list(POPULAR, stop + 1)[place:].tolist()
         for row in rows[:MAX_SCANNED]:
             if len(matching) >= limit:
                 break
@@ -317,7 +316,7 @@ class LiveCatalog:
             bundle, catalog = self._bundle, self.current.catalog
             raw = self.embedding_size() == int(catalog.vectors.shape[1])
             vectors = NewVectors(catalog, bundle.text_encoder(), self._content_size(), raw)
-            self._tools = vectors, IdAssigner(catalog.index, bundle.quantizer())
+            self._tools = vectors, IdAssigner(catalog.semantic_ids, bundle.quantizer())
         return self._tools
 
     def close(self) -> None:
@@ -375,12 +374,13 @@ class LiveCatalog:
         self.counts_file, other.counts_file = other.counts_file, None
         self._counts_changed = True
 
-    def load_counts(self) -> None:
-        """Reads the file of counts, if there is one. A damaged one is logged and left out."""
-        if self.counts_file is None or not self.counts_file.exists():
+    def load_counts(self, path: Path) -> None:
+        """Reads and continues a file of counts. A damaged one is logged and left out."""
+        self.counts_file = path
+        if not path.exists():
             return
         try:
-            self.set_counts(SavedCounts.load(self.counts_file))
+            self.set_counts(SavedCounts.load(path))
         except UnreadableFile as error:
             log.error("popularity starts with the training events: %s", error)
 
@@ -559,11 +559,9 @@ def _item_fields(snapshot: Snapshot, row: int) -> dict[str, Any]:
 def _all_fields(snapshot: Snapshot, row: int) -> dict[str, Any]:
     """Returns the fields of an item that was asked for by its id."""
     record = snapshot.items.record(row)
-    first, last = record.available_from, record.expires_at
     return {
         **_item_fields(snapshot, row),
-        "available_from": UNSET if first is None else format_time(first),
-        "expires_at": UNSET if last is None else format_time(last),
+        **{name: UNSET if record.value(name) is None else record.value(name) for name in TIME_USE},
         "attributes": snapshot.items.attributes(row),
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -80,7 +79,7 @@ def load_models(
     recommender = ranker = None
     heads = Heads()
     if bundle.has("recommender"):
-        codes = torch.from_numpy(catalog.index.codes.astype("int64"))
+        codes = torch.from_numpy(catalog.semantic_ids.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
         count = _count_parameters(recommender)
         size = ModelSize(count, loaded_bytes=count * torch.float32.itemsize, weights=weights)
@@ -161,18 +160,6 @@ def graph_of_links(links: ItemLinks, device: torch.device) -> ItemGraph:
     """Returns the graph as tensors on the device that searches it."""
     near, entries = torch.from_numpy(links.neighbours), torch.from_numpy(links.entries)
     return ItemGraph(near, entries).to(device)
-
-
-def default_store(bundle: Path) -> str:
-    """Returns the URL of the default history store: an LMDB folder next to the bundle."""
-    bundle = bundle.resolve()
-    return f"lmdb:{bundle.with_name(bundle.name + '.history')}"
-
-
-def default_journal(bundle: Path) -> Path:
-    """Returns the default folder of the journal of item changes, next to the bundle."""
-    bundle = bundle.resolve()
-    return bundle.with_name(bundle.name + ".items")
 
 
 def resolve_device(name: Device) -> torch.device:

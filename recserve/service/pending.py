@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,9 +12,13 @@ from typing import Any, Generic, TypeVar
 from recserve.core.futures import wait_all
 from recserve.core.request import Request, Timing
 from recserve.engine.engine import Engine
-from recserve.schemas.items import TimingMs
+from recserve.schemas.items import RankRequest, RecommendRequest, TimingMs
+from recserve.service.histories import Histories
+from recserve.service.live_catalog import LiveCatalog
+from recserve.service.snapshot import Snapshot
 
 A = TypeVar("A", covariant=True)
+B = TypeVar("B", bound=RecommendRequest | RankRequest)
 
 
 @dataclass
@@ -71,7 +76,7 @@ def begin_all(engine: Engine, answers: Sequence[Prepared[A] | Exception]) -> lis
     prepared = [one for one in answers if isinstance(one, Prepared)]
     futures = iter(engine.submit_all([query for one in prepared for query in one.queries]))
     return [
-        failed(one)
+        fail_with(one)
         if isinstance(one, Exception)
         else Pending([next(futures) for _ in one.queries], one.finish)
         for one in answers
@@ -109,7 +114,66 @@ class Stopwatch:
         )
 
 
-def failed(error: Exception) -> Pending[A]:
+@dataclass(frozen=True)
+class ItemCall(Generic[B]):
+    """A request about items from its start to its answer.
+
+    Attributes:
+        body: The request.
+        request_id: Identifies the request; None draws a random id.
+        deadline_s: time.monotonic() value of the deadline; None means no deadline.
+        snapshot: The one catalogue version of the answer.
+        watch: Stopwatch of the request.
+    """
+
+    body: B
+    request_id: str | None
+    deadline_s: float | None
+    snapshot: Snapshot
+    watch: Stopwatch
+
+
+class ItemService(ABC, Generic[B, A]):
+    """A part of the service that answers requests about items: how each of them begins."""
+
+    def __init__(self, engine: Engine, catalog: LiveCatalog, histories: Histories) -> None:
+        """Connects the parts that a request needs.
+
+        Args:
+            engine: Runs the queries.
+            catalog: The live catalogue.
+            histories: Stored events of users.
+        """
+        self._engine, self._catalog, self._histories = engine, catalog, histories
+
+    def begin(
+        self, body: B, request_id: str | None = None, deadline_s: float | None = None
+    ) -> Pending[A]:
+        """Starts an answer.
+
+        Args:
+            body: The request.
+            request_id: Identifies the request; None means the body's own id, or a random one.
+            deadline_s: time.monotonic() value of the deadline; None means no deadline.
+
+        Raises:
+            InvalidRequest: If the body does not match the catalogue or the models.
+            QueueFull: If the queue of the engine is full.
+        """
+        return self._prepare(body, request_id, deadline_s).begin(self._engine)
+
+    def _prepare(self, body: B, request_id: str | None, deadline_s: float | None) -> Prepared[A]:
+        watch, snapshot = Stopwatch(), self._catalog.current
+        return self._translate(
+            ItemCall(body, request_id or body.request_id, deadline_s, snapshot, watch)
+        )
+
+    @abstractmethod
+    def _translate(self, call: ItemCall[B]) -> Prepared[A]:
+        """Checks a request and makes its queries. Raises InvalidRequest."""
+
+
+def fail_with(error: Exception) -> Pending[A]:
     """Returns a pending answer that raises an error."""
 
     def fail(_: list[Any]) -> A:

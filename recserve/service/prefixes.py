@@ -49,7 +49,7 @@ class RecommenderPrefixBuilder:
         self.device = device
         self.block = max(1, config.max_history_items // 4)
 
-    def used(self, num_events: int) -> int:
+    def count_used(self, num_events: int) -> int:
         """Returns how many of a history's events are in the prefix."""
         return num_events - self._start(num_events)
 

@@ -102,9 +102,9 @@ class Prewarm:
         future = self.engine.submit(request)
         with self._lock:
             self._under_way.setdefault(user_id, []).append(future)
-        future.add_done_callback(lambda done: self._ended(user_id, done))
+        future.add_done_callback(lambda done: self._forget(user_id, done))
 
-    def _ended(self, user_id: str, future: Future[Result]) -> None:
+    def _forget(self, user_id: str, future: Future[Result]) -> None:
         with self._lock:
             left = self._under_way.get(user_id, [])
             if future in left:

@@ -23,12 +23,12 @@ from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
 from recserve.service.history import EPOCH, MICROSECOND, History
 from recserve.service.live_catalog import LiveCatalog
-from recserve.service.pending import Pending, Prepared, Stopwatch, begin_all
+from recserve.service.pending import ItemCall, ItemService, Pending, Prepared, begin_all
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.snapshot import Snapshot
 
 
-class RankService:
+class RankService(ItemService[RankRequest, RankResponse]):
     """Ranks candidates with one of the bundle's scorers.
 
     Attributes:
@@ -46,33 +46,13 @@ class RankService:
         """Connects the parts that a rank request needs.
 
         Args:
-            engine: Runs the queries.
-            catalog: The live catalogue.
-            histories: Stored events of users.
+            engine, catalog, histories: As in `ItemService`.
             envelope: Makes the fields that all answers share.
             scorers: Scorers by name; `auto` selects the first one.
         """
+        super().__init__(engine, catalog, histories)
         self.scorers = scorers
-        self._engine = engine
-        self._catalog = catalog
-        self._histories = histories
         self._envelope = envelope
-
-    def begin(
-        self, body: RankRequest, request_id: str | None = None, deadline_s: float | None = None
-    ) -> Pending[RankResponse]:
-        """Starts a ranking.
-
-        Args:
-            body: The request.
-            request_id: Identifies the request; None means the body's own id, or a random one.
-            deadline_s: time.monotonic() value of the deadline; None means no deadline.
-
-        Raises:
-            InvalidRequest: If the body does not match the catalogue or the models.
-            QueueFull: If the queue of the engine is full.
-        """
-        return self._prepare(body, request_id, deadline_s).begin(self._engine)
 
     def begin_batch(
         self,
@@ -103,14 +83,11 @@ class RankService:
                 answers.append(error)
         return begin_all(self._engine, answers)
 
-    def _prepare(
-        self, body: RankRequest, request_id: str | None, deadline_s: float | None
-    ) -> Prepared[RankResponse]:
-        watch = Stopwatch()
+    def _translate(self, call: ItemCall[RankRequest]) -> Prepared[RankResponse]:
+        body, snapshot = call.body, call.snapshot
         name = self._scorer_name(body)
         scorer = self.scorers[name]
         sort_by = _sorting_task(scorer, name, body)
-        snapshot = self._catalog.current
         if body.fields:
             check_fields(body.fields, snapshot.items)
         history = self._histories.read(body.user, body.history, snapshot)
@@ -122,11 +99,13 @@ class RankService:
             degraded.append("duplicate_candidates")
         queries: list[Request] = []
         if candidates:
-            query, ignored = scorer.build_query(snapshot, history, candidates, rows, deadline_s)
+            query, ignored = scorer.build_query(
+                snapshot, history, candidates, rows, call.deadline_s
+            )
             queries.append(query)
             degraded += ignored
         ids = [c.item_id for c in candidates]
-        watch.features_done()
+        call.watch.features_done()
 
         def finish(results: list[Scores]) -> RankResponse:
             values, timing = np.zeros((0, len(scorer.tasks))), None
@@ -140,9 +119,7 @@ class RankService:
                 strategy=name,
                 exact=True,
                 rounds=len(results),
-                **self._envelope.fields(
-                    request_id or body.request_id, body.user, snapshot, degraded, watch, timing
-                ),
+                **self._envelope.fields(call, degraded, timing),
             )
 
         return Prepared(queries, finish)

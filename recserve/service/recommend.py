@@ -38,7 +38,7 @@ from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
 from recserve.service.history import EMPTY_HISTORY, History
 from recserve.service.live_catalog import LiveCatalog
-from recserve.service.pending import Pending, Prepared, Stopwatch, begin_all
+from recserve.service.pending import ItemCall, ItemService, Pending, Prepared, begin_all
 from recserve.service.prefixes import RecommenderPrefixBuilder
 from recserve.service.snapshot import LISTS, POPULAR, Snapshot
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 DEFAULT_BEAM_WIDTH = 50
 
 
-class RecommendService:
+class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
     """Recommends items with the recommender, or from a list: `popular` or `latest`.
 
     An empty history gets the popular items too, and they fill what the model leaves empty.
@@ -74,41 +74,21 @@ class RecommendService:
         """Connects the parts that a recommend request needs.
 
         Args:
-            engine: Runs the queries.
-            catalog: The live catalogue.
-            histories: Stored events of users.
+            engine, catalog, histories: As in `ItemService`.
             envelope: Makes the fields that all answers share.
             prefixes: Builds the prefix from a history.
             dense_weight: Weight of the dense head for requests that do not set one.
             outcomes: Names of the outcomes that the retriever was trained on.
             auto: What validation chose for `auto`, by column; empty without a calibration.
         """
+        super().__init__(engine, catalog, histories)
         self.prefixes = prefixes
         self.auto = auto
         self.dense_weight = dense_weight
         self.outcomes = outcomes
         self.chooser = StrategyChooser(engine.strategies)
         self.illegal_items = 0
-        self._engine = engine
-        self._catalog = catalog
-        self._histories = histories
         self._envelope = envelope
-
-    def begin(
-        self, body: RecommendRequest, request_id: str | None = None, deadline_s: float | None = None
-    ) -> Pending[RecommendResponse]:
-        """Starts a recommendation.
-
-        Args:
-            body: The request.
-            request_id: Identifies the request; None means the body's own id, or a random one.
-            deadline_s: time.monotonic() value of the deadline; None means no deadline.
-
-        Raises:
-            InvalidRequest: If the body does not match the catalogue or the models.
-            QueueFull: If the queue of the engine is full.
-        """
-        return self._prepare(body, request_id, deadline_s).begin(self._engine)
 
     def begin_batch(
         self, bodies: Sequence[RecommendRequest], request_id: str, deadline_s: float | None = None
@@ -132,12 +112,9 @@ class RecommendService:
             ],
         )
 
-    def _prepare(
-        self, body: RecommendRequest, request_id: str | None, deadline_s: float | None
-    ) -> Prepared[RecommendResponse]:
-        watch = Stopwatch()
-        snapshot = self._catalog.current  # one version from start to end
-        plan = self._plan(body, deadline_s)
+    def _translate(self, call: ItemCall[RecommendRequest]) -> Prepared[RecommendResponse]:
+        body, snapshot = call.body, call.snapshot
+        plan = self._plan(body, call.deadline_s)
         if body.fields:
             check_fields(body.fields, snapshot.items)
         allowed, hints = _read_filter(snapshot, body)
@@ -146,7 +123,7 @@ class RecommendService:
             history = EMPTY_HISTORY
         else:
             history = self._histories.read(body.user, body.history, snapshot)
-        builder = SlateBuilder(body, snapshot, history, plan, allowed, hints, self._catalog.clock)
+        builder = SlateBuilder(call, history, plan, allowed, hints, self._catalog.clock)
 
         def finish(results: list[Slate]) -> RecommendResponse:
             slate, strategy = (results[0], plan.strategy) if results else (None, builder.list_name)
@@ -154,12 +131,12 @@ class RecommendService:
                 self.chooser.record(strategy, plan.width, slate.timing.total_ms / 1e3)
                 if body.strategy == AUTO and strategy == SPECULATIVE and not slate.timing.drafted:
                     strategy = BEAM
-            return self._respond(builder, results, strategy, watch, request_id)
+            return self._respond(builder, results, strategy)
 
         if from_list or not history.rows.size:
             if not from_list:
                 builder.degraded.append("cold_start")
-            watch.features_done()
+            call.watch.features_done()
             return Prepared((), finish)
         query = SlateQuery(
             root=self.prefixes.build(snapshot, history.rows),
@@ -175,14 +152,14 @@ class RecommendService:
             allowed=builder.allowed,
             caps=builder.caps,
             explain=body.explain,
-            deadline_s=deadline_s,
+            deadline_s=call.deadline_s,
         )
         queries = [query]
         if builder.quota is not None:  # its items are searched beside the slate
             count, wanted = builder.quota
             wanted.leaves(snapshot.trie)  # computed here to keep the work off the engine's thread
             queries.append(replace(query, k=count, allowed=wanted, explain=False))
-        watch.features_done()
+        call.watch.features_done()
         return Prepared(queries, finish)
 
     def _plan(self, body: RecommendRequest, deadline_s: float | None) -> SlatePlan:
@@ -256,12 +233,7 @@ class RecommendService:
         return self.dense_weight if weight is None else weight
 
     def _respond(
-        self,
-        builder: SlateBuilder,
-        results: list[Slate],
-        strategy: str,
-        watch: Stopwatch,
-        request_id: str | None,
+        self, builder: SlateBuilder, results: list[Slate], strategy: str
     ) -> RecommendResponse:
         """Checks, fills and formats a slate.
 
@@ -270,8 +242,6 @@ class RecommendService:
             results: The slate and, with a quota, a slate of its items; none for a slate from a
                 list.
             strategy: The strategy that the answer names.
-            watch: Stopwatch of the request.
-            request_id: Identifies the request.
         """
         body, degraded = builder.body, builder.degraded
         slate = results[0] if results else None
@@ -303,12 +273,7 @@ class RecommendService:
             filter_hints=builder.filter_hints,
             explanation=self._explanation(builder, slate, rows),
             **self._envelope.fields(
-                request_id or body.request_id,
-                body.user,
-                builder.snapshot,
-                degraded,
-                watch,
-                None if slate is None else slate.timing,
+                builder.call, degraded, None if slate is None else slate.timing
             ),
         )
 
@@ -317,7 +282,7 @@ class RecommendService:
     ) -> Explanation | UnsetType:
         if not builder.body.explain:
             return UNSET
-        used = 0 if slate is None else self.prefixes.used(int(builder.history.rows.size))
+        used = 0 if slate is None else self.prefixes.count_used(int(builder.history.rows.size))
         return explanation(builder.snapshot.trie, slate, rows, builder.history.num_events, used)
 
     def _count_illegal(self, count: int) -> None:
@@ -348,7 +313,8 @@ class SlateBuilder:
     """Says what may be in the slate of one request, and fills and formats it.
 
     Attributes:
-        body: The request.
+        call: The request.
+        body: Its body.
         snapshot: The catalogue version of the answer.
         history: The user's history.
         allowed: Items that satisfy the filter; None without a filter.
@@ -363,8 +329,7 @@ class SlateBuilder:
 
     def __init__(
         self,
-        body: RecommendRequest,
-        snapshot: Snapshot,
+        call: ItemCall[RecommendRequest],
         history: History,
         plan: SlatePlan,
         allowed: AllowedItems | None,
@@ -374,16 +339,14 @@ class SlateBuilder:
         """Finds the rows to exclude and the caps. Raises InvalidRequest.
 
         Args:
-            body: The request.
-            snapshot: The catalogue version of the answer.
+            call: The request.
             history: The user's history.
             plan: How the request is searched.
             allowed: Items that satisfy the filter; None without a filter.
             filter_hints: Texts about values of the filter that no item has; UNSET without any.
             clock: Returns the present time in microseconds since 1970.
         """
-        self.body = body
-        self.snapshot = snapshot
+        self.call, self.body, self.snapshot = call, call.body, call.snapshot
         self.history = history
         self.allowed = allowed
         self.filter_hints = filter_hints
@@ -393,13 +356,14 @@ class SlateBuilder:
             self.degraded.append("hurried")
         if filter_hints is not UNSET:
             self.degraded.append("unknown_filter_values")
-        self.excluded = np.concatenate([self._given_exclusions(), self._seen()])
-        self.caps = snapshot.caps(body.diversity)
+        self.excluded = np.concatenate([self._find_excluded(), self._find_seen()])
+        self.caps = self.snapshot.caps(call.body.diversity)
         self.quota = None
-        if body.diversity is not None and body.diversity.at_least is not None:
-            self.quota = self._read_quota(body.diversity.at_least, clock)
+        diversity = call.body.diversity
+        if diversity is not None and diversity.at_least is not None:
+            self.quota = self._read_quota(diversity.at_least, clock)
 
-    def _given_exclusions(self) -> np.ndarray:
+    def _find_excluded(self) -> np.ndarray:
         """Returns the rows of the excluded ids that the catalogue has."""
         rows = np.array(self.snapshot.rows_of(self.body.exclude.item_ids), dtype=np.int64)
         if (rows < 0).any():
@@ -407,7 +371,7 @@ class SlateBuilder:
             return rows[rows >= 0]
         return rows
 
-    def _seen(self) -> np.ndarray:
+    def _find_seen(self) -> np.ndarray:
         """Returns the rows of the history to exclude. Raises InvalidRequest."""
         exclude, history = self.body.exclude, self.history
         if exclude.seen_within_s is None:
@@ -431,7 +395,7 @@ class SlateBuilder:
             mask[:] = False
             mask[self.snapshot.items.newer_rows(since_us)] = True
         if quota.filter is not None:
-            mask &= _allowed(self.snapshot, quota.filter, f"{where}.filter").mask()
+            mask &= _evaluate_filter(self.snapshot, quota.filter, f"{where}.filter").mask()
         if self.allowed is not None:
             mask &= self.allowed.mask()
         return quota.count, AllowedItems.of(mask)
@@ -507,7 +471,7 @@ class SlateBuilder:
         allowed = self.allowed if among is None else among
         while True:
             num_missing, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
-            more = self.snapshot.listed(self.list_name, num_missing, taken, allowed)
+            more = self.snapshot.list_allowed(self.list_name, num_missing, taken, allowed)
             both = np.concatenate([slate, more])
             slate = both[first_k(both, self.caps, wanted)]
             if slate.size == wanted or more.size < num_missing:
@@ -560,7 +524,7 @@ def _outcome_strategy() -> str:
     return next(name for name, each in strategy_classes().items() if each.outcome)
 
 
-def _allowed(snapshot: Snapshot, tree: dict[str, Any], param: str) -> AllowedItems:
+def _evaluate_filter(snapshot: Snapshot, tree: dict[str, Any], param: str) -> AllowedItems:
     """Returns the items that satisfy a filter. Raises InvalidRequest that names a field."""
     try:
         return snapshot.allowed(tree)
@@ -575,5 +539,5 @@ def _read_filter(
     """Returns the items that satisfy the filter, and texts about values that no item has."""
     if body.filter is None:
         return snapshot.shown, UNSET
-    allowed = _allowed(snapshot, body.filter, "filter")
+    allowed = _evaluate_filter(snapshot, body.filter, "filter")
     return allowed, [str(absent) for absent in snapshot.absent_values(body.filter)] or UNSET

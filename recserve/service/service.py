@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -29,7 +30,6 @@ from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.catalog.popularity import Popularity
 from recserve.features.history.history import HistoryStore, StoreOptions
 from recserve.features.history.stores import open_store
-from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.kernels.native.processor import instruction_set
 from recserve.metrics import Gauges
@@ -52,7 +52,7 @@ from recserve.schemas.items import (
     RollbackRequest,
     RollbackResponse,
 )
-from recserve.schemas.shorthand import AnyId, checked, checked_id
+from recserve.schemas.shorthand import AnyId, check_body, check_id
 from recserve.service.attribution import Envelope, Signer
 from recserve.service.auto_strategy import read_auto
 from recserve.service.errors import ServiceClosed, UnknownModel
@@ -61,8 +61,6 @@ from recserve.service.histories import Histories
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.model_loader import (
     Device,
-    default_journal,
-    default_store,
     item_index,
     load_item_graph,
     load_models,
@@ -75,6 +73,7 @@ from recserve.service.prewarm import Prewarm
 from recserve.service.rank import ItemScorer, LikelihoodScorer, RankerScorer, RankService
 from recserve.service.recommend import RecommendService
 from recserve.service.snapshot import POPULAR, Snapshot
+from recserve.service.state_files import counts_file, default_journal, default_store
 from recserve.service.text.completions import TextService
 from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
@@ -82,7 +81,6 @@ from recserve.service.text.model import TextModel
 SCORERS = ("ranker", "likelihood")
 # Name of the scorer that each model implements.
 SCORER_OF = {"ranker": "ranker", "recommender": "likelihood"}
-COUNTS = "popularity.safetensors"
 Fields = Mapping[str, Any]
 
 
@@ -167,86 +165,60 @@ class Service:
             bundle = Bundle.open(bundle)
         if not bundle.verified:
             bundle.verify()
-        place, manifest = resolve_device(device), bundle.manifest
-        contents = bundle.catalog()
-        popularity = Popularity(contents.popularity, options.popular_half_life_s)
-        snapshot = Snapshot.of(contents, place, popularity)
-        networks = load_models(bundle, snapshot, place, options.dtype, options.weights)
-        tables = None
-        if networks.ranker is not None:
-            items, vectors = snapshot.catalog.items, snapshot.catalog.vectors
-            tables = RankingTables.load(bundle.directory("ranker"), items, vectors)
-        snapshot = replace(
-            snapshot,
-            graph=load_item_graph(bundle, place),
-            index=item_index(networks.recommender, networks.heads),
-            ranking=tables,
-        )
-        history_store = _open_store(bundle, store, options, replaced)
-        engine: Engine | None = None
-        try:
-            text = options.text
-            models = networks
-            if text is not None:
-                models = replace(networks, text=text.network, drafters=text.drafters)
-            engine = build_engine(models, options.engine)
+        url = default_store(bundle.root) if store is None else store
+        journal = default_journal(bundle.root) if options.journal is None else options.journal
+        place, starts = resolve_device(device), replaced is None
+        networks, snapshot = _load_networks(bundle, place, options)
+        tables = snapshot.ranking
+        with ExitStack() as opened:  # closes what is open if a later stage fails
+            history_store = _open_store(url, options, replaced)
+            if starts:
+                opened.callback(history_store.close)
+            engine = _build_engine(networks, options)
+            opened.callback(engine.close)
             engine.record(snapshot.trie)
-            if replaced is None:
+            if starts:
                 engine.start()
             bundle.check_unchanged()  # before names are written to the store
-            types = EventTypes(history_store)
-            types.add(options.event_types)
-            trained = () if tables is None else tables.settings.type_names
-            types.add_of_bundle((*manifest.type_names, *trained))
+            types = _add_event_types(history_store, bundle, tables, options)
             catalog = LiveCatalog(
-                bundle,
-                networks,
-                engine,
-                snapshot,
-                _journal(bundle, options, replaced),
-                None if tables is None else LiveRanking(tables),
+                bundle, networks, engine, snapshot, _open_journal(bundle, journal, replaced)
             )
-            signer = _signer(options, replaced)
-            envelope = Envelope(signer, manifest.model_version)
-            scorers: dict[str, ItemScorer] = {}
-            item_prefixes, ranker_prefixes, recommender = None, None, None
-            if tables is not None and networks.ranker is not None:
-                seed = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
-                ranker_prefixes = RankerPrefixBuilder(tables, types, seed, place)
-                scorers["ranker"] = RankerScorer(ranker_prefixes, networks.ranker.config.tasks)
+            item_prefixes = ranker_prefixes = None
             if networks.recommender is not None:
                 item_prefixes = RecommenderPrefixBuilder(networks.recommender.config, place)
-                scorers["likelihood"] = LikelihoodScorer(item_prefixes)
-            prewarm = Prewarm(engine, item_prefixes, ranker_prefixes)
-            values = tables is not None and tables.settings.has_values
+            if tables is not None:
+                seed = _make_seed(bundle.manifest.model_version)
+                ranker_prefixes = RankerPrefixBuilder(tables, types, seed, place)
             histories = Histories(
                 history_store,
                 types,
                 engine,
                 catalog,
-                prewarm,
-                default_value=tables.settings.mean_value if tables and values else 1.0,
+                Prewarm(engine, item_prefixes, ranker_prefixes),
+                default_value=(
+                    tables.settings.mean_value if tables and tables.settings.has_values else 1.0
+                ),
+                owns_store=starts,
             )
-            histories.owns_store = replaced is None
-            if networks.recommender is not None and item_prefixes is not None:
-                retriever = networks.heads.retriever
+            signer = _signer(options, replaced)
+            shared = engine, catalog, histories, Envelope(signer, bundle.manifest.model_version)
+            recommender = ranker = None
+            if item_prefixes is not None:
+                retriever, settings = networks.heads.retriever, bundle.manifest.recommender
                 recommender = RecommendService(
-                    engine,
-                    catalog,
-                    histories,
-                    envelope,
+                    *shared,
                     item_prefixes,
-                    dense_weight=float(manifest.recommender.get("dense_weight", 0.0)),
+                    dense_weight=float(settings.get("dense_weight", 0.0)),
                     outcomes=() if retriever is None else retriever.config.outcomes,
-                    auto=read_auto(manifest.recommender),
+                    auto=read_auto(settings),
                 )
-            ranker = None
-            if scorers:
-                ranker = RankService(engine, catalog, histories, envelope, scorers)
+            if scorers := _make_scorers(networks, item_prefixes, ranker_prefixes):
+                ranker = RankService(*shared, scorers)
             service = Service(
                 engine,
                 place,
-                text=None if text is None else text.model,
+                text=None if options.text is None else options.text.model,
                 bundle=bundle,
                 networks=networks,
                 catalog=catalog,
@@ -258,16 +230,10 @@ class Service:
             catalog.open_tools()
             bundle.check_unchanged()  # before the journal and the store are written
             catalog.replay()
-            if replaced is None:  # otherwise the counts come with `hand_over`
-                catalog.counts_file = _counts_file(bundle, store, options)
-                catalog.load_counts()
-            histories.import_events(bundle, only_new_users=replaced is not None)
-        except BaseException:
-            if engine is not None:
-                engine.close()
-            if replaced is None:
-                history_store.close()
-            raise
+            if starts:  # otherwise the counts come with `hand_over`
+                catalog.load_counts(counts_file(url, journal))
+            histories.import_events(bundle, only_new_users=not starts)
+            opened.pop_all()
         return service
 
     @staticmethod
@@ -375,15 +341,15 @@ class Service:
             QueueFull: If the queue of the engine is full.
             ServiceClosed: If the service is closed.
         """
-        return self.recommender.begin(checked(body, RecommendRequest)).wait()
+        return self.recommender.begin(check_body(body, RecommendRequest)).wait()
 
     def rank(self, body: RankRequest | Fields) -> RankResponse:
         """Returns a ranking. The body is an object or its fields. Raises as `recommend`."""
-        return self.ranker.begin(checked(body, RankRequest)).wait()
+        return self.ranker.begin(check_body(body, RankRequest)).wait()
 
     def add_events(self, body: EventsRequest | Fields) -> EventsResponse:
         """Stores events and corrections. Raises StoreUnavailable or InvalidRequest."""
-        return self.histories.add(checked(body, EventsRequest))
+        return self.histories.add(check_body(body, EventsRequest))
 
     def event_types(self) -> EventTypesResponse:
         """Returns the names of the event types that events may have. Raises UnknownModel."""
@@ -394,30 +360,30 @@ class Service:
 
         Raises StoreUnavailable, CorruptHistory or InvalidRequest.
         """
-        return self.histories.list_events(checked_id("user_id", user_id))
+        return self.histories.list_events(check_id("user_id", user_id))
 
     def delete_user(self, user_id: AnyId) -> None:
         """Removes a user from the history store and from the caches.
 
         Raises StoreUnavailable or InvalidRequest.
         """
-        self.histories.delete(checked_id("user_id", user_id))
+        self.histories.delete(check_id("user_id", user_id))
 
     def item(self, item_id: AnyId) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""
-        return self.catalog.get(checked_id("item_id", item_id))
+        return self.catalog.get(check_id("item_id", item_id))
 
     def items(self, query: ItemsQuery | Fields) -> ItemPage:
         """Returns a page of the catalogue, or the items of `ids`. Raises InvalidRequest."""
-        return self.catalog.page(checked(query, ItemsQuery))
+        return self.catalog.page(check_body(query, ItemsQuery))
 
     def put_items(self, body: ItemsRequest | Fields) -> ItemsResponse:
         """Inserts and updates items. Raises JournalError or InvalidRequest."""
-        return self.catalog.put(checked(body, ItemsRequest))
+        return self.catalog.put(check_body(body, ItemsRequest))
 
     def hide_item(self, item_id: AnyId) -> HideItemResponse:
         """Removes an item from all answers. Raises UnknownItem or JournalError."""
-        return self.catalog.hide_item(checked_id("item_id", item_id))
+        return self.catalog.hide_item(check_id("item_id", item_id))
 
     def rollback_items(self, body: RollbackRequest) -> RollbackResponse:
         """Restores the items of an earlier version. Raises UnknownVersion or JournalError."""
@@ -438,7 +404,7 @@ class Service:
                 {"id": name, "object": "model", "created": 0, "owned_by": "recserve"}
                 | {"recserve": said}
             )
-        return listed if self._text is None else [*listed, *self._text.model.listed()]
+        return listed if self._text is None else [*listed, *self._text.model.list_entries()]
 
     def model(self, name: str) -> dict[str, Any]:
         """Returns one model of `models`. Raises UnknownModel."""
@@ -463,7 +429,7 @@ class Service:
         if self._bundle is None or self._catalog is None:
             return {"users": [], "items": []}
         snapshot = self._catalog.current
-        popular = snapshot.listed(POPULAR, num_items, np.zeros(0, np.int64), None)
+        popular = snapshot.list_allowed(POPULAR, num_items, np.zeros(0, np.int64), None)
         items = [snapshot.items.item_id(row) for row in popular.tolist()]
         users: list[str] = []
         if EVENTS in self._bundle.manifest.files:
@@ -481,9 +447,64 @@ class Service:
             raise ServiceClosed("the service is closed")
 
 
-def _open_store(
-    bundle: Bundle, url: str | None, options: ServiceOptions, replaced: Service | None
-) -> HistoryStore:
+def _load_networks(
+    bundle: Bundle, device: torch.device, options: ServiceOptions
+) -> tuple[EngineModels, Snapshot]:
+    """Loads the networks of a bundle, and its catalogue with all that they need of it."""
+    contents = bundle.catalog()
+    popularity = Popularity(contents.popularity, options.popular_half_life_s)
+    snapshot = Snapshot.of(contents, device, popularity)
+    networks = load_models(bundle, snapshot, device, options.dtype, options.weights)
+    tables = None
+    if networks.ranker is not None:
+        items, vectors = snapshot.catalog.items, snapshot.catalog.vectors
+        tables = RankingTables.load(bundle.directory("ranker"), items, vectors)
+    return networks, replace(
+        snapshot,
+        graph=load_item_graph(bundle, device),
+        index=item_index(networks.recommender, networks.heads),
+        ranking=tables,
+    )
+
+
+def _build_engine(networks: EngineModels, options: ServiceOptions) -> Engine:
+    """Builds the engine of a bundle's networks, and of the language model beside it."""
+    if (text := options.text) is not None:
+        networks = replace(networks, text=text.network, drafters=text.drafters)
+    return build_engine(networks, options.engine)
+
+
+def _add_event_types(
+    store: HistoryStore, bundle: Bundle, tables: RankingTables | None, options: ServiceOptions
+) -> EventTypes:
+    """Opens the names of event types in the store, and adds those of options and bundle."""
+    types = EventTypes(store)
+    types.add(options.event_types)
+    trained = () if tables is None else tables.settings.type_names
+    types.add_of_bundle((*bundle.manifest.type_names, *trained))
+    return types
+
+
+def _make_seed(model_version: str) -> int:
+    """Returns the seed of the ranker's prefixes, one for each version of the models."""
+    return int.from_bytes(hashlib.sha256(model_version.encode()).digest()[:8])
+
+
+def _make_scorers(
+    networks: EngineModels,
+    items: RecommenderPrefixBuilder | None,
+    ranker: RankerPrefixBuilder | None,
+) -> dict[str, ItemScorer]:
+    """Returns the scorers of a bundle by name. `auto` is the first one."""
+    scorers: dict[str, ItemScorer] = {}
+    if ranker is not None and networks.ranker is not None:
+        scorers["ranker"] = RankerScorer(ranker, networks.ranker.config.tasks)
+    if items is not None:
+        scorers["likelihood"] = LikelihoodScorer(items)
+    return scorers
+
+
+def _open_store(url: str, options: ServiceOptions, replaced: Service | None) -> HistoryStore:
     """Opens the history store, or returns that of the replaced service."""
     if replaced is not None:
         return replaced.histories.store
@@ -491,35 +512,19 @@ def _open_store(
     kept = StoreOptions(
         ttl_s=options.history_ttl_s, read_timeout_s=None if limit_ms is None else limit_ms / 1e3
     )
-    return open_store(default_store(bundle.root) if url is None else url, kept)
+    return open_store(url, kept)
 
 
-def _journal(
-    bundle: Bundle, options: ServiceOptions, replaced: Service | None
-) -> ItemJournal | None:
+def _open_journal(bundle: Bundle, folder: Path, replaced: Service | None) -> ItemJournal | None:
     """Returns the journal of item changes.
 
     It is None if the replaced service may still write to the same file. That service hands the
     file over with its content.
     """
-    folder = default_journal(bundle.root) if options.journal is None else options.journal
     journal = ItemJournal(folder / f"{bundle.manifest.catalog_version}.jsonl")
     used = None if replaced is None else replaced.catalog.journal
     shared = used is not None and used.path.resolve() == journal.path.resolve()
     return None if shared else journal
-
-
-def _counts_file(bundle: Bundle, store: str | None, options: ServiceOptions) -> Path:
-    """Returns the file of the live counts of events.
-
-    It lies with the events: in the folder of an LMDB store, otherwise with the journal.
-    """
-    url = default_store(bundle.root) if store is None else store
-    scheme, _, place = url.partition("?")[0].partition(":")
-    if scheme == "lmdb":
-        return Path(place) / COUNTS
-    folder = default_journal(bundle.root) if options.journal is None else options.journal
-    return folder / COUNTS
 
 
 def _signer(options: ServiceOptions, replaced: Service | None) -> Signer:

@@ -91,8 +91,8 @@ class Snapshot:
             device: Device of the trie.
             popularity: Live counts of events; None starts with the training events.
         """
-        codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
-        trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
+        codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
+        trie = build_trie(codes, catalog.semantic_ids.codebook_sizes).to(device)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
         first = first_version(catalog, rows)
         filters, categories = ItemFilters(catalog.items), BundleCategories(catalog.items.categories)
@@ -123,7 +123,7 @@ class Snapshot:
             torch.from_numpy(items.codes[rows].astype(np.int64)).to(base.device),
             torch.from_numpy(rows).to(base.device),
             items.num_rows,
-            torch.from_numpy(_joined(items.removed_rows, outside)),
+            torch.from_numpy(_join(items.removed_rows, outside)),
             self.trie,
         )
         return replace(
@@ -140,7 +140,7 @@ class Snapshot:
         """Builds a trie of this version without insertions; hidden items keep their leaves."""
         rows = self.trie.leaf_rows.cpu().long()
         codes = torch.from_numpy(self.items.codes[rows.numpy()].astype(np.int64))
-        sizes = self.catalog.index.codebook_sizes
+        sizes = self.catalog.semantic_ids.codebook_sizes
         return build_trie(codes, sizes, rows, self.num_items).to(self.trie.device)
 
     @property
@@ -161,7 +161,7 @@ class Snapshot:
     @cached_property
     def hidden(self) -> np.ndarray:
         """Ascending rows that must not be in an answer."""
-        return _joined(self.items.removed_rows, self.outside)
+        return _join(self.items.removed_rows, self.outside)
 
     @cached_property
     def shown(self) -> AllowedItems | None:
@@ -274,7 +274,7 @@ class Snapshot:
         exist = (rows >= 0) & (rows < self.num_items)
         return np.asarray(exist & ~are_among(rows, self.hidden))
 
-    def ranked(self, name: str, count: int) -> np.ndarray:
+    def read_list(self, name: str, count: int) -> np.ndarray:
         """Returns `count` rows of one of LISTS, best first; fewer if the catalogue has fewer.
 
         Items that have not begun or have ended are among them, items that are hidden are not.
@@ -292,7 +292,7 @@ class Snapshot:
                 return np.asarray(rows[:count])
             looked_at *= SCAN_GROWTH
 
-    def listed(
+    def list_allowed(
         self, name: str, count: int, excluded: np.ndarray, allowed: AllowedItems | None
     ) -> np.ndarray:
         """Returns up to `count` rows of a list that are allowed and not excluded.
@@ -310,7 +310,7 @@ class Snapshot:
         # time leaves too few.
         looked_at = count + excluded.size
         while True:
-            head = self.ranked(name, looked_at)
+            head = self.read_list(name, looked_at)
             rows = head[~np.isin(head, excluded) & ~are_among(head, self.outside)]
             if allowed is not None:
                 rows = rows[allowed.at(rows)]
@@ -324,7 +324,7 @@ class Snapshot:
         return round(float(count), 1)
 
 
-def _joined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _join(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Returns the ascending rows of two ascending lists."""
     return one if not other.size else np.union1d(one, other)
 

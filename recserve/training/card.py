@@ -399,7 +399,7 @@ def count_collisions(catalog: Catalog, held: NDArray[np.int64]) -> Collisions:
         catalog: The catalogue.
         held: [n] held-out item rows.
     """
-    index = catalog.index
+    index = catalog.semantic_ids
     codes = index.codes[:, :-1] if index.has_disambiguation else index.codes
     _, tuples, sizes = np.unique(codes, axis=0, return_inverse=True, return_counts=True)
     shared = sizes[tuples.reshape(-1)] > 1

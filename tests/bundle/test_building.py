@@ -44,7 +44,7 @@ def test_report_counts(files: SyntheticFiles, tmp_path: Path) -> None:
     catalog = Bundle.open(report.out).catalog()
     assert (report.num_items, report.num_users) == (500, 60)
     assert report.vector_dim == 256 and catalog.vectors.shape == (500, 256)
-    assert report.codebook_sizes == catalog.index.codebook_sizes
+    assert report.codebook_sizes == catalog.semantic_ids.codebook_sizes
     assert 0 < report.reconstruction_error < 1 and report.codes.collision_share > 0
     text = "\n".join(lines)
     assert "500 items, 60 users" in text and "collisions:" in text and "level 1:" in text

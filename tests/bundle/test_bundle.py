@@ -55,7 +55,7 @@ def test_everything_is_read_back(built: Path) -> None:
     encoder = bundle.text_encoder()
     assert encoder is not None
     codes = bundle.quantizer().encode(catalog.vectors)
-    assert np.array_equal(codes, catalog.index.codes[:, :2])
+    assert np.array_equal(codes, catalog.semantic_ids.codes[:, :2])
     assert bundle.manifest.build["levels"] == 2
     assert str(built.parent) not in (built / "manifest.json").read_text()
 

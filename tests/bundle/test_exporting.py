@@ -29,7 +29,7 @@ WIDTH = 8
 def bundle(request, tmp_path_factory):
     path = tiny_bundle(tmp_path_factory.mktemp("codes"), ranker=False, recommender=False)
     opened = Bundle.open(path)
-    sizes = opened.catalog().index.codebook_sizes
+    sizes = opened.catalog().semantic_ids.codebook_sizes
     torch.manual_seed(1)
     config = RecommenderConfig(
         DecoderConfig(32, 2, 4, 2, 8, 64),
@@ -60,7 +60,8 @@ def test_transformers_alone_gives_our_slates(bundle, tmp_path):
     catalog = bundle.catalog()
     model = load_recommender(bundle.directory("recommender"))
     trie = build_trie(
-        torch.from_numpy(catalog.index.codes.astype(np.int64)), catalog.index.codebook_sizes
+        torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64)),
+        catalog.semantic_ids.codebook_sizes,
     )
     following: dict[tuple[int, ...], set[int]] = {}
     for tokens in items.values():
@@ -76,7 +77,7 @@ def test_transformers_alone_gives_our_slates(bundle, tmp_path):
                 torch.tensor([prompt]),
                 num_beams=WIDTH,
                 num_return_sequences=WIDTH,
-                max_new_tokens=len(catalog.index.codebook_sizes),
+                max_new_tokens=len(catalog.semantic_ids.codebook_sizes),
                 prefix_allowed_tokens_fn=lambda _, ids, n=start: sorted(
                     following[tuple(ids[n:].tolist())]
                 ),
@@ -87,7 +88,9 @@ def test_transformers_alone_gives_our_slates(bundle, tmp_path):
             )
         by_tokens = {tuple(tokens): item for item, tokens in items.items()}
         expected = [by_tokens[tuple(row[start:].tolist())] for row in out.sequences]
-        tokens = history_tokens(rows, catalog.index.codes, catalog.index.codebook_sizes, "codes")
+        tokens = history_tokens(
+            rows, catalog.semantic_ids.codes, catalog.semantic_ids.codebook_sizes, "codes"
+        )
         root = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
         assert tokens.tolist() == prompt
         slate = build_engine(EngineModels(model)).run(

@@ -64,7 +64,7 @@ def test_bundles_that_differ_in_one_draft_head_differ_in_their_version(copied: P
     for seed in range(3):
         torch.manual_seed(seed)
         bundle = Bundle.open(copied)
-        shape = SelfDraftConfig(32, bundle.catalog().index.codebook_sizes, True)
+        shape = SelfDraftConfig(32, bundle.catalog().semantic_ids.codebook_sizes, True)
         save_self_draft(SelfDraftHead(shape), bundle.directory("drafters/nezha"))
         bundle.commit("drafters/nezha", {})
         found.add(version(copied))
@@ -188,7 +188,7 @@ def test_a_server_with_another_head_names_another_version(tmp_path: Path) -> Non
         folder = tiny_bundle(tmp_path / str(seed))
         torch.manual_seed(seed)
         bundle = Bundle.open(folder)
-        shape = SelfDraftConfig(32, bundle.catalog().index.codebook_sizes, True)
+        shape = SelfDraftConfig(32, bundle.catalog().semantic_ids.codebook_sizes, True)
         save_self_draft(SelfDraftHead(shape), bundle.directory("drafters/nezha"))
         bundle.commit("drafters/nezha", {})
         with Service.open(folder, store=f"lmdb:{tmp_path / f'h{seed}'}", device="cpu") as service:

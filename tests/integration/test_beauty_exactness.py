@@ -81,7 +81,7 @@ def asked(request, tmp_path_factory):
     num_users, num_trained, head_epochs = request.param
     bundle = trained(tmp_path_factory.mktemp("beauty"), num_trained, head_epochs)
     catalog = bundle.catalog()
-    codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+    codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
     vectors = torch.from_numpy(catalog.vectors)
     model = load_recommender(bundle.directory("recommender"), codes, vectors)
     head = load_self_draft(bundle.directory("drafters/speculative"), model)
@@ -98,7 +98,7 @@ def asked(request, tmp_path_factory):
         for case in range(len(cases)):
             history = cases.history(case)
             tokens = history_tokens(
-                history[-20:], catalog.index.codes, model.config.codebook_sizes, "items"
+                history[-20:], catalog.semantic_ids.codes, model.config.codebook_sizes, "items"
             )
             root = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
             seen = history if case % 2 else None

@@ -11,31 +11,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve import InvalidRequest, Service, ServiceOptions
+from recserve import InvalidRequest
 from recserve.batch import Defaults, SlateRecipe
 from recserve.batch.recipe import WrongOption, from_json, to_json
 from recserve.features.tables.attribute_values import record_value, take_values
 from recserve.schemas.items import MAX_FIELD_VALUES, MAX_FIELDS
 from recserve.server.threads import is_large
 from recserve.service.fields import MAX_NAMED, unknown_column
+from tests.support.live_catalogues import opened, put
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
-KNOWN = ["title", "categories", "brand", "price"]
+TIMES = ["available_from", "expires_at"]
+KNOWN = ["title", "categories", *TIMES, "brand", "price"]
 NEW = {"item_id": "new-1", "title": "Rose kettle", "categories": ["Tea > Pots"], "price": 7.5}
+NEW |= {"available_from": "2026-01-01T00:00:00.250000Z", "expires_at": "2200-01-01T00:00:00Z"}
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     """A service with a new item, a changed one and one whose values were removed."""
-    folder = tmp_path_factory.mktemp("fields")
-    options = ServiceOptions(journal=folder / "items")
-    with Service.open(shared_bundle(), f"lmdb:{folder}/users", "cpu", options) as opened:
-        changed, bare = opened.samples(1, 2)["items"]
+    with opened(tmp_path_factory.mktemp("fields")) as service:
+        changed, bare = service.samples(1, 2)["items"]
         items = [NEW, {"item_id": changed, "brand": "Other"}]
         items.append({"item_id": bare, "title": "", "categories": [], "price": None})
-        assert opened.put_items({"items": items}).rejected == []
-        yield opened
+        assert put(service, *items).rejected == []
+        yield service
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,7 @@ def stored(service, item_id, names):
     """The columns of an item as GET /v1/items/{id} has them."""
     item = service.item(item_id)
     values = {"title": item.title, "categories": item.categories, **item.attributes}
+    values |= {name: getattr(item, name) or None for name in TIMES}
     return {name: values[name] for name in names}
 
 
@@ -99,7 +101,9 @@ def test_a_ranking_shows_the_columns_of_each_candidate(service, user):
 def wrong_fields():
     """Lists of fields that the catalogue cannot show, with the place and a word of the message."""
     return (
-        (["title", "prise"], "fields[1]", "title, categories, brand, price; got 'prise'; did you"),
+        (["title", "prise"], "fields[1]", "expires_at, brand, price; got 'prise'; did you"),
+        (["expires"], "fields[0]", "did you mean expires_at?"),
+        (["added_at"], "fields[0]", "title, categories, available_from, expires_at"),
         (["item_id"], "fields[0]", "the catalogue has title, categories"),
         (["semantic_id"], "fields[0]", "got 'semantic_id'"),
         (["x" * 200], "fields[0]", "got '" + "x" * 60 + "'"),
@@ -140,7 +144,7 @@ def test_one_wrong_ranking_of_a_batch_fails_alone(client, user):
 def test_the_values_of_a_batch_are_bounded(client, user):
     """Each ranking is allowed alone; one more value than the bound is refused."""
     candidates = [{"item_id": str(number)} for number in range(MAX_FIELD_VALUES // 128 + 1)]
-    one = {"history": [], "candidates": candidates, "fields": KNOWN}
+    one = {"history": [], "candidates": candidates, "fields": KNOWN[:4]}
     answer = client.post("/v1/rank:batch", json={"requests": [one] * 32})
     assert answer.status_code == 422 and answer.json()["error"]["param"] == "fields"
     assert (

@@ -1,5 +1,6 @@
 """Items begin and end by the clock: in slates of every strategy, rankings, lists and filters."""
 
+import random
 import time
 
 import numpy as np
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recserve.batch import Defaults, SlateRecipe
 from recserve.bounds import format_time
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
@@ -285,3 +287,61 @@ def test_the_items_file_has_times(timed_bundle, tmp_path):
             assert found == [{bool(one)} for one in there], second
         assert service.item(inside).available_from == at(-5)
         assert newest(service)[:2] == [later, base_of(service).items.ids[-1]]
+
+
+def drawn_times(draw, place):
+    """Times of an item that may be shown now, in any precision; either may be missing."""
+    seconds = NOW // SECOND
+    first = draw.choice([None, draw.randrange(10**9, seconds) + draw.choice([0, 0.25, 1e-6])])
+    last = draw.choice([None, format_time((seconds + 10**6 + place) * SECOND + draw.randrange(9))])
+    return {"available_from": first, "expires_at": last}
+
+
+def test_answers_show_the_times_that_a_lookup_shows(timed_bundle, tmp_path):
+    """`fields` of slates, lists, rankings and jobs: the bundle's items, new and changed ones."""
+    draw = random.Random(5)
+    options = ServiceOptions(journal=tmp_path / "items")
+    store = f"lmdb:{tmp_path}/store"
+    names = ["expires_at", "title", "available_from"]
+    with Service.open(timed_bundle, store, "cpu", options) as service:
+        Clock(service)
+        known = base_of(service).items.ids[2:12]
+        fresh = [f"new-{place}" for place in range(9)]
+        changed = [
+            item_like(service, name, **drawn_times(draw, place)) for place, name in enumerate(fresh)
+        ]
+        changed += [{"item_id": name, **drawn_times(draw, 20)} for name in known[4:]]
+        put(service, *changed)
+        asked = [*known, *fresh]
+
+        def check(items):
+            assert items
+            for item in items:
+                found = service.item(item.item_id)
+                expected = {name: getattr(found, name) or None for name in names}
+                assert item.fields == expected, item
+                assert list(item.fields) == names
+
+        body = {"history": known[:3], "k": 700, "beam_width": 700, "fields": names}
+        for strategy in ("beam", "nezha", "popular", "latest"):
+            answer = service.recommend({**body, "strategy": strategy, "exclude": {"seen": False}})
+            assert set(asked) <= ids(answer)
+            check(answer.items)
+        ranked = service.rank({"history": known[:3], "candidates": asked, "fields": names})
+        assert len(ranked.items) == len(asked)
+        check(ranked.items)
+        page = service.items({"ids": asked})
+        times = [(one.available_from, one.expires_at) for one in page.items]
+        single = [service.item(name) for name in asked]
+        assert times == [(one.available_from, one.expires_at) for one in single]
+        assert len(set(times)) > 9
+    recipe = SlateRecipe(str(timed_bundle), Defaults(k=40, fields=tuple(names)), store)
+    with recipe.open() as task:
+        rows = task(pa.table({"user_id": ["nobody"]}), 0).answers
+    assert rows.schema.field("fields").type.field("expires_at").type == pa.timestamp("us", "UTC")
+    assert len(rows) == 40
+
+
+def test_a_bundle_without_times_shows_none(service):
+    answer = service.recommend({"k": 5, "strategy": "popular", "fields": ["expires_at"]})
+    assert [item.fields for item in answer.items] == [{"expires_at": None}] * 5

@@ -63,7 +63,7 @@ def test_a_new_item_is_recommended_and_ranked_at_once(service, strategy, dense_w
         )
     there = service.item("new")
     assert there.title == "Rose lipstick" and there.categories == ["Care > Lips"]
-    beside = base_of(service).index.codes[lonely(service)].tolist()
+    beside = base_of(service).semantic_ids.codes[lonely(service)].tolist()
     assert there.semantic_id == [*beside[:2], 1]
     assert there.popularity == 0
 
@@ -73,7 +73,7 @@ def test_text_alone_places_a_new_item_as_the_build_would(service):
     words = {"title": catalog.items.titles[row], "categories": catalog.items.categories[row]}
     put(service, {"item_id": "twin", **words})
     assert np.allclose(service.catalog.current.items.vectors[500], catalog.vectors[row], atol=1e-6)
-    assert service.item("twin").semantic_id == [*catalog.index.codes[row, :2].tolist(), 1]
+    assert service.item("twin").semantic_id == [*catalog.semantic_ids.codes[row, :2].tolist(), 1]
 
 
 def test_no_item_is_refused_because_its_neighbours_took_the_ids(service):
@@ -164,7 +164,7 @@ def test_a_new_vector_gives_a_new_place_and_keeps_the_history(service):
     counts = rank(service, ids[4], scorer="ranker").items[0].score
     put(service, {"item_id": ids[4], "embedding": far.tolist()})
     now = service.item(ids[4])
-    assert now.semantic_id[:2] == base_of(service).index.codes[300, :2].tolist()
+    assert now.semantic_id[:2] == base_of(service).semantic_ids.codes[300, :2].tolist()
     assert now.title == base_of(service).items.titles[4]
     assert now.popularity == popularity == base_of(service).popularity[4] + 1
     assert [e.item_id for e in service.history("me").events] == [ids[4]]
@@ -205,7 +205,7 @@ def test_hidden_items_are_answered_nowhere_and_can_come_back(service):
 
 def test_a_semantic_id_of_a_hidden_item_is_free_again(service):
     catalog = base_of(service)
-    own = catalog.index.codes[0].tolist()
+    own = catalog.semantic_ids.codes[0].tolist()
     service.hide_item(catalog.items.ids[0])
     put(service, item_like(service, "heir", embedding=catalog.vectors[0].tolist()))
     taken = service.item("heir").semantic_id

@@ -40,7 +40,7 @@ def make_bundle(folder: Path) -> None:
     catalog = bundle.catalog()
     model = load_recommender(
         folder,
-        torch.from_numpy(catalog.index.codes.astype(np.int64)),
+        torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64)),
         torch.from_numpy(catalog.vectors),
     )
     changed = type(model)(type(model.config)(**{**vars(model.config), "level_heads": True}))
@@ -326,7 +326,7 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
 def test_the_model_fills_a_capped_slate(service, strategy):
     """k of its own items wherever so many keep to the cap, at most one of each group."""
     ids = service.catalog.current.catalog.items.ids
-    codes = service.catalog.current.catalog.index.codes
+    codes = service.catalog.current.catalog.semantic_ids.codes
     for level, k in ((0, 8), (0, 40), (1, 30)):
         body = RecommendRequest(
             history=ids[:4], k=k, beam_width=k, strategy=strategy, exclude=Exclude(seen=False),

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-NOTHING = "nothing to judge: clicks are judged for recommend and rank in mode split"
+NOTHING = (
+    "nothing to judge: in mode paired every answer is of control, so clicks say nothing about "
+    "wide; judge clicks in mode split"
+)
 
 
 def verdict(kind: str, text: str) -> dict[str, Any]:

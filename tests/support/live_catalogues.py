@@ -28,7 +28,7 @@ def put(service, *items):
 
 def lonely(service):
     """Returns a row whose quantiser codes no other item has."""
-    codes = base_of(service).index.codes
+    codes = base_of(service).semantic_ids.codes
     _, first, counts = np.unique(codes[:, :2], axis=0, return_index=True, return_counts=True)
     return int(first[counts == 1][0])
 

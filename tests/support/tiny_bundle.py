@@ -75,7 +75,7 @@ def with_models(
     if recommender:
         config = RecommenderConfig(
             DecoderConfig(32, 2, 2, 1, 16, 64),
-            catalog.index.codebook_sizes,
+            catalog.semantic_ids.codebook_sizes,
             num_items=len(catalog),
             vector_dim=catalog.vectors.shape[1],
             id_embedding=True,
@@ -86,7 +86,7 @@ def with_models(
         save_recommender(Recommender(config), bundle.directory("recommender"))
         bundle.commit("recommender", {})
         for name in ("speculative", "nezha"):
-            shape = SelfDraftConfig(32, catalog.index.codebook_sizes, name == "nezha")
+            shape = SelfDraftConfig(32, catalog.semantic_ids.codebook_sizes, name == "nezha")
             folder = bundle.directory(f"drafters/{name}")
             save_self_draft(SelfDraftHead(shape), folder)
             bundle.commit(f"drafters/{name}", {})

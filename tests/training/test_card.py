@@ -144,7 +144,7 @@ def test_every_figure_is_that_of_its_users(compared: BaselineComparison, card: C
 
 
 def test_collisions_are_counted(bundle: Bundle, card: Card) -> None:
-    codes = [tuple(row) for row in bundle.catalog().index.codes[:, :3].tolist()]
+    codes = [tuple(row) for row in bundle.catalog().semantic_ids.codes[:, :3].tolist()]
     shared = [codes.count(code) > 1 for code in codes]
     assert 0 < card.collisions.items < 1  # 64 tuples for 120 items
     assert card.collisions.items == pytest.approx(np.mean(shared))

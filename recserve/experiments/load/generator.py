@@ -294,9 +294,9 @@ class _Sender:
                     data = await response.read()
                     done = self.now()
                     if status == 200:
-                        reply = self.target.read(_decoded(data))
+                        reply = self.target.read(_decode(data))
                     else:
-                        error, detail = f"http_{status}", _said(data)
+                        error, detail = f"http_{status}", _error_message(data)
         except (TimeoutError, aiohttp.ClientError, MalformedReply) as failure:
             error = next(name for kind, name in CLIENT_ERRORS if isinstance(failure, kind))
             detail = str(failure)[:DETAIL]
@@ -316,14 +316,14 @@ class _Sender:
         )
 
 
-def _decoded(data: bytes) -> Json:
+def _decode(data: bytes) -> Json:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise MalformedReply(f"the answer is not a JSON object ({error})") from None
 
 
-def _said(data: bytes) -> str:
+def _error_message(data: bytes) -> str:
     """The message of an error answer, in OpenAI's shape or plain."""
     try:
         found = msgspec.json.decode(data, type=dict[str, Any])["error"]["message"]

@@ -89,7 +89,7 @@ def _verdict(one: Comparison) -> Markup:
     style, word = KINDS[one.kind]
     if one.kind == "do_not_ship":  # what decides is the guardrail
         failed = failed_guardrails(one.guardrails)
-        figure, label = signed(failed[0].change.estimate), failed[0].name
+        figure, label = format_signed(failed[0].change.estimate), failed[0].name
         word = f"{word}: {causes(failed)}"
     big = tag("div", figure, tag("small", label), class_="big")
     reach = f"A run like this finds a change of {one.detectable:.1%} with power 0.9."
@@ -235,7 +235,7 @@ def _guardrail(guard: Guardrail) -> Markup:
         tag(
             "span",
             tag("span", OUTCOMES[guard.outcome], class_=f"badge {guard.outcome}"),
-            tag("small", f"{signed(change.low)} to {signed(change.high)}"),
+            tag("small", f"{format_signed(change.low)} to {format_signed(change.high)}"),
             class_="change",
         ),
         tag("span", interval(change.low, change.estimate, change.high, axis, style), class_="plot"),
@@ -243,7 +243,7 @@ def _guardrail(guard: Guardrail) -> Markup:
     )
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     """Returns a number with its sign and three digits."""
     return f"{value:+.3g}".replace("-", "\N{MINUS SIGN}")
 

@@ -82,7 +82,7 @@ class ArmFields:
             InvalidRequest: If a field is unknown, not for arms, or out of range.
         """
         rules = USES[use]
-        given = nested(fields)
+        given = nest_fields(fields)
         for name in given:
             if name not in rules.fields:
                 listed = ", ".join(rules.fields)
@@ -96,12 +96,12 @@ class ArmFields:
         diversity = self.values.get("diversity")
         return 1 if diversity is None or diversity.at_least is None else diversity.at_least.count
 
-    def applied(self, body: B) -> B:
+    def apply(self, body: B) -> B:
         """Returns a request with the fields of this arm."""
         return msgspec.structs.replace(body, **self.values) if self.values else body
 
 
-def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+def nest_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns fields with dotted names as nested mappings: {"a.b": 1} becomes {"a": {"b": 1}}.
 
     Raises:

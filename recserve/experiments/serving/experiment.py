@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from recserve.experiments.assignment import ArmSplit, Assignment
+from recserve.experiments.assignment import ArmSplit
 from recserve.experiments.serving.arm_fields import ArmFields, Exclusion
 from recserve.experiments.serving.arm_tally import (
     ArmResult,
@@ -138,6 +138,7 @@ class Experiment:
         settings: Name, mode and guard.
         arms: The arms; the first one is the control.
         split: Assigns units to arms.
+        exclusion: Says which requests take no part.
         status: State of the experiment.
         reason: Why it does not run; None while it runs.
         fallbacks: Number of automatic fall-backs by cause.
@@ -178,7 +179,7 @@ class Experiment:
         self.reason: str | None = None
         self.fallbacks: Counter[Cause] = Counter(dict.fromkeys(CAUSES, 0))
         self.compared = ComparisonCounts()
-        self._exclusion = Exclusion.of(settings.use, fields)
+        self.exclusion = Exclusion.of(settings.use, fields)
         self._clock = clock
         self._lock = threading.Lock()
         self._units: set[int] = set()
@@ -202,14 +203,6 @@ class Experiment:
     def arm(self, name: str) -> ServingArm:
         """Returns the arm of a name."""
         return next(arm for arm in self.arms if arm.name == name)
-
-    def assign(self, unit: str) -> Assignment:
-        """Returns the arm and the bucket of a unit, always the same ones."""
-        return self.split.assign(unit)
-
-    def excludes(self, body: msgspec.Struct) -> str | None:
-        """Returns why a request takes no part; None if it does."""
-        return self._exclusion.reason(body)
 
     def see(self, unit: str, arm: str) -> None:
         """Remembers a unit for the sample-ratio check."""
@@ -344,7 +337,7 @@ class Experiment:
                 self._began_s = self._clock()
         log.warning("experiment %s is started", self.settings.name)
 
-    def described(self) -> ExperimentStatus:
+    def describe(self) -> ExperimentStatus:
         """Returns the state for GET /v1/experiments."""
         with self._lock:
             now_s = self._clock()

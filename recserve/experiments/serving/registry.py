@@ -57,9 +57,9 @@ class Experiments:
         """All values of the label `arm` in metrics."""
         return frozenset(arm.label for one in self._by_name.values() for arm in one.arms)
 
-    def described(self) -> ExperimentsResponse:
+    def describe(self) -> ExperimentsResponse:
         """Returns the state of all experiments."""
-        return ExperimentsResponse(experiments=[one.described() for one in self._by_name.values()])
+        return ExperimentsResponse(experiments=[one.describe() for one in self._by_name.values()])
 
     def count_event(self, experiment: str, arm: str, unit: str, event_type: str, key: str) -> None:
         """Counts an event that an answer of an arm led to; see `Experiment.count_event`.
@@ -87,7 +87,7 @@ class Experiments:
             The draw; None if the request is in no experiment.
         """
         for one in self._by_use[use]:
-            assigned = one.assign(request_id if user is None else user)
+            assigned = one.split.assign(request_id if user is None else user)
             if assigned.arm is not None:
                 return _draw(one, assigned.arm, assigned.bucket, user, request_id, body)
         return None
@@ -114,7 +114,7 @@ def _draw(
             reason=reason,
         )
 
-    excluded = one.excludes(body)
+    excluded = one.exclusion.reason(body)
     if excluded is None and settings.mode == "interleaved" and getattr(body, "diversity", None):
         excluded = "the request sets diversity, which two joined slates cannot keep"
     if excluded is not None:

@@ -165,7 +165,7 @@ def _check(one: ExperimentSettings, place: str) -> None:
             raise InvalidRequest(
                 f"{place}.goals",
                 f"expected none for {one.use} in mode {one.mode}: events are judged for recommend "
-                "and rank in mode split",
+                f"and rank in mode split, got {', '.join(one.goals)}",
             )
         if len(set(one.goals)) < len(one.goals):
             listed = ", ".join(one.goals)

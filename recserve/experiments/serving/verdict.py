@@ -89,7 +89,7 @@ def decide(
         text = f"keep {settings.arms[0].name}: {' and '.join(failed)}"
         return ArmVerdict(kind="keep_control", text=text, guardrails=guardrails)
     if not goals:
-        text = "nothing to judge: clicks are judged for recommend and rank in mode split"
+        text = f"nothing to judge: {_no_goal(settings, arm)}"
         return ArmVerdict(kind="no_goal", text=text, guardrails=guardrails)
     control, sums = goals[0]
     return _decide_goal(settings, arm, control, sums, other_events, guardrails, ran_s)
@@ -114,7 +114,7 @@ def _decide_goal(
     if found is None:
         return not_yet(_too_few(goal, (control, sums), other_events))
     change, low, high = found.relative
-    ends = f"{signed(low)} to {signed(high)}"
+    ends = f"{format_change(low)} to {format_change(high)}"
     if found.excludes_zero and change < 0:
         figures = f"{share(-change)} ({share(-high)} to {share(-low)})"
         text = f"keep {settings.arms[0].name}: {events} fell by {figures}"
@@ -135,12 +135,27 @@ def _decide_goal(
         needed = information_of_width(width, smallest, alpha)
     days = ran_s / DAY_S * max(needed / found.information - 1, 0.0)
     text = f"{duration(days)} at this traffic to see a change of {share(smallest)} in {events}"
-    return not_yet(f"{text} (now {signed(change)}, {ends})", days)
+    return not_yet(f"{text} (now {format_change(change)}, {ends})", days)
 
 
 def _compare(control: RateSums, sums: RateSums, settings: ExperimentSettings) -> RateChange | None:
     alpha = ALPHA / (len(settings.arms) - 1)
     return compare_rates(control, sums, settings.smallest_effect, alpha)
+
+
+def _no_goal(settings: ExperimentSettings, arm: str) -> str:
+    """Returns why the clicks of an experiment say nothing about an arm."""
+    if settings.use == "text":
+        return "clicks are judged for recommend and rank"
+    if settings.mode == "interleaved":
+        return (
+            "both arms share an answer and its attribution token; count the clicks on the items "
+            "of each team from the slate log, or judge clicks in mode split"
+        )
+    return (
+        f"in mode {settings.mode} every answer is of {settings.arms[0].name}, so clicks say "
+        f"nothing about {arm}; judge clicks in mode split"
+    )
 
 
 def _too_few(goal: str, arms: tuple[RateSums, RateSums], other_events: int) -> str:
@@ -171,7 +186,7 @@ def share(value: float) -> str:
     return f"{figure.removesuffix('.0')} %"
 
 
-def signed(value: float) -> str:
+def format_change(value: float) -> str:
     """Returns a change such as "+3.1 %", with a minus sign for a negative one."""
     return ("\N{MINUS SIGN}" if value < 0 else "+") + share(abs(value))
 

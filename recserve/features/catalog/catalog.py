@@ -46,7 +46,7 @@ class Catalog:
     Attributes:
         version: Prefix of the content's hash.
         items: Ids, titles, category paths and attributes of I items.
-        index: Semantic ids of the items.
+        semantic_ids: Semantic ids of the items.
         popularity: [I] float32 training events per item.
         vectors: [I, F] float32 item vectors.
 
@@ -57,14 +57,14 @@ class Catalog:
 
     version: str
     items: ItemTable
-    index: SemanticIds
+    semantic_ids: SemanticIds
     popularity: np.ndarray
     vectors: np.ndarray
 
     def __post_init__(self) -> None:
         sizes = {
             "items": len(self.items),
-            "index": self.index.num_items,
+            "semantic ids": self.semantic_ids.num_items,
             "popularity": len(self.popularity),
             "vectors": len(self.vectors),
         }
@@ -115,15 +115,15 @@ class Catalog:
 
     def save(self, table_path: Path, vectors_path: Path) -> None:
         """Writes items, semantic ids and popularity as Parquet, and vectors as safetensors."""
-        flat = pa.array(self.index.codes.ravel(), pa.uint16())
+        flat = pa.array(self.semantic_ids.codes.ravel(), pa.uint16())
         table = self.items.to_arrow()
         table = table.append_column(
-            SEMANTIC_ID, pa.FixedSizeListArray.from_arrays(flat, self.index.num_levels)
+            SEMANTIC_ID, pa.FixedSizeListArray.from_arrays(flat, self.semantic_ids.num_levels)
         )
         table = table.append_column(POPULARITY, pa.array(self.popularity, pa.float32()))
         header = {
-            "codebook_sizes": self.index.codebook_sizes,
-            "has_disambiguation": self.index.has_disambiguation,
+            "codebook_sizes": self.semantic_ids.codebook_sizes,
+            "has_disambiguation": self.semantic_ids.has_disambiguation,
         }
         table = table.replace_schema_metadata({METADATA_KEY: json.dumps(header).encode()})
         pq.write_table(table, table_path, compression="zstd")

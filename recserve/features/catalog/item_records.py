@@ -12,15 +12,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from recserve.bounds import format_time
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.item_times import NO_END, NO_START, NOT_ADDED
 from recserve.features.tables.arrays import GrowableArray
 from recserve.features.tables.attribute_values import parse_value, plain_type, record_column
-from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT, TIME_TYPE, ItemTable
+from recserve.features.tables.items import (
+    AVAILABLE_FROM,
+    EXPIRES_AT,
+    TIME_TYPE,
+    TIME_USE,
+    ItemTable,
+)
 
 SEGMENT = 1024
-TEXT_FIELDS = ("title", "categories")
-OWN_FIELDS = (*TEXT_FIELDS, AVAILABLE_FROM, EXPIRES_AT)
+OWN_FIELDS = ("title", "categories", AVAILABLE_FROM, EXPIRES_AT)
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,12 @@ class ItemRecord:
     added_at: int | None = None
 
     def value(self, name: str) -> Any:
-        """Returns title, categories or an attribute; None if the item has no value."""
+        """Returns a column in the form of records; None if the item has no value."""
         if name == "title":
             return self.title or None
+        if name in TIME_USE:
+            time_us = self.available_from if name == AVAILABLE_FROM else self.expires_at
+            return None if time_us is None else format_time(time_us)
         return self.categories if name == "categories" else self.attributes.get(name)
 
 
@@ -180,7 +189,7 @@ def check_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str, A
         try:
             converted = parse_value(value, kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name[:60]}: expected {kind}, got {_shown(value)}") from None
+            raise ValueError(f"{name[:60]}: expected {kind}, got {_shorten(value)}") from None
         if converted is not None:
             checked[name] = converted
     return checked
@@ -200,7 +209,7 @@ def restore_attributes(stored: Mapping[str, Any], schema: pa.Schema) -> dict[str
     return {**stored, **check_attributes(decimals, schema)}
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Returns a short form of a value for a message."""
     if isinstance(value, int) and abs(value) >= 10**60:
         return "a number of more than 60 digits"

@@ -23,14 +23,14 @@ import pyarrow as pa
 
 from recserve.features.catalog.catalog import Catalog, item_key, item_keys
 from recserve.features.catalog.item_records import (
-    TEXT_FIELDS,
+    OWN_FIELDS,
     ItemRecord,
     RecordLog,
     restore_attributes,
 )
 from recserve.features.catalog.item_times import ItemTimes
 from recserve.features.tables.arrays import ExtendedArray, GrowableArray, RowMap, are_among
-from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT
+from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT, TIME_TYPE, TIME_USE
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 SCAN_GROWTH = 10  # factor by which the scan of a list grows if it finds too few items
@@ -48,7 +48,7 @@ class Tail:
 
     def __init__(self, base: Catalog) -> None:
         self.ids: list[str] = []
-        self.codes = GrowableArray((base.index.num_levels,), np.uint16)
+        self.codes = GrowableArray((base.semantic_ids.num_levels,), np.uint16)
         self.vectors = GrowableArray((base.vectors.shape[1],), np.float32)
         self.first_rows = GrowableArray((), np.int64)
 
@@ -104,7 +104,7 @@ class CatalogVersion:
     @cached_property
     def codes(self) -> ExtendedArray:
         """[num_rows, L] uint16 semantic ids."""
-        return ExtendedArray(self.base.index.codes, self.tail.codes.view(self.num_tail))
+        return ExtendedArray(self.base.semantic_ids.codes, self.tail.codes.view(self.num_tail))
 
     @cached_property
     def vectors(self) -> ExtendedArray:
@@ -161,12 +161,13 @@ class CatalogVersion:
     @property
     def field_names(self) -> tuple[str, ...]:
         """Names of the columns that `fields` returns."""
-        return (*TEXT_FIELDS, *self.log.schema.names)
+        return (*OWN_FIELDS, *self.log.schema.names)
 
     def field_schema(self, names: Sequence[str]) -> pa.Schema:
         """Returns the Arrow types of some of `field_names`."""
-        texts = {"title": pa.string(), "categories": pa.list_(pa.string())}
-        return pa.schema([(n, texts.get(n) or self.log.schema.field(n).type) for n in names])
+        own = {"title": pa.string(), "categories": pa.list_(pa.string())}
+        own |= dict.fromkeys(TIME_USE, TIME_TYPE)
+        return pa.schema([(n, own.get(n) or self.log.schema.field(n).type) for n in names])
 
     def fields(self, rows: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
         """Returns columns of n items by name, None where an item has no value.

@@ -379,7 +379,7 @@ def merge(history: np.ndarray, changes: Sequence[Change], cap: int) -> Merged:
     after = history
     taken: list[bool] = []
     for run in runs(changes):
-        done = _added(after, run) if isinstance(run, list) else _corrected(after, run)
+        done = _add_events(after, run) if isinstance(run, list) else _apply_correction(after, run)
         after = done.history
         taken += done.applied.taken
     trimmed = after[-cap:] if len(after) > 2 * cap else after
@@ -396,7 +396,7 @@ def runs(changes: Sequence[Change]) -> Iterator[list[StoredEvent] | Correction]:
             yield from (change for change in run if not isinstance(change, StoredEvent))
 
 
-def _added(history: np.ndarray, events: Sequence[StoredEvent]) -> Merged:
+def _add_events(history: np.ndarray, events: Sequence[StoredEvent]) -> Merged:
     """Inserts new events by time."""
     new = records(events)
     known = set(history["event_key"].tolist())
@@ -422,7 +422,7 @@ def without_expired(history: np.ndarray, before_us: int) -> np.ndarray:
     return np.concatenate([history[:dated], history[kept:]]) if dated else history[kept:]
 
 
-def _corrected(history: np.ndarray, change: Correction) -> Merged:
+def _apply_correction(history: np.ndarray, change: Correction) -> Merged:
     """Replaces or removes one event, or removes the events that have expired."""
     if isinstance(change, Expiry):
         rest = without_expired(history, change.before_us)

@@ -222,7 +222,7 @@ class RedisStore(HistoryStore):
                 continue
             if isinstance(reply, Exception):
                 raise StoreUnavailable(f"redis: {reply}") from reply
-            answers[user_id] = self._applied(changes[user_id], call, reply)
+            answers[user_id] = self._parse_reply(changes[user_id], call, reply)
         return answers
 
     def delete(self, user_id: str) -> bool:
@@ -268,7 +268,7 @@ class RedisStore(HistoryStore):
         """Closes the connections."""
         self._client.close()
 
-    def _applied(self, changes: Sequence[Change], call: _Call, reply: Any) -> Applied:
+    def _parse_reply(self, changes: Sequence[Change], call: _Call, reply: Any) -> Applied:
         """Converts a script's reply; the revised history is recomputed from the old value."""
         flags, stored = (reply, None) if isinstance(reply, bytes) else reply
         taken = np.zeros(len(changes), dtype=bool)

@@ -127,8 +127,8 @@ class UserSide:
             *_links(tables, latest, seen),
             _queries(tables, latest, seen),
             *_tallies(tables, latest, seen),
-            *_repeated(tables, latest, seen),
-            _known(tables, contexts, seen),
+            *_find_repeats(tables, latest, seen),
+            _count_known(tables, contexts, seen),
         )
 
 
@@ -272,7 +272,7 @@ def _categories(
     return out
 
 
-def _repeated(
+def _find_repeats(
     tables: RankingTables, latest: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns ascending keys of the items seen, and how many events ago each was seen."""
@@ -292,7 +292,7 @@ def _repeats(user: UserSide, wanted: np.ndarray) -> np.ndarray:
     return np.stack([np.log1p(times), (times > 0) / (1 + latest)], 1)
 
 
-def _known(tables: RankingTables, contexts: Contexts, seen: np.ndarray) -> np.ndarray:
+def _count_known(tables: RankingTables, contexts: Contexts, seen: np.ndarray) -> np.ndarray:
     """Returns [C, 2]: log number of events seen, and the shrunken deviation of the mean value."""
     number, mean = seen.sum(1), tables.settings.mean_value
     value = (contexts.values.sum(1) - mean * number) / (number + SHRINKAGE)

@@ -21,6 +21,7 @@ from recserve.bounds import (
     MAX_TITLE_LENGTH,
     MIN_TIME_US,
     TIMES,
+    format_time,
 )
 from recserve.features.tables.attribute_values import record_value, take_values
 from recserve.features.tables.conversions import (
@@ -110,12 +111,17 @@ class ItemTable:
         return pa.chunked_array([pa.nulls(len(self), TIME_TYPE)])
 
     def values(self, name: str, rows: np.ndarray) -> list[Any]:
-        """Returns the values [n] of title, categories or another column at rows [n]."""
+        """Returns the values [n] of any column but the ids at rows [n], in the form of records."""
         if name == "title":
             return [self.titles[row] or None for row in rows.tolist()]
         if name == "categories":
             return [self.categories[row] for row in rows.tolist()]
-        return take_values(self.attributes.column(name), rows)
+        if name not in TIME_USE:
+            return take_values(self.attributes.column(name), rows)
+        if name not in self.times.column_names:
+            return [None] * rows.size
+        times = take_values(self.times.column(name).cast(pa.int64()), rows)
+        return [None if time_us is None else format_time(time_us) for time_us in times]
 
     def to_arrow(self) -> pa.Table:
         """Returns one Arrow table that `item_table` can read."""

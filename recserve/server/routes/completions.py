@@ -70,7 +70,7 @@ async def write_texts(
     def end(error: BaseException | None) -> None:
         usage = work.usage()
         metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
-        metrics.count_drafts(work.plan.speculation.drafter, work.drafted())
+        metrics.count_drafts(work.plan.speculation.drafter, work.sum_drafts())
         timing_ms = work.timing_ms()
         trace.record_answer(timing_ms)
         reasons = [stream.finish_reason for stream in work.streams]

@@ -14,7 +14,7 @@ from recserve.schemas.events import (
 )
 from recserve.server.context import RequestContext
 from recserve.server.routing import handles
-from recserve.service.slate_log.records import attributed
+from recserve.service.slate_log.records import verify_tokens
 
 
 @handles(Api.add_events)
@@ -55,7 +55,7 @@ def _add(context: RequestContext, body: EventsRequest) -> EventsResponse:
         return answer
     refused = {rejection.index for rejection in answer.rejected}
     users = "none" if slates is None else slates.settings.users
-    outcomes, wrong = attributed(body.events, refused, service.signer, users)
+    outcomes, wrong = verify_tokens(body.events, refused, service.signer, users)
     for outcome in outcomes:
         if slates is not None:
             slates.outcome(outcome)

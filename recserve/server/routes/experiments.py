@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def experiments(context: RequestContext) -> ExperimentsResponse:
     """Answers with all experiments. Its first call imports scipy, so it runs on a thread."""
     found = context.state.experiments
-    return ExperimentsResponse(experiments=[]) if found is None else found.described()
+    return ExperimentsResponse(experiments=[]) if found is None else found.describe()
 
 
 @handles(Api.stop_experiment)
@@ -29,7 +29,7 @@ def stop_experiment(context: RequestContext, name: str) -> ExperimentStatus:
     """Stops an experiment. Its first call may import scipy, so it runs on a thread."""
     experiment = _find(context, name)
     experiment.stop()
-    return experiment.described()
+    return experiment.describe()
 
 
 @handles(Api.start_experiment)
@@ -37,7 +37,7 @@ def start_experiment(context: RequestContext, name: str) -> ExperimentStatus:
     """Starts an experiment again, on a thread as well."""
     experiment = _find(context, name)
     experiment.start()
-    return experiment.described()
+    return experiment.describe()
 
 
 def _find(context: RequestContext, name: str) -> Experiment:

@@ -32,11 +32,11 @@ from recserve.server.inference_counts import InferenceCounts
 from recserve.server.routing import handles
 from recserve.server.tensors import (
     INPUTS,
-    described_inputs,
-    described_outputs,
+    describe_inputs,
+    describe_outputs,
     ranking_requests,
     ranking_tensors,
-    selected,
+    select_outputs,
     slate_requests,
     slate_tensors,
 )
@@ -63,8 +63,8 @@ async def model_metadata(context: RequestContext, name: str) -> ModelMetadata:
         name=name,
         versions=[service.versions()["model_version"]],
         platform=PLATFORM,
-        inputs=described_inputs(name),
-        outputs=described_outputs(name, _tasks(service)),
+        inputs=describe_inputs(name),
+        outputs=describe_outputs(name, _tasks(service)),
     )
 
 
@@ -83,8 +83,8 @@ async def model_config(context: RequestContext, name: str) -> ModelConfig:
         name=name,
         platform=PLATFORM,
         max_batch_size=0,
-        input=_configured(described_inputs(name)),
-        output=_configured(described_outputs(name, _tasks(service))),
+        input=_describe_tensors(describe_inputs(name)),
+        output=_describe_tensors(describe_outputs(name, _tasks(service))),
         parameters={"max_rows": ParameterText(string_value=str(MAX_BATCH))},
     )
 
@@ -94,7 +94,7 @@ async def model_statistics(context: RequestContext, name: str) -> Statistics:
     """Answers with the counts of a model."""
     version = _serving(context, name).versions()["model_version"]
     found = context.state.inferences.get((name, version), InferenceCounts())
-    return Statistics(model_stats=[found.shown(name, version)])
+    return Statistics(model_stats=[found.describe(name, version)])
 
 
 @handles(Api.all_statistics)
@@ -102,7 +102,9 @@ async def all_statistics(context: RequestContext) -> Statistics:
     """Answers with the counts of all models."""
     version = context.service.versions()["model_version"]
     counts = sorted(context.state.inferences.items())
-    return Statistics(model_stats=[c.shown(name, of) for (name, of), c in counts if of == version])
+    return Statistics(
+        model_stats=[c.describe(name, of) for (name, of), c in counts if of == version]
+    )
 
 
 async def _read_tensors(context: RequestContext) -> InferRequest:
@@ -131,7 +133,7 @@ async def infer(context: RequestContext, name: str, body: InferRequest) -> Respo
         model_name=name,
         model_version=version,
         id=context.trace.request_id,
-        outputs=selected(tensors, wanted),
+        outputs=select_outputs(tensors, wanted),
     )
     return write_response(answer, body.parameters, wanted)
 
@@ -172,7 +174,7 @@ def _serving(context: RequestContext, name: str) -> Service:
     return service
 
 
-def _configured(tensors: list[TensorMetadata]) -> list[TensorConfig]:
+def _describe_tensors(tensors: list[TensorMetadata]) -> list[TensorConfig]:
     """Returns tensors as a model configuration describes them."""
     return [
         TensorConfig(

@@ -158,7 +158,7 @@ def logged_user(users: Users, user_id: str | None, signer: Signer) -> str | None
     return user_id if users == "id" else signer.user(user_id)
 
 
-def attributed(
+def verify_tokens(
     events: Sequence[EventInput], refused: set[int], signer: Signer, users: Users
 ) -> tuple[list[OutcomeRecord], list[Rejection]]:
     """Verifies the attribution tokens of stored events.

@@ -96,7 +96,7 @@ def examine_drafter(
         "copies": lambda: check_copies(files, target),
         "tokenizer": lambda: check_tokenizer(files, target, tokenizer),
     }
-    findings += [_guarded(check, run) for check, run in checks.items()]
+    findings += [_run_check(check, run) for check, run in checks.items()]
     with tempfile.TemporaryDirectory() as views:
         others = list(_alternatives(name, files.folder, target, questions, Path(views)))
     pack_weights(target)
@@ -107,12 +107,12 @@ def examine_drafter(
         openings = cut_openings(np.array(tokens, dtype=np.int64), target)
     measure = measure_acceptance(target, drafter, openings)
     findings.append(
-        _guarded(
+        _run_check(
             "vocabulary", lambda: check_vocabulary(files, target, np.concatenate(measure.outputs))
         )
     )
     findings += [
-        Finding(f"reading: {question.name}", "ok", _served(question))
+        Finding(f"reading: {question.name}", "ok", _describe_served(question))
         for question in questions
         if question.reason and not question.others
     ]
@@ -144,7 +144,7 @@ def _kind(name: str, files: DrafterFiles) -> Finding:
     return Finding("kind", "ok", f"{name}, told by the tensor {files.told_by}{named}")
 
 
-def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except (ValueError, OSError) as error:
@@ -170,7 +170,7 @@ def _alternatives(
                 yield _Alternative(question, reading, built)
 
 
-def _served(question: CheckpointAmbiguity) -> str:
+def _describe_served(question: CheckpointAmbiguity) -> str:
     """Returns the reading that is served, and why."""
     return question.default + (f" ({question.reason})" if question.reason else "")
 
@@ -179,7 +179,7 @@ def _judge(
     one: _Alternative, taken: DraftMeasure, target: LanguageModel, openings: Openings
 ) -> Finding:
     """Tries another reading, and says whether it is better than the one that is served."""
-    name, served = f"reading: {one.question.name}", _served(one.question)
+    name, served = f"reading: {one.question.name}", _describe_served(one.question)
     if one.drafter is None:
         return Finding(name, "ok", f"{served}; {one.reading.answer} is refused: {one.refusal}")
     measure = measure_acceptance(target, one.drafter, openings, chains=True)

@@ -138,7 +138,7 @@ def write_openings(target: LanguageModel) -> Openings:
         for seed in range(NUM_TEXTS)
     ]
     prompt = np.array([first], dtype=np.int64)
-    written = _completed(_engine(target), [TextQuery(prompt, own) for own in params])
+    written = _run_engine(_engine(target), [TextQuery(prompt, own) for own in params])
     return Openings(np.stack([np.concatenate([prompt, own.tokens]) for own in written]), num_output)
 
 
@@ -224,10 +224,10 @@ def _run(
     params = SamplingParams(
         temperature=0.0, max_tokens=openings.num_output, stop_token_ids=target.config.eos_tokens
     )
-    return _completed(engine, [TextQuery(row, params, speculation) for row in openings.tokens])
+    return _run_engine(engine, [TextQuery(row, params, speculation) for row in openings.tokens])
 
 
-def _completed(engine: Engine, queries: list[TextQuery]) -> list[Completion]:
+def _run_engine(engine: Engine, queries: list[TextQuery]) -> list[Completion]:
     """Runs an engine that was not started until it has answered."""
     futures = engine.submit_all(queries)
     while engine.step():

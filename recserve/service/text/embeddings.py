@@ -28,7 +28,7 @@ from recserve.service.errors import ContextExceeded
 from recserve.service.pending import Pending
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.prompt_scores import prompt_query
-from recserve.service.text.prompts import chat_text, check_tokens, encoded
+from recserve.service.text.prompts import chat_text, check_tokens, encode_text
 from recserve.tokenizer.token_bytes import shown, spelled
 
 
@@ -123,7 +123,7 @@ class Embeddings:
 
     def _tokens(self, number: int, given: str | list[int]) -> list[int]:
         param = f"input[{number}]"
-        tokens = encoded(param, given, self.model)
+        tokens = encode_text(param, given, self.model)
         if not tokens:
             raise InvalidRequest(param, "is empty; a vector needs at least one token")
         if len(tokens) > self.model.context:

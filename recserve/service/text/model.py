@@ -64,18 +64,18 @@ class TextModel:
         if name and name != self.name and name not in self.aliases:
             raise UnknownModel(f"expected the language model {self.name!r}, got {name[:80]!r}")
 
-    def listed(self) -> list[dict[str, Any]]:
+    def list_entries(self) -> list[dict[str, Any]]:
         """Returns the model in OpenAI's form under each of its names, its own name first.
 
         This server's own fields are under `recserve`.
         """
-        common = {"max_model_len": self.context, "recserve": self.described()}
+        common = {"max_model_len": self.context, "recserve": self.describe()}
         return [
             {"id": name, "object": "model", "created": 0, "owned_by": "recserve", **common}
             for name in (self.name, *self.aliases)
         ]
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Returns this server's own fields of the model in GET /v1/models."""
         return {
             "parameters": self.parameters,

@@ -127,7 +127,7 @@ class PendingTexts(Pending[TextResponse]):
         """Returns the stages of the text that took longest."""
         return self._watch.read(max((s.timing for s in self.streams), key=lambda t: t.total_ms))
 
-    def drafted(self) -> SpeculationCounts:
+    def sum_drafts(self) -> SpeculationCounts:
         """Returns the draft statistics, summed over the texts."""
         total = SpeculationCounts()
         for counts in [stream.counts for stream in self.streams]:
@@ -146,7 +146,7 @@ class PendingTexts(Pending[TextResponse]):
         """Returns the draft statistics in the form of a response; none for plain decoding."""
         if self.plan.speculation.drafter == NoDrafter.name:
             return TextMetrics(None)
-        counts = self.drafted()
+        counts = self.sum_drafts()
         accepted = counts.num_accepted_tokens
         return TextMetrics(
             SpeculationMetrics(

@@ -194,7 +194,7 @@ def check_length(param: str, text: str, model: TextModel) -> None:
         )
 
 
-def encoded(param: str, given: str | list[int], model: TextModel) -> list[int]:
+def encode_text(param: str, given: str | list[int], model: TextModel) -> list[int]:
     """Returns the tokens of a text with special tokens, or checked token ids."""
     if isinstance(given, str):
         check_length(param, given, model)

@@ -44,18 +44,18 @@ class BundleSlates:
                 f"{bundle.root}: no recommender was trained; run `recserve train recommender`"
             )
         catalog, place = bundle.catalog(), torch.device(device)
-        codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+        codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
         vectors = torch.from_numpy(catalog.vectors)
         model = load_recommender(bundle.directory("recommender"), codes, vectors, place)
         model.pack()  # the server packs its weights too, so results are comparable
         heads = load_heads(bundle, model)
         trie = build_trie(codes, model.config.codebook_sizes).to(place)
-        slates = Slates(model, trie, catalog.index.codes, heads, item_index(model, heads))
+        slates = Slates(model, trie, catalog.semantic_ids.codes, heads, item_index(model, heads))
         slates.engine.record(trie)
         graph = load_item_graph(bundle, place)
         saved_graph = graph is not None
         if graph is None and "rpg" in slates.engine.strategies:
-            graph = graph_of_links(links_of(model, catalog.index.codes), place)
+            graph = graph_of_links(links_of(model, catalog.semantic_ids.codes), place)
         weight = float(bundle.manifest.recommender.get("dense_weight", 0.0))
         return BundleSlates(slates, graph, weight, saved_graph)
 

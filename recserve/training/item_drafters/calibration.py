@@ -62,7 +62,7 @@ def calibrate(
             slates.engine.offer(
                 "speculative", SpeculativeStrategy(target, head, plan, caches=False)
             )
-            found.append(_carried_out(plan, slates, cases, width, k))
+            found.append(_measure_plan(plan, slates, cases, width, k))
         plans[width, k] = tuple(found)
     return Calibration(plans)
 
@@ -86,7 +86,7 @@ def recalibrate(bundle: Bundle, device: torch.device) -> Calibration:
     return head.calibration
 
 
-def _carried_out(plan: DraftPlan, slates: Slates, cases: Cases, width: int, k: int) -> DraftPlan:
+def _measure_plan(plan: DraftPlan, slates: Slates, cases: Cases, width: int, k: int) -> DraftPlan:
     """Returns the plan with the cost that was measured on these cases."""
     options = SlateOptions(width, strategy="speculative")
     answers = [

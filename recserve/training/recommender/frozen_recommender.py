@@ -45,14 +45,14 @@ class FrozenRecommender:
                 f"{bundle.root}: no recommender was trained; run `recserve train recommender` first"
             )
         catalog, events = bundle.catalog(), bundle.events()
-        codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+        codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
         model = load_recommender(
             bundle.directory("recommender"), codes, torch.from_numpy(catalog.vectors), device
         )
         return FrozenRecommender(
             model.requires_grad_(False),
             build_trie(codes, model.config.codebook_sizes).to(device),
-            catalog.index.codes,
+            catalog.semantic_ids.codes,
             events.leave_one_out().train,
             leave_one_out_cases(events, "valid"),
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from recserve.features.tables.encoding import history_tokens
 from recserve.features.tables.events import EventLog
 from recserve.models.config import RecommenderConfig
-from recserve.training.recommender.history_trees import bucketed, windows
+from recserve.training.recommender.history_trees import bucket_sizes, windows
 
 Ints = NDArray[np.int64]
 EVENT_BOUNDS = (1.0, 2.0, 4.0)
@@ -102,7 +102,7 @@ class Futures:
 
     def epoch(self, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
         """Returns the history numbers of each batch, with at most `max_nodes` padded tokens."""
-        return bucketed(self.ends - self.starts, seed, epoch, max_nodes)
+        return bucket_sizes(self.ends - self.starts, seed, epoch, max_nodes)
 
     def batch(self, pieces: Ints) -> FutureBatch:
         """Returns the histories with these numbers, padded to the longest of them."""

@@ -180,10 +180,10 @@ class HistoryTrees:
         A batch holds trees of similar size and at most `max_nodes` padded nodes. The order depends
         only on (seed, epoch).
         """
-        return bucketed(np.diff(self.tree_starts), seed, epoch, max_nodes)
+        return bucket_sizes(np.diff(self.tree_starts), seed, epoch, max_nodes)
 
 
-def bucketed(sizes: Ints, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
+def bucket_sizes(sizes: Ints, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
     """Returns the numbers of each batch, with similar sizes together.
 
     Args:
@@ -194,7 +194,7 @@ def bucketed(sizes: Ints, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
     """
     noise = np.random.default_rng((seed, epoch))
     order = np.argsort(sizes * noise.uniform(0.9, 1.1, sizes.shape[0]), kind="stable")
-    return list(_shuffled(_cut(order, sizes, max_nodes), noise))
+    return list(_shuffle(_cut(order, sizes, max_nodes), noise))
 
 
 def windows(offsets: Ints, size: int) -> Ints:
@@ -245,7 +245,7 @@ def _cut(order: Ints, sizes: Ints, max_nodes: int) -> Iterator[Ints]:
     yield order[first:]
 
 
-def _shuffled(batches: Iterator[Ints], noise: np.random.Generator) -> Iterator[Ints]:
+def _shuffle(batches: Iterator[Ints], noise: np.random.Generator) -> Iterator[Ints]:
     collected = list(batches)
     for index in noise.permutation(len(collected)):
         yield collected[index]

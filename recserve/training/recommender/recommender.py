@@ -106,7 +106,7 @@ class RecommenderRecipe:
 
     def config(self, catalog: Catalog) -> RecommenderConfig:
         """Returns the model's configuration for a catalogue."""
-        index = catalog.index
+        index = catalog.semantic_ids
         items = self.input == "items"
         head_dim = self.hidden_size // self.num_heads
         decoder = DecoderConfig(
@@ -178,13 +178,13 @@ class RecommenderTrainee:
     ) -> None:
         torch.manual_seed(seed)
         self.recipe, self.seed, self.device = recipe, seed, device
-        self.codes = catalog.index.codes
+        self.codes = catalog.semantic_ids.codes
         config = recipe.config(catalog)
-        codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+        codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
         self.trie: Trie = build_trie(codes, config.codebook_sizes)
         train = events.leave_one_out().train
         self.data = HistoryTrees(
-            train.offsets, train.item_rows, catalog.index.codes, self.trie, config
+            train.offsets, train.item_rows, catalog.semantic_ids.codes, self.trie, config
         )
         self.trie = self.trie.to(device)
         self.paths = node_paths(self.trie)

@@ -23,7 +23,7 @@ from recserve.training.evaluation.slates import sasrec_slates
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.full_softmax import full_softmax_loss
-from recserve.training.recommender.history_trees import bucketed, windows
+from recserve.training.recommender.history_trees import bucket_sizes, windows
 from recserve.training.recommender.objectives import MASKED, hits
 from recserve.training.schedule import Schedule
 
@@ -117,7 +117,7 @@ class SasRecTrainee:
 
     def plan(self, epoch: int) -> Sequence[Ints]:
         """Returns the history numbers of each batch."""
-        return bucketed(self.stops - self.starts - 1, self.seed, epoch, self.recipe.max_nodes)
+        return bucket_sizes(self.stops - self.starts - 1, self.seed, epoch, self.recipe.max_nodes)
 
     def loss(self, batch: Ints) -> StepLoss:
         """Returns the cross-entropy over all items, at every position of these histories."""

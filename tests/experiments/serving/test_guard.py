@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from recserve.experiments.serving.arm_fields import nested
+from recserve.experiments.serving.arm_fields import nest_fields
 from recserve.experiments.serving.arm_tally import ArmResult, ArmTally, percentile
 from recserve.experiments.serving.experiment import Experiment
 from recserve.experiments.serving.settings import parse_experiments
@@ -86,7 +86,7 @@ def test_the_window_forgets(clock):
     clock.now += 200
     feed(one, clock, lambda _: ArmResult(0.01), 120)
     assert one.status == "running"
-    assert one.described().arms[1].errors == 60
+    assert one.describe().arms[1].errors == 60
 
 
 def test_start_empties_the_windows(clock):
@@ -95,7 +95,7 @@ def test_start_empties_the_windows(clock):
     assert one.status == "fallen_back"
     one.start()
     feed(one, clock, lambda _: ArmResult(0.01), 500)
-    assert one.status == "running" and one.described().arms[1].requests == 700
+    assert one.status == "running" and one.describe().arms[1].requests == 700
 
 
 def test_without_a_guard_nothing_falls_back(clock):
@@ -135,23 +135,26 @@ def test_slates_that_are_shorter_than_a_quota_take_no_part():
     (settings,) = parse_experiments([{"name": "x", "use": "recommend", "arms": arms}])
     one = Experiment(settings)
     for k, reason in ((2, "k is below the quota 3 of an arm"), (3, None)):
-        assert one.excludes(RecommendRequest(history=[], k=k)) == reason
+        assert one.exclusion.reason(RecommendRequest(history=[], k=k)) == reason
 
 
 def test_dotted_names_nest():
-    assert nested({"a.b": 1, "a.c": 2, "d": {"e": 3}}) == {"a": {"b": 1, "c": 2}, "d": {"e": 3}}
+    assert nest_fields({"a.b": 1, "a.c": 2, "d": {"e": 3}}) == {
+        "a": {"b": 1, "c": 2},
+        "d": {"e": 3},
+    }
     for wrong in ({"a": 1, "a.b": 2}, {"a.b": 1, "a": 2}):
         with pytest.raises(InvalidRequest):
-            nested(wrong)
+            nest_fields(wrong)
 
 
 def test_units_are_counted_once_for_the_sample_ratio(clock):
     one = experiment(clock)
     for _ in range(5):
         for n in range(3000):
-            one.see(f"user-{n}", one.assign(f"user-{n}").arm)
+            one.see(f"user-{n}", one.split.assign(f"user-{n}").arm)
     assert sum(one._units_per_arm.values()) == 3000
-    assert one.described().sample_ratio_p > 0.001
+    assert one.describe().sample_ratio_p > 0.001
     for n in range(3000, 3400):
         one.see(f"user-{n}", "a")
-    assert one.described().sample_ratio_p < 0.001
+    assert one.describe().sample_ratio_p < 0.001

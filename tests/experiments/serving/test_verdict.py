@@ -16,6 +16,7 @@ from recserve.schemas.items import InvalidRequest
 
 DAY_S = 86_400.0
 
+RANK_ARMS = [{"name": "control"}, {"name": "rpg", "fields": {"scorer": "likelihood"}}]
 NONE = {"control": 0.0, "rpg": 0.0}  # clicks
 
 
@@ -38,7 +39,7 @@ def experiment(clock=None, **changes):
 
 def answer(one, user, seconds=0.01, **result):
     """Records an answer for a user and returns the name of the arm."""
-    name = one.assign(user).arm
+    name = one.split.assign(user).arm
     one.see(user, name)
     one.record(one.arm(name), ArmResult(seconds, **result))
     label = ExperimentLabel(
@@ -54,7 +55,7 @@ def traffic(one, clicks, users=500, requests=1000, seed=0, step=60.0, seconds=la
     for request in range(requests):
         one._clock.now += step
         user = f"user-{drawn.randrange(users)}"
-        arm = one.assign(user).arm
+        arm = one.split.assign(user).arm
         answer(one, user, seconds(arm))
         for item in range(5):
             if drawn.random() < clicks[arm]:
@@ -62,7 +63,7 @@ def traffic(one, clicks, users=500, requests=1000, seed=0, step=60.0, seconds=la
 
 
 def verdict(one):
-    return one.described().arms[1].verdict
+    return one.describe().arms[1].verdict
 
 
 def test_an_arm_that_is_faster_and_halves_the_clicks_is_not_shipped():
@@ -70,7 +71,7 @@ def test_an_arm_that_is_faster_and_halves_the_clicks_is_not_shipped():
     one = experiment()
     latency = {"control": 0.032, "rpg": 0.010}
     traffic(one, {"control": 0.0848, "rpg": 0.0412}, seconds=latency.get)
-    control, rpg = one.described().arms
+    control, rpg = one.describe().arms
     assert control.p99_ms > 3 * rpg.p99_ms
     clicks = [arm.goals[0].events for arm in (control, rpg)]
     assert 180 < clicks[0] < 260 and 80 < clicks[1] < 130
@@ -161,7 +162,7 @@ def test_an_event_counts_once_per_answer_item_and_type():
         one.count_event(arm, "anna", event_type, "token item")
     one.count_event(arm, "anna", "click", "token other")
     one.count_event("gone", "anna", "click", "token third")  # an arm of earlier settings
-    found = next(each for each in one.described().arms if each.name == arm)
+    found = next(each for each in one.describe().arms if each.name == arm)
     assert [(goal.type, goal.events) for goal in found.goals] == [("purchase", 1), ("click", 2)]
     assert found.answers == 1
 
@@ -176,7 +177,7 @@ def test_three_arms_have_a_verdict_each():
     arms = [{"name": name} for name in ("control", "a", "b")]
     one = experiment(arms=arms)
     traffic(one, {"control": 0.1, "a": 0.1, "b": 0.02}, requests=3000)
-    assert [arm.verdict and arm.verdict.kind for arm in one.described().arms] == [
+    assert [arm.verdict and arm.verdict.kind for arm in one.describe().arms] == [
         *(None, "not_yet", "keep_control"),
     ]
 
@@ -184,24 +185,37 @@ def test_three_arms_have_a_verdict_each():
 def test_users_that_are_not_divided_by_the_weights_make_it_invalid():
     one = experiment()
     for user in range(400):
-        if one.assign(f"user-{user}").arm == "control" or user % 3:
+        if one.split.assign(f"user-{user}").arm == "control" or user % 3:
             answer(one, f"user-{user}")
     assert verdict(one).kind == "invalid" and "not valid: users" in verdict(one).text
 
 
+CONTROL_ANSWERS = "every answer is of control, so clicks say nothing about rpg"
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"mode": "paired"},
-        {"mode": "interleaved"},
-        {"use": "text", "arms": [{"name": "a"}, {"name": "b"}]},
+        ({"mode": "paired"}, CONTROL_ANSWERS),
+        ({"mode": "shadow"}, CONTROL_ANSWERS),
+        ({"mode": "paired", "use": "rank", "arms": RANK_ARMS}, CONTROL_ANSWERS),
+        ({"mode": "interleaved"}, "the items of each team from the slate log"),
+        ({"use": "text", "arms": [{"name": "a"}, {"name": "b"}]}, "for recommend and rank"),
     ],
 )
-def test_modes_without_clicks_per_arm_say_so(changes):
+def test_modes_without_clicks_per_arm_say_why(changes, reason):
+    """Whatever has happened: an arm never waits for clicks that cannot come."""
     one = experiment(**changes)
-    assert one.described().arms[0].goals == [] and verdict(one).kind == "no_goal"
-    with pytest.raises(InvalidRequest, match="goals: expected none for"):
-        experiment(**changes, goals=["click"])
+    for _ in range(2):
+        control, arm = one.describe().arms
+        assert control.goals == [] == arm.goals and control.verdict is None
+        assert arm.verdict.kind == "no_goal" and arm.verdict.days is None
+        assert arm.verdict.text.startswith("nothing to judge: ") and reason in arm.verdict.text
+        one.count_event(control.name, "ann", "click", "answer item")
+        for each in one.arms:
+            one.record(each, ArmResult(0.01))
+    with pytest.raises(InvalidRequest, match="goals: expected none for .* got click, like"):
+        experiment(**changes, goals=["click", "like"])
 
 
 def test_arms_that_are_interleaved_have_no_diversity():
@@ -220,18 +234,18 @@ def test_counts_survive_a_restart(tmp_path):
     first = SavedCounts(tmp_path, [one])
     first.start()
     traffic(one, {"control": 0.1, "rpg": 0.05})
-    before = one.described()
+    before = one.describe()
     first.close()
     again = experiment(coverage=0.9, smallest_effect=0.1)
     second = SavedCounts(tmp_path, [again])
-    after = again.described()
+    after = again.describe()
     for old, new in zip(before.arms, after.arms, strict=True):
         assert (old.goals, old.answers, old.requests) == (new.goals, new.answers, new.requests)
     assert before.arms[1].verdict.days == after.arms[1].verdict.days
     assert again._seen.keys() == one._seen.keys()  # a retry after the restart does not count
     other = experiment(coverage=0.9)
     third = SavedCounts(tmp_path, [other])  # the folder belongs to the second one
-    assert other.described().arms[0].requests == 0
+    assert other.describe().arms[0].requests == 0
     for each in (second, third):
         each.close()
 
@@ -245,11 +259,11 @@ def test_a_restart_starts_no_experiment_that_was_stopped_or_fell_back(tmp_path):
         traffic(one, NONE)
         ends(one)
         assert one.status != "running"
-        before = one.described()
+        before = one.describe()
         first.close()
         again = experiment(guard={"window_s": 60, "p99_factor": 1.5})
         SavedCounts(tmp_path, [again]).close()
-        after = again.described()
+        after = again.describe()
         assert (after.status, after.reason) == (before.status, before.reason)
         assert verdict(again).text == before.arms[1].verdict.text
         again.start()
@@ -262,14 +276,14 @@ def test_a_new_start_judges_the_guardrails_anew(tmp_path):
     one = experiment(guard={"window_s": 3600, "min_requests": 50})
     for user in range(2000):
         if one.status == "running":
-            name = one.assign(f"user-{user}").arm
+            name = one.split.assign(f"user-{user}").arm
             answer(one, f"user-{user}", failed=name == "rpg")
         one._clock.now += 10
     assert one.status == "fallen_back"
-    failed = one.described().arms[1].errors
+    failed = one.describe().arms[1].errors
     one.start()
     traffic(one, NONE, requests=3000)
-    assert one.described().arms[1].errors == failed > 10
+    assert one.describe().arms[1].errors == failed > 10
     results = [each.result for each in verdict(one).guardrails if each.name == "errors"]
     assert results == ["holds"] and "errors rose" not in verdict(one).text
     store = SavedCounts(tmp_path, [one])
@@ -303,7 +317,7 @@ def test_counts_of_other_settings_are_set_aside(tmp_path, changes, caplog):
         changes = {}
     other = experiment(**changes)
     SavedCounts(tmp_path, [other]).close()
-    assert sum(arm.requests for arm in other.described().arms) == 0
+    assert sum(arm.requests for arm in other.describe().arms) == 0
     assert "experiment fast counts from zero" in caplog.text
     assert (tmp_path / "fast.counts.old").exists()
 

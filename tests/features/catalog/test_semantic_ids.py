@@ -116,4 +116,4 @@ def test_colliding_item_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_catalogue_refuses_parts_of_unequal_size() -> None:
     made = catalog(["a", "b"])
     with pytest.raises(ValueError, match="parts differ in size"):
-        Catalog("v", made.items, made.index, made.popularity[:1], made.vectors)
+        Catalog("v", made.items, made.semantic_ids, made.popularity[:1], made.vectors)

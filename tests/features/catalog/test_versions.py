@@ -75,7 +75,7 @@ def drawn(steps, seed, timed=False):
     """Versions of drawn change sets, rollbacks and shortened logs among them, with their models."""
     draw = np.random.default_rng(seed)
     catalog, quantizer = make_catalog()
-    assigner = IdAssigner(catalog.index, quantizer)
+    assigner = IdAssigner(catalog.semantic_ids, quantizer)
     rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
     version, model = first_version(catalog, rows), Model(catalog)
     kept = [(version, model)]
@@ -252,7 +252,7 @@ def test_a_hidden_item_that_is_unknown_is_remembered():
     assert hidden.num_rows == version.num_rows and not hidden.removed_rows.size
     catalog, quantizer = make_catalog()
     vectors = np.ones((1, 8), np.float32)
-    (new,) = IdAssigner(catalog.index, quantizer).assign(hidden, vectors, [-1])
+    (new,) = IdAssigner(catalog.semantic_ids, quantizer).assign(hidden, vectors, [-1])
     change = ItemChange(ItemRecord("none", "", [], {}), vectors[0], new.codes)
     put = apply_changes(hidden, ChangeSet(2, (change,)))
     assert put.visible.get("none") >= 0 and difference(put).hidden == ()
@@ -262,7 +262,7 @@ def test_equal_ids_are_refused():
     catalog, _ = make_catalog()
     catalog.items.ids[7] = "i3"
     with pytest.raises(ValueError, match="item 'i3' occurs twice"):
-        Catalog("v", catalog.items, catalog.index, catalog.popularity, catalog.vectors)
+        Catalog("v", catalog.items, catalog.semantic_ids, catalog.popularity, catalog.vectors)
 
 
 def test_two_ids_of_one_key_are_refused(monkeypatch):
@@ -278,13 +278,13 @@ def test_a_full_neighbourhood_sends_an_item_farther_away():
     """No item is refused because of its neighbours, only where no id is left at all."""
     catalog, quantizer = make_catalog()
     rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
-    version, assigner = first_version(catalog, rows), IdAssigner(catalog.index, quantizer)
-    near = catalog.index.codebook_sizes[-1] * quantizer.codebook_sizes[-1]
-    free = int(np.prod(catalog.index.codebook_sizes)) - ITEMS
+    version, assigner = first_version(catalog, rows), IdAssigner(catalog.semantic_ids, quantizer)
+    near = catalog.semantic_ids.codebook_sizes[-1] * quantizer.codebook_sizes[-1]
+    free = int(np.prod(catalog.semantic_ids.codebook_sizes)) - ITEMS
     same = np.repeat(catalog.vectors[:1], free + 1, axis=0)
     new_ids = assigner.assign(version, same, [-1] * len(same))
     found = [tuple(new.codes.tolist()) for new in new_ids if new is not None]
-    taken = {tuple(c) for c in catalog.index.codes.tolist()}
+    taken = {tuple(c) for c in catalog.semantic_ids.codes.tolist()}
     assert new_ids[-1] is None and len(set(found)) == len(found) == free and not set(found) & taken
     first = int(quantizer.encode(same[:1])[0, 0])
     here = near - sum(c[0] == first for c in taken)

@@ -12,6 +12,7 @@ from recserve.schemas.items import RecommendRequest, UserRef
 from recserve.server.experiments import _is_empty, _ItemRequest
 from recserve.service import Service
 from recserve.service.recommend import RecommendService
+from tests.support.experiment_client import K, arms, ask, ids, metric
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 from tests.support.waiting import until
@@ -20,7 +21,6 @@ ARMS = [
     {"name": "wide", "fields": {"strategy": "beam", "beam_width": 40}},
     {"name": "narrow", "fields": {"strategy": "nezha", "beam_width": 10}},
 ]
-K = 8
 
 
 @contextmanager
@@ -32,29 +32,12 @@ def server(store, mode, **more):
         yield client
 
 
-def ask(client, user, **fields):
-    answer = client.post("/v1/recommend", json={"user": {"id": user}, "k": K, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def ids(answer):
-    return [item["item_id"] for item in answer["items"]]
-
-
 def plain(client, user, arm):
     return ids(ask(client, user, **ARMS[arm]["fields"]))
 
 
-def status(client):
-    (one,) = client.get("/v1/experiments").json()["experiments"]
-    return {arm["name"]: arm for arm in one["arms"]}
-
-
-def metric(client, name):
-    line = f'recserve_experiment_compared_{name}_total{{experiment="m"}} '
-    (found,) = [x for x in client.get("/metrics").text.splitlines() if x.startswith(line)]
-    return float(found.removeprefix(line))
+def compared(client, name):
+    return metric(client, f"compared_{name}", experiment="m")
 
 
 @contextmanager
@@ -85,18 +68,18 @@ def test_paired_answers_as_the_control_and_measures_both(tmp_path, monkeypatch):
             assert answer["experiment"]["arm"] == "wide"
             assert answer["experiment"]["mode"] == "paired"
             assert ids(answer) == plain(client, user, 0)
-        found, count = status(client), len(client.users)
+        found, count = arms(client), len(client.users)
         assert found["wide"]["requests"] == found["narrow"]["requests"] == count
         assert found["wide"]["p50_ms"] > 0 and found["narrow"]["p50_ms"] > 0
-        assert metric(client, "answers") == count
-        assert 0 < metric(client, "shared") <= count
+        assert compared(client, "answers") == count
+        assert 0 < compared(client, "shared") <= count
         for late in (False, True):
             with failing(monkeypatch, "nezha", late=late):
                 for user in client.users[:10]:
                     assert ids(ask(client, user)) == plain(client, user, 0)
-        found = status(client)
+        found = arms(client)
         assert found["narrow"]["errors"] == 20 and found["wide"]["errors"] == 0
-        assert metric(client, "answers") == count
+        assert compared(client, "answers") == count
 
 
 def test_a_treatment_that_hangs_does_not_take_the_control_along(tmp_path, monkeypatch):
@@ -111,10 +94,10 @@ def test_a_treatment_that_hangs_does_not_take_the_control_along(tmp_path, monkey
         for n, user in enumerate(client.users[:2]):
             answer = ask(client, user, timeout_ms=1500, request_id=f"r-{n}")
             assert ids(answer) == plain(client, user, 0)
-        found = status(client)
+        found = arms(client)
         assert found["wide"]["requests"] == 2 and found["wide"]["errors"] == 0
         # In r-1 it is the second of its pair and fails; in r-0 it is the first, with half the time.
-        assert found["narrow"]["errors"] == metric(client, "dropped") == 1
+        assert found["narrow"]["errors"] == compared(client, "dropped") == 1
 
 
 def test_interleaved_without_the_treatment_is_the_slate_of_the_control(tmp_path, monkeypatch):
@@ -130,7 +113,7 @@ def test_interleaved_without_the_treatment_is_the_slate_of_the_control(tmp_path,
         answer = ask(client, client.users[0], timeout_ms=1000)
         assert ids(answer) == plain(client, client.users[0], 0)
         assert "team" not in answer["items"][0]
-        found = status(client)
+        found = arms(client)
         assert (found["wide"]["errors"], found["narrow"]["errors"]) == (0, 1)
 
 
@@ -138,11 +121,11 @@ def test_paired_without_the_control_is_an_error(tmp_path, monkeypatch):
     with server(tmp_path, "paired") as client, failing(monkeypatch, "beam"):
         body = {"user": {"id": client.users[0]}, "k": K}
         assert client.post("/v1/recommend", json=body).status_code == 500
-        assert status(client)["wide"]["errors"] == 1
+        assert arms(client)["wide"]["errors"] == 1
 
 
 def wait_for_copies(client, count):
-    until(lambda: status(client)["narrow"]["requests"] + metric(client, "dropped") >= count)
+    until(lambda: arms(client)["narrow"]["requests"] + compared(client, "dropped") >= count)
 
 
 def test_a_shadow_copy_is_never_returned(tmp_path, monkeypatch):
@@ -152,27 +135,27 @@ def test_a_shadow_copy_is_never_returned(tmp_path, monkeypatch):
             assert answer["experiment"]["arm"] == "wide" and "team" not in answer["items"][0]
             assert ids(answer) == plain(client, user, 0)
         wait_for_copies(client, len(client.users))
-        found = status(client)
+        found = arms(client)
         assert found["wide"]["requests"] == len(client.users)
-        assert metric(client, "answers") == found["narrow"]["requests"] > 0
+        assert compared(client, "answers") == found["narrow"]["requests"] > 0
         before, sent = found["narrow"]["errors"], len(client.users)
         with failing(monkeypatch, "nezha", late=True):
             for user in client.users[:10]:
                 assert ids(ask(client, user)) == plain(client, user, 0)
             wait_for_copies(client, sent + 10)
-        assert status(client)["narrow"]["errors"] > before
-        assert status(client)["wide"]["errors"] == 0
+        assert arms(client)["narrow"]["errors"] > before
+        assert arms(client)["wide"]["errors"] == 0
 
 
 def test_shadow_copies_are_dropped_while_requests_wait(tmp_path):
     with server(tmp_path, "shadow") as client:
-        exchange_copies = metric(client, "dropped")
+        exchange_copies = compared(client, "dropped")
         engine = client.app.state.lifecycle.service.engine
         real = engine.stats
         engine.stats = lambda: replace(real(), queue_depth=3)
         ask(client, client.users[0])
-        assert metric(client, "dropped") == exchange_copies + 1
-        assert status(client)["narrow"]["requests"] == 0
+        assert compared(client, "dropped") == exchange_copies + 1
+        assert arms(client)["narrow"]["requests"] == 0
 
 
 def test_interleaved_slates_name_the_team_of_each_item(tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ import pytest
 from recserve.experiments.assignment import ArmSplit
 from recserve.service import Service
 from tests.support.bundle_shelf import DROPPED, shelf
+from tests.support.experiment_client import K, arms, ask, ids, metric
 from tests.support.live_server import live
 from tests.support.waiting import until
 
 NAME = "versions"
-K = 8
 SPLIT = ArmSplit.even(NAME, ["here", "there"])
 KEY, SIGNING_KEY = "an-api-key-of-22-chars", b"a signing key of some length"
 
@@ -42,16 +42,6 @@ def server(folder, there, mode="split", use="recommend", **more):
         yield client
 
 
-def ask(client, user, **fields):
-    answer = client.post("/v1/recommend", json={"user": {"id": user}, "k": K, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def ids(answer):
-    return [item["item_id"] for item in answer["items"]]
-
-
 def alone(client, user):
     """The answer of a server outside its experiments."""
     body, header = {"user": {"id": user}, "k": K}, {"x-recserve-arm": "test"}
@@ -66,18 +56,11 @@ def versions(client):
 
 
 def counts(client):
-    (one,) = client.get("/v1/experiments").json()["experiments"]
-    return {arm["name"]: (arm["requests"], arm["errors"]) for arm in one["arms"]}
-
-
-def metric(client, name, labels):
-    line = f"recserve_experiment_{name}_total{{{labels}}} "
-    (found,) = [x for x in client.get("/metrics").text.splitlines() if x.startswith(line)]
-    return float(found.removeprefix(line))
+    return {name: (arm["requests"], arm["errors"]) for name, arm in arms(client).items()}
 
 
 def forwarded(client, result):
-    return metric(client, "forwarded", f'arm="{NAME}/there",result="{result}"')
+    return metric(client, "forwarded", arm=f"{NAME}/there", result=result)
 
 
 def test_each_arm_answers_with_its_own_bundle(folder, there):
@@ -124,7 +107,7 @@ def test_paired_answers_as_the_control_and_compares(folder, there):
             assert answer["experiment"]["arm"] == "here"
             assert ids(answer) == ids(alone(client, user))
         assert counts(client) == {"here": (12, 0), "there": (12, 0)}
-        assert metric(client, "compared_answers", f'experiment="{NAME}"') == 12
+        assert metric(client, "compared_answers", experiment=NAME) == 12
         assert forwarded(client, "answered") == 12
 
 
@@ -132,7 +115,7 @@ def test_shadow_sends_copies_to_the_other_server(folder, there):
     with server(folder, there, "shadow") as client:
         for user in there.users[:12]:
             assert ids(ask(client, user)) == ids(alone(client, user))
-        dropped = metric(client, "compared_dropped", f'experiment="{NAME}"')
+        dropped = metric(client, "compared_dropped", experiment=NAME)
         until(lambda: counts(client)["there"][0] + dropped >= 12)
         assert counts(client)["there"][1] == 0 < forwarded(client, "answered")
 

@@ -10,9 +10,8 @@ import pytest
 from recserve import InvalidRequest
 from recserve.client import AsyncClient, Client
 from recserve.schemas.browse import MAX_LISTED, ItemsQuery, join_texts, split_texts
-from recserve.service import Service, ServiceOptions
+from tests.support.live_catalogues import opened, put
 from tests.support.live_server import live
-from tests.support.tiny_bundle import shared_bundle
 
 # Ids with characters that mean something in a list, in a URL or in a path.
 ODD = ["7", "a,b", "a\\", "\\", ",", "\\,", "a\\\\b", " a", "ä/?&=+%2C", "日本", "a\nb"]
@@ -20,12 +19,10 @@ ODD = ["7", "a,b", "a\\", "\\", ",", "\\,", "a\\\\b", " a", "ä/?&=+%2C", "日�
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lookup")
-    options = ServiceOptions(journal=folder / "journal")
-    with Service.open(shared_bundle(), f"lmdb:{folder}/store", "cpu", options) as opened:
+    with opened(tmp_path_factory.mktemp("lookup")) as service:
         items = [{"item_id": one, "title": f"Title of {one}", "price": 2} for one in ODD]
-        assert opened.put_items({"items": items}).rejected == []
-        yield opened
+        assert put(service, *items).rejected == []
+        yield service
 
 
 @pytest.fixture(scope="module")

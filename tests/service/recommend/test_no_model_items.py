@@ -86,7 +86,7 @@ def test_what_exclusions_leave_is_exact(service):
 def test_what_caps_leave_is_exact(service):
     """One item of each code of the first level, and no more: fewer than were asked for."""
     answer = service.recommend(body(service, k=50, diversity=Diversity(prefix=(0, 1))))
-    first = service.catalog.current.catalog.index.codes[:, 0]
+    first = service.catalog.current.catalog.semantic_ids.codes[:, 0]
     assert len(answer.items) == len(set(first.tolist())) < 50
     assert answer.degraded == ["fewer_than_k"] and answer.exact
     assert set(sources(answer)) == {"model"}

@@ -60,7 +60,7 @@ def assert_grouped(cap, names):
 
 def test_groups_are_categories_and_prefixes(service):
     snapshot = service.catalog.current
-    categories, codes = snapshot.catalog.items.categories, snapshot.catalog.index.codes
+    categories, codes = snapshot.catalog.items.categories, snapshot.catalog.semantic_ids.codes
     kinds = [("prefix", (level, 3)) for level in range(codes.shape[1])] + [("category", 2)]
     for kind, asked in kinds:
         (cap,) = caps_in(snapshot, **{kind: asked})
@@ -87,7 +87,7 @@ def test_slates_keep_to_the_caps_filled_places_too(service, history):
     found = [rows[item.item_id] for item in answer.items]
     assert len(set(found)) == 30 and "fewer_than_k" not in answer.degraded
     paths = Counter(path for row in found for path in catalog.items.categories[row])
-    first = Counter(catalog.index.codes[row][0] for row in found)
+    first = Counter(catalog.semantic_ids.codes[row][0] for row in found)
     assert max(paths.values()) == 1 and max(first.values()) <= 4
     sources = [item.source for item in answer.items]
     assert sources == sorted(sources)  # model before popular
@@ -105,7 +105,7 @@ def test_the_model_fills_the_slate(service, strategy):
             history=catalog.items.ids[:4], k=k, beam_width=k, strategy=strategy,
             exclude=Exclude(seen=False), diversity=Diversity(prefix=(level, 1)),
         )  # fmt: skip
-        there = len({tuple(code[: level + 1]) for code in catalog.index.codes.tolist()})
+        there = len({tuple(code[: level + 1]) for code in catalog.semantic_ids.codes.tolist()})
         sources = Counter(item.source for item in service.recommend(body).items)
         assert sources == {"model": min(k, there)}
 

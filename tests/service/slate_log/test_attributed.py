@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from recserve.schemas.events import EventInput
-from recserve.schemas.items import UserRef
+from recserve.schemas.items import RecommendRequest, UserRef
 from recserve.service.attribution import BadToken, Envelope, Signer
-from recserve.service.pending import Stopwatch
-from recserve.service.slate_log.records import attributed
+from recserve.service.pending import ItemCall, Stopwatch
+from recserve.service.slate_log.records import verify_tokens
 from tests.support.slate_records import SIGNER, slate
 
 
@@ -21,7 +21,7 @@ def event(number: int, user: str = "u1", **fields) -> EventInput:
 def test_an_outcome_has_the_time_of_its_event_or_of_its_arrival():
     dated = event(1, timestamp="2026-11-24T12:00:00.000001+00:00")
     before_us = time.time_ns() // 1000
-    (first, second), _ = attributed([event(0), dated], set(), SIGNER, "hash")
+    (first, second), _ = verify_tokens([event(0), dated], set(), SIGNER, "hash")
     assert before_us <= first.time_us <= time.time_ns() // 1000
     assert second.time_us == 1_795_521_600_000_001
 
@@ -31,37 +31,38 @@ def test_events_are_judged_one_by_one():
     plain = EventInput(user_id="u1", item_id="i")
     foreign = event(3, user="u2")
     events = [event(0), event(1), plain, foreign, event(4), event(5, correction="remove"), event(6)]
-    found, wrong = attributed(events, {1}, SIGNER, "hash")
+    found, wrong = verify_tokens(events, {1}, SIGNER, "hash")
     assert [one.event.item_id for one in found] == ["i0", "i4", "i6"]
     assert [one.index for one in wrong] == [3, 5]
 
 
 @pytest.mark.parametrize(("users", "user"), [("id", "u1"), ("none", None)])
 def test_a_user_is_logged_as_the_settings_say(users, user):
-    (one,), _ = attributed([event(0)], set(), SIGNER, users)
+    (one,), _ = verify_tokens([event(0)], set(), SIGNER, users)
     assert one.user == user
 
 
 def test_a_hashed_user_needs_the_key():
-    (one,), _ = attributed([event(0)], set(), SIGNER, "hash")
+    (one,), _ = verify_tokens([event(0)], set(), SIGNER, "hash")
     assert one.user == SIGNER.user("u1") != Signer(b"another key of 16").user("u1")
 
 
 def test_the_key_of_an_event_belongs_to_its_user():
     events = [event(0, event_id="e"), event(1, event_id="e"), event(2)]
-    found, _ = attributed(events, set(), SIGNER, "id")
+    found, _ = verify_tokens(events, set(), SIGNER, "id")
     first, second, third = (one.key for one in found)
     assert first == second is not None and third is None
     anonymous = SIGNER.token("r", None, "m", "c")
     other = EventInput(user_id="u2", item_id="i", event_id="e", attribution_token=anonymous)
-    (fourth,), _ = attributed([other], set(), SIGNER, "id")
+    (fourth,), _ = verify_tokens([other], set(), SIGNER, "id")
     assert fourth.key not in (None, first)
 
 
 @pytest.mark.parametrize("user", [None, UserRef(id="u1")])
 def test_an_answer_is_signed_for_its_user(user):
     catalog = SimpleNamespace(items=SimpleNamespace(name="c1"))
-    fields = Envelope(SIGNER, "m1").fields("r1", user, catalog, (), Stopwatch(), None)
+    call = ItemCall(RecommendRequest(user=user), "r1", None, catalog, Stopwatch())
+    fields = Envelope(SIGNER, "m1").fields(call, (), None)
     token = SIGNER.read(fields["attribution_token"])
     assert token.user == ("" if user is None else SIGNER.user("u1"))
     assert (token.model_version, token.catalog_version) == ("m1", "c1")

@@ -15,7 +15,7 @@ from recserve.service.attribution import Signer
 from recserve.service.slate_log import slate_log
 from recserve.service.slate_log.files import LogFiles
 from recserve.service.slate_log.reader import read_log, shown_items
-from recserve.service.slate_log.records import SCHEMAS, attributed, token_id
+from recserve.service.slate_log.records import SCHEMAS, token_id, verify_tokens
 from recserve.service.slate_log.slate_log import SlateLog
 from tests.support.paths import ROOT
 from tests.support.slate_records import SIGNER, opened, slate
@@ -27,7 +27,7 @@ def click(answer: RecommendResponse, item: str, user: str = "u1", **more) -> Eve
 
 
 def outcomes(log: SlateLog, events: list[EventInput]) -> None:
-    found, wrong = attributed(events, set(), SIGNER, log.settings.users)
+    found, wrong = verify_tokens(events, set(), SIGNER, log.settings.users)
     assert not wrong
     for one in found:
         log.outcome(one)
@@ -123,7 +123,7 @@ def test_tokens_are_verified():
         ),
         click(answer, "i0"),
     ]
-    found, wrong = attributed(events, {7}, SIGNER, "hash")
+    found, wrong = verify_tokens(events, {7}, SIGNER, "hash")
     assert len(found) == 1
     reasons = {one.index: one.reason for one in wrong}
     assert list(reasons) == [1, 2, 3, 4, 6]

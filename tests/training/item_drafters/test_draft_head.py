@@ -28,7 +28,7 @@ QUIET = Console(quiet=True)
 
 def load_target(bundle):
     catalog = bundle.catalog()
-    codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+    codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
     target = load_recommender(
         bundle.directory("recommender"), codes, torch.from_numpy(catalog.vectors)
     )
@@ -37,7 +37,7 @@ def load_target(bundle):
 
 def some_trees(bundle, target, trie):
     events = bundle.events().leave_one_out().train
-    codes = bundle.catalog().index.codes
+    codes = bundle.catalog().semantic_ids.codes
     trees = HistoryTrees(events.offsets, events.item_rows, codes, trie, target.config)
     return trees.batch(np.arange(20))
 
@@ -73,7 +73,7 @@ def test_placeholders_see_the_history_before_them_and_nothing_else(tmp_path, for
     if form == "codes":
         config = {**target.config.to_dict(), "decoder": target.config.decoder}
         config |= {"input": "codes", "vector_dim": 0, "id_embedding": False, "dense_head": False}
-        codes = torch.from_numpy(bundle.catalog().index.codes.astype(np.int64))
+        codes = torch.from_numpy(bundle.catalog().semantic_ids.codes.astype(np.int64))
         target = type(target)(type(target.config)(**config)).eval()
         target.bind_items(codes)
     trees = some_trees(bundle, target, trie)

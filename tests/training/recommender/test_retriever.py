@@ -175,7 +175,7 @@ def two_outcomes(folder) -> Bundle:
     catalog = bundle.catalog()
     config = RecommenderConfig(
         DecoderConfig(32, 1, 2, 1, 16, 64),
-        catalog.index.codebook_sizes,
+        catalog.semantic_ids.codebook_sizes,
         num_items=len(catalog),
         vector_dim=catalog.vectors.shape[1],
         max_history_items=16,

@@ -128,7 +128,7 @@ class BlockTrainee:
         count = min(self.recipe.anchors, self.last_anchor)
         draws = torch.rand(len(rows), self.last_anchor, device=self.device)
         anchors = 1 + draws.topk(count).indices
-        said, logits = self._said(rows, anchors)
+        said, logits = self._predict(rows, anchors)
         wanted = logits.softmax(-1)
         slots = torch.arange(wanted.shape[2], device=self.device)
         weights = torch.exp(-slots / self.recipe.gamma)
@@ -165,13 +165,13 @@ class BlockTrainee:
         places = torch.arange(1, self.last_anchor + 1, step, device=self.device)
         found = []
         for part in np.array_split(rows, -(-len(rows) // self.recipe.batch)):
-            said, logits = self._said(part, places.expand(len(part), -1))
+            said, logits = self._predict(part, places.expand(len(part), -1))
             found.append((said.best() == logits.argmax(-1)).flatten(0, 1))
         hits = torch.cat(found).float()
         metrics = {f"slot_{slot}": float(own) for slot, own in enumerate(hits.mean(0))}
         return {"accept_length": float(hits.cumprod(1).sum(1).mean()), **metrics}
 
-    def _said(self, rows: NDArray[np.int64], anchors: Tensor) -> tuple[_Said, Tensor]:
+    def _predict(self, rows: NDArray[np.int64], anchors: Tensor) -> tuple[_Said, Tensor]:
         """Returns what the network says after anchors [b, n], and the target's logits."""
         tokens, states, logits = self._target(rows)
         batch = torch.arange(len(tokens), device=self.device)[:, None, None]
@@ -179,10 +179,10 @@ class BlockTrainee:
         places = anchors[..., None] + slots
         outputs = self.outputs(tokens, states, anchors)
         unary = self.model.logits(outputs, self.target)
-        said = self._scored(outputs, unary, tokens[batch, places])
+        said = self._score(outputs, unary, tokens[batch, places])
         return said, logits[batch, places].float()
 
-    def _scored(self, outputs: Tensor, unary: Tensor, before: Tensor) -> _Said:
+    def _score(self, outputs: Tensor, unary: Tensor, before: Tensor) -> _Said:
         """Scores tokens given the tokens before them [b, n, K]."""
         network = self.model
         if network.config.selector is not None:

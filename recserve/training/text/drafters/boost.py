@@ -89,26 +89,28 @@ class BoostCorpus:
         self.device = target.tokens.weight.device
         self.unsolved = np.ones(len(train), dtype=bool)
         self.rows = self._cut(valid)[:VALIDATION_ROWS]
-        self.wanted = self._said(target, self.rows)
+        self.wanted = self._predict_next(target, self.rows)
         self.lengths = torch.zeros_like(self.wanted.unfold(1, recipe.span, 1)[..., 0])
         self.first: float | None = None
 
     def add(self, model: LanguageModel) -> None:
         """Adds a finished model: its samples are solved, its guesses join the others'."""
         window, rows = self.recipe.model.window, self._cut(self.train)
-        right = self._said(model, rows) == torch.from_numpy(rows[:, 1:].copy()).to(self.device)
+        right = self._predict_next(model, rows) == torch.from_numpy(rows[:, 1:].copy()).to(
+            self.device
+        )
         solved = solved_samples(right, self.recipe.span).cpu().numpy().ravel()
         # Row r says the tokens r * window + 1 .. (r + 1) * window.
         self.unsolved[1 : 1 + len(rows) * window] &= ~solved
-        own = self.accepted(model)
+        own = self.count_accepted(model)
         self.lengths = torch.maximum(self.lengths, own)
         self.first = float(own.float().mean()) if self.first is None else self.first
 
-    def accepted(self, model: LanguageModel) -> Tensor:
+    def count_accepted(self, model: LanguageModel) -> Tensor:
         """Returns how many tokens of a model's guess the target accepts, from each place of the
         validation rows: the shape is that of `lengths`.
         """
-        return chain_lengths(self._said(model, self.rows) == self.wanted, self.recipe.span)
+        return chain_lengths(self._predict_next(model, self.rows) == self.wanted, self.recipe.span)
 
     def _cut(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns rows [n, window + 1]; the last token of a row is the first of the next one."""
@@ -116,7 +118,7 @@ class BoostCorpus:
         return np.lib.stride_tricks.sliding_window_view(tokens, window + 1)[::window]
 
     @torch.inference_mode()
-    def _said(self, model: LanguageModel, rows: NDArray[np.int64]) -> Tensor:
+    def _predict_next(self, model: LanguageModel, rows: NDArray[np.int64]) -> Tensor:
         """Returns the likeliest next token [n, window] at each place of rows [n, window + 1]."""
         positions = torch.arange(rows.shape[1] - 1, device=self.device)
         found = []
@@ -184,7 +186,7 @@ class BoostTrainee(LanguageTrainee):
 
     def validate(self) -> dict[str, float]:
         """Returns the accept lengths of the union, of this model alone and of the first model."""
-        own = self.corpus.accepted(self.model)
+        own = self.corpus.count_accepted(self.model)
         alone = float(own.float().mean())
         return {
             "accept_length": float(torch.maximum(own, self.corpus.lengths).float().mean()),
@@ -259,9 +261,9 @@ def train_boost(
     recipe, console = recipe or BoostRecipe(), console or Console(stderr=True)
     corpus = BoostCorpus(target, train, valid, recipe)
     folders = [directory / FOLDER.format(number + 1) for number in range(recipe.num_models)]
-    # Read before `_finished`, which may remove the files of this very folder.
+    # Read before `_count_finished`, which may remove the files of this very folder.
     start = None if options.start_from is None else _open(options.start_from)
-    done = _finished(folders, options.resume)
+    done = _count_finished(folders, options.resume)
     if options.max_minutes is not None:
         options = replace(options, max_minutes=options.max_minutes / (len(folders) - done))
     reports = []
@@ -290,7 +292,7 @@ def _open(folder: Path) -> LanguageModel:
     return load_language_model(folder, torch.float32)
 
 
-def _finished(folders: Sequence[Path], resume: bool) -> int:
+def _count_finished(folders: Sequence[Path], resume: bool) -> int:
     """Returns how many models an interrupted run has finished, at most all but one.
 
     A fresh run removes the files that a later `resume` would take for its own.

@@ -138,7 +138,7 @@ class MaskTokensTrainee:
         states = self.states(self.train[batch], ends)
         wanted, anchors = states.wanted[:, states.labels], states.anchors[:, states.labels]
         base = self._likelihood(states.given, wanted)
-        sampler = self._likelihood(self._sampled(states), wanted)
+        sampler = self._likelihood(self._sample_states(states), wanted)
         distance = (states.given.float() - anchors).square().mean()
         parts = {"base": base.detach(), "sampler": sampler.detach(), "latent": distance.detach()}
         return StepLoss(base + sampler + distance, parts, wanted[..., 0].numel())
@@ -155,7 +155,9 @@ class MaskTokensTrainee:
         ends = torch.arange(0, most, step, device=self.device)
         for part in np.array_split(rows, -(-len(rows) // self.recipe.batch)):
             states = self.states(part, ends)
-            said = self.target.logits(self._sampled(states).to(self.target.tokens.weight.dtype))
+            said = self.target.logits(
+                self._sample_states(states).to(self.target.tokens.weight.dtype)
+            )
             right = said.argmax(-1) == states.wanted.argmax(-1)[:, states.labels]
             found.append(right.flatten(0, 1))
         hits = torch.cat(found).T
@@ -189,7 +191,7 @@ class MaskTokensTrainee:
         given = hidden[:, size:].unflatten(1, (len(ends), k))
         return MaskedStates(tokens, wanted, anchors.float(), given, ends[:, None] + 1 + number)
 
-    def _sampled(self, states: MaskedStates) -> Tensor:
+    def _sample_states(self, states: MaskedStates) -> Tensor:
         """Returns the sampler's states [B, m, k, E], given the text's token before each label."""
         embedded = self.target.tokens(states.tokens[:, states.labels])
         return self.model.sample_states(embedded.float(), states.given.float())

@@ -97,7 +97,7 @@ class SlotLoss:
         own = -(wanted.float().softmax(-1) * said).sum(-1)
         return (own * known).sum() / labels.count(slot)
 
-    def accumulated(
+    def accumulate(
         self, context: Tensor, labels: SlotLabels, weights: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns the loss of each slot, and the gradients of their mean.
@@ -137,7 +137,7 @@ class _Accumulated(torch.autograd.Function):
         ctx: Any, loss: SlotLoss, labels: SlotLabels, context: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
-            losses, gradients = loss.accumulated(context.detach(), labels, weights)
+            losses, gradients = loss.accumulate(context.detach(), labels, weights)
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(losses)
         return losses.mean(), losses
