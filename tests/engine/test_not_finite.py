@@ -305,7 +305,8 @@ def test_on_a_device_a_ranking_under_such_a_root_tells(plain_kernels):
 SEARCHES = (SearchShape(4, 16, 24), SearchShape(4, 16, None), SearchShape(4, 16, 24, True))
 
 
-@pytest.mark.parametrize("level,variant", covering((0, 1), ("plain", "filters", "weighed")))
+@pytest.mark.parametrize("variant", ["plain", "filters", "weighed"])
+@pytest.mark.parametrize("level", [0, 1])
 def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
     """Its forwards are those of the scorer, one for each level."""
     world = recommending("cpu")

@@ -86,7 +86,6 @@ def test_training_makes_drafts_longer(kind, model, text, tmp_path):
     assert drafted > accepted_per_draft(model, chain, verifier="block")
 
 
-@pytest.mark.slow
 def test_an_older_network_is_the_start(model, text, tmp_path):
     """The target was trained again: its old network is a better start than a new one."""
     cut, one = (ROWS - 20) * WINDOW, recipe("dflash")
