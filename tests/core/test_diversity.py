@@ -16,6 +16,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.draft_heads import make_nezha_head as nezha_head
+from tests.support.grids import chosen
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import CATALOGUES, draw_root, make
 from tests.support.slates import groups_of, plain_first_k, plain_open
@@ -114,7 +115,7 @@ WORLDS = {
 }
 
 
-@pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS.keys())
+@pytest.fixture(scope="module", params=chosen(WORLDS, "vocabulary", "packed"))
 def world(request):
     return World(*request.param)
 

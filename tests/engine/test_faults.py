@@ -17,7 +17,7 @@ from recserve.engine.request_queue import Departures
 from recserve.engine.runner import DeviceLost, Runner
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import covering
+from tests.support.grids import covering, thin
 from tests.support.recommenders import CATALOGUES, draw_root, make
 from tests.support.text_engines import MAKERS, assert_no_leak, engine_for, prompts
 from tests.support.text_plain import drawn_model
@@ -159,7 +159,7 @@ def texts(number):
 
 @pytest.mark.parametrize(
     "nth,drafter",
-    covering((0, 1, 4), ("ngram", "eagle3", "lookahead", "mask_tokens", "specformer")),
+    thin(covering((0, 1, 4), ("ngram", "eagle3", "lookahead", "mask_tokens", "specformer")), 2),
 )
 def test_texts_go_on_after_a_failed_step_with_the_same_tokens(monkeypatch, drafter, nth):
     model = drawn_model(1)

@@ -26,7 +26,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support import device_worlds, invariant_texts, recorder, text_plain, triton_interpreter
 from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
 from tests.support.draft_heads import make_head
-from tests.support.grids import chosen, covering
+from tests.support.grids import chosen, covering, sampled
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 from tests.support.recorded_steps import SHAPES, Counted
@@ -84,8 +84,14 @@ def queries_of(expected, name, drafter="none"):
     return requests, wanted, known
 
 
-@pytest.mark.parametrize("kind", chosen(("none", "right", "tree", "mixed"), "none", "mixed"))
-@pytest.mark.parametrize("name", chosen(SPREAD, "everything"))
+@pytest.mark.parametrize(
+    "name,kind",
+    sampled(
+        SPREAD,
+        ("none", "right", "tree", "mixed"),
+        default=("everything-none", "everything-mixed"),
+    ),
+)
 def test_texts_are_those_of_plain_decoding(name, kind, model, expected):
     """Alone and together, from an empty cache and a warm one, in prefills of three tokens."""
     requests, wanted, known = queries_of(expected, name, "table")

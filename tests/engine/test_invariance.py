@@ -103,10 +103,8 @@ def same_slates(left, right) -> None:
 @pytest.mark.parametrize(
     "form,normalization,catalogue",
     [
-        ("codes", "vocabulary", "ordinary"),
         ("items", "children", "deep"),
-        pytest.param("codes", "vocabulary", "deep", marks=pytest.mark.slow),
-        pytest.param("items", "children", "ordinary", marks=pytest.mark.slow),
+        pytest.param("codes", "vocabulary", "ordinary", marks=pytest.mark.slow),
     ],
 )
 def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(

@@ -74,6 +74,7 @@ def test_a_device_lost_under_item_requests(device, strategy):
     lose_everywhere(device, world.engine, requests)
 
 
+@pytest.mark.slow
 def test_a_device_lost_under_rankings(device):
     world = ranking("cuda")
     lose_everywhere(device, world.engine, world.ask())

@@ -29,7 +29,7 @@ from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import ranking, recommending, text_scores
-from tests.support.grids import covering
+from tests.support.grids import covering, thin
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.text_engines import engine_for, prompts, shared_model
 from tests.support.text_plain import drawn_model
@@ -275,14 +275,7 @@ def plain_kernels(force_kernels):
 
 @pytest.mark.parametrize(
     "asked_for, which",
-    [
-        pytest.param(
-            *one.values, marks=[*one.marks, *[pytest.mark.slow] * (number % 8 > 0)], id=one.id
-        )
-        for number, one in enumerate(
-            covering([*product(IN_TREES, (0, 1)), *product(AT_ONCE, (0,))], (0, 1))
-        )
-    ],
+    thin(covering([*product(IN_TREES, (0, 1)), *product(AT_ONCE, (0,))], (0, 1)), 6),
 )
 def test_on_a_device_the_answer_tells(asked_for, which, plain_kernels, monkeypatch):
     strategy, forward = asked_for
@@ -411,7 +404,7 @@ def assert_one_text_fails(engine, requests, which, tree, forward, **fault):
 
 
 @pytest.mark.parametrize(
-    "parameters, forward, which", covering(tuple(PARAMETERS), (0, 1, 4), (0, 2), pairs=True)
+    "parameters, forward, which", covering(tuple(PARAMETERS), (0, 1, 4), (0, 2))
 )
 def test_a_text_whose_logits_are_not_finite(parameters, forward, which):
     engine = engine_for(shared_model())

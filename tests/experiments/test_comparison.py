@@ -26,10 +26,13 @@ def compared(columns, mode="blocks", overlaps=(), **criteria):
     )
 
 
-@pytest.mark.parametrize("mode", ["blocks", "paired"])
 @pytest.mark.parametrize(
-    ("effect", "kind", "word"),
-    [(-0.2, "better", "is faster than"), (0.2, "worse", "is slower than"), (0.0, "unclear", "No")],
+    ("effect", "kind", "word", "mode"),
+    [
+        (-0.2, "better", "is faster than", "blocks"),
+        (0.2, "worse", "is slower than", "paired"),
+        (0.0, "unclear", "No", "blocks"),
+    ],
 )
 def test_the_verdict_says_what_the_run_shows(mode, effect, kind, word):
     columns = made_run(mode, effect=effect, seed=3)

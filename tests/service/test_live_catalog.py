@@ -364,6 +364,8 @@ while True:
         time.sleep(60)
     n += 1
     print(answer.catalog_version, flush=True)
+    if n > 12:  # the other process opens its service meanwhile
+        time.sleep(0.02)
 """
 
 

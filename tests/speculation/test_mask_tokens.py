@@ -174,8 +174,7 @@ def test_drafts_after_preemption_and_from_a_cached_prefix(kind, model):
     assert_no_leak(engine)
 
 
-@pytest.mark.parametrize("name", SPREAD)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind,name", covering({kind.name: kind for kind in KINDS}, SPREAD))
 def test_texts_are_the_plain_ones(kind, name):
     """Eight texts, half of them with other parameters: launched steps and replayed ones."""
     model = shared_model()

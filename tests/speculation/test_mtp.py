@@ -76,7 +76,7 @@ def greedy(texts, name, length=14) -> list[TextQuery]:
     return [TextQuery(text, params, Speculation(name)) for text in texts]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", chosen(list(LAYOUTS), "qwen3-next"))
 @torch.inference_mode()
 def test_drafts_equal_the_transcription(name, model, tmp_path):
     """Four texts at once, prompts in chunks; then cached prompts."""
@@ -181,7 +181,8 @@ def several_class(modules: list[Published], start: int = 0):
     return PlainModules
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
 @torch.inference_mode()
 def test_level_k_reads_module_k_mod_n(count, model, tmp_path):
     """Drafts are deeper than the number of modules. Cached prompts give the same texts."""

@@ -246,6 +246,7 @@ def test_a_cached_prefix_is_cached_for_the_drafter_too(model):
         assert_as_transcribed(notes[before:], drafter, model, least=1)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_drafts_after_preemption(model):
     drafter = specformer(model, seed=7, slots=3)

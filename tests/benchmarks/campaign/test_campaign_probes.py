@@ -20,6 +20,7 @@ from tests.support.live_server import live
 from tests.support.tiny_llm import tiny_llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("salted", chosen((True, False), "False"))
 def test_r23_finds_drafts_that_one_key_learned_from_another(tmp_path, monkeypatch, salted):
     text = load_text(TextSettings(tiny_llm(tmp_path / LLM_NAME)), torch.device("cpu"))

@@ -76,6 +76,7 @@ def rows_of(model: Recommender, sequences: torch.Tensor) -> list[int]:
     return [rows[tuple(tokens)] for tokens in sequences.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 5, 20])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_beam_search_equals_generate_with_allowed_tokens(seed, beams):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.device_worlds import recommending
-from tests.support.grids import covering
+from tests.support.grids import covering, thin
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recorded_searches import with_searches
 
@@ -36,7 +36,7 @@ def stages_of(world, requests):
 
 
 @pytest.mark.parametrize(
-    "strategy,variant", covering(STRATEGIES, ("plain", "filters", "diversity", "live"))
+    "strategy,variant", thin(covering(STRATEGIES, ("plain", "filters", "diversity", "live")), 3)
 )
 def test_launched(strategy, variant, device):
     """From an empty cache, and again with the history in it."""
@@ -51,7 +51,8 @@ def test_launched(strategy, variant, device):
 
 
 @pytest.mark.parametrize(
-    "strategy,variant", covering(("beam", "nezha"), ("plain", "filters", "diversity", "weighed"))
+    "strategy,variant",
+    thin(covering(("beam", "nezha"), ("plain", "filters", "diversity", "weighed")), 3),
 )
 def test_replayed(strategy, variant, device):
     world = recommending("cuda")

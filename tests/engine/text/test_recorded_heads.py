@@ -151,6 +151,7 @@ def test_a_merged_drafter_takes_its_one_source_with_heads(model):
     assert NgramDrafter().ranked_heads is None
 
 
+@pytest.mark.slow
 def test_texts_of_two_drafters_with_heads_step_without_them(model):
     drafters = {"medusa": Watched(model), "other": Watched(model)}
     engine = with_graphs(model, Counted(), SHAPES, drafters=drafters)

@@ -21,7 +21,7 @@ from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import text_engine
-from tests.support.grids import chosen
+from tests.support.grids import chosen, sampled
 from tests.support.pretend_cuda import PretendCuda, looks_of_replays
 from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import PARAMETERS, assert_no_leak, engine_for, prompts, shared_model
@@ -77,8 +77,7 @@ def assert_same_texts(engines, requests):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["close", "far"])
-@pytest.mark.parametrize("name", chosen(DRAWN, "everything"))
+@pytest.mark.parametrize("name,drafter", sampled(DRAWN, ("close", "far"), default=()))
 def test_replays_write_the_launched_text(name, drafter, engines):
     """Alone, and eight together with neighbours of other parameters."""
     requests = requests_of(name, Speculation(drafter, "rejection"))
@@ -91,6 +90,7 @@ def test_replays_write_the_launched_text(name, drafter, engines):
     assert accepted > 0 and (drafter == "close" or accepted < drafted)
 
 
+@pytest.mark.slow
 def test_chosen_drafts_beside_drawn_ones(engines):
     """Their q is 1 at their tokens, in a step that holds rows of others."""
     rules = [Speculation(drafter, "rejection") for drafter in ("close", "ngram", "far")]
@@ -100,7 +100,7 @@ def test_chosen_drafts_beside_drawn_ones(engines):
     assert replays > 3
 
 
-@pytest.mark.parametrize("drafter", ["trees", "models", "distinct"])
+@pytest.mark.parametrize("drafter", chosen(("trees", "models", "distinct"), "trees"))
 def test_several_drawn_children_are_replayed(drafter, engines):
     """multi_step: independent siblings, those of two models, and without replacement; so that paths
     are moved and residuals repeat.
@@ -127,8 +127,9 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("mixture", chosen(list(MIXTURES), "all rules"))
-@pytest.mark.parametrize("name", chosen(DRAWN, "everything"))
+@pytest.mark.parametrize(
+    "name,mixture", sampled(DRAWN, tuple(MIXTURES), default=["everything-all rules"])
+)
 def test_each_text_is_judged_by_its_own_rule(name, mixture, engines):
     """Of eight in a step, chains and trees, drawn and chosen, one of them greedy."""
     counts = engines[1].schedulers["text"].graphs.counts

@@ -83,7 +83,7 @@ class DrawingDrafter(Drafter):
         ("rejection", "chain"),
         ("block", "chain"),
         pytest.param("multi_step", "chain", marks=pytest.mark.slow),
-        ("multi_step", "independent"),
+        pytest.param("multi_step", "independent", marks=pytest.mark.slow),
         ("multi_step", "distinct"),
         ("rejection", "lying"),
     ],

@@ -15,7 +15,7 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers import path
 from tests.support import recorder
-from tests.support.grids import chosen, covering
+from tests.support.grids import chosen, covering, thin
 from tests.support.recorded_steps import SHAPES, Counted, with_graphs
 from tests.support.text_engines import (
     PARAMETERS,
@@ -51,12 +51,7 @@ def recorded(model):
 
 @pytest.mark.parametrize(
     "kind,name",
-    [
-        pytest.param(*one.values, id=one.id, marks=[*one.marks, *[pytest.mark.slow] * (number % 3)])
-        for number, one in enumerate(
-            covering(("none", "right", "auxiliary", "mixed"), tuple(PARAMETERS))
-        )
-    ],
+    thin(covering(("none", "right", "auxiliary", "mixed"), tuple(PARAMETERS)), 3),
 )
 def test_replays_write_the_plain_text(name, kind, recorded, expected):
     """Alone, and eight together with neighbours of other parameters."""
@@ -166,6 +161,7 @@ def test_preemption_keeps_rows_and_counts(model):
     assert_no_leak(engine)
 
 
+@pytest.mark.slow
 def test_packed_weights_are_replayed(expected, force_kernels):
     force_kernels("torch")
     model = drawn_model(1)

@@ -52,7 +52,8 @@ def engine():
         yield model, made, launched
 
 
-@pytest.mark.parametrize("name", chosen(("warm", "everything"), "everything"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["warm", "everything"])
 def test_kernels_write_the_plain_text(name, engine):
     """Trees with wrong siblings, alone, and three together with other parameters."""
     model, made, launched = engine

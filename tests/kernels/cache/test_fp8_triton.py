@@ -113,8 +113,15 @@ def test_attention(shape, split, native, monkeypatch, poisoned):
         compare(batch, query, pool, Activation(37.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads,kv_heads,dim", [(7, 1, 64), (3, 3, 96), (4, 2, 256), (8, 2, 80)])
+@pytest.mark.parametrize(
+    "heads,kv_heads,dim,dtype",
+    [
+        (7, 1, 64, torch.float32),
+        (3, 3, 96, torch.float16),
+        (4, 2, 256, torch.float32),
+        (8, 2, 80, torch.float16),
+    ],
+)
 def test_head_dims_groups_and_halves(heads, kv_heads, dim, dtype, poisoned):
     batch, query, keys, values = draw_batch(
         [("tree", 13), ("chain", 5)], [37, 0], heads, kv_heads, dim
@@ -136,9 +143,14 @@ def test_a_grid_for_longer_roots(monkeypatch, poisoned):
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "rows,heads,kv_heads,dim", [(1, 1, 1, 2), (7, 6, 2, 80), (63, 8, 8, 64), (5, 3, 3, 96)]
+    "rows,heads,kv_heads,dim,dtype",
+    [
+        (1, 1, 1, 2, torch.float16),
+        (7, 6, 2, 80, torch.float32),
+        (63, 8, 8, 64, torch.float16),
+        (5, 3, 3, 96, torch.float32),
+    ],
 )
 def test_rope_and_write(rows, heads, kv_heads, dim, dtype):
     g = torch.Generator().manual_seed(rows)

@@ -77,8 +77,7 @@ def test_the_same_slates_rounds_and_nodes_as_in_torch(codes, form, kind, force_k
         same_as_in_torch(model, head, requests, force_kernels)
 
 
-@pytest.mark.parametrize("dense_weight", [0.0, 0.5], ids=["plain", "dense"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape,dense_weight", covering(SHAPES, {"plain": 0.0, "dense": 0.5}))
 def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, force_kernels):
     changed = Changed(*shape)
     model, _ = engine_of(changed)
