@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from recserve.experiments.load.generator import Run
 from recserve.experiments.report.measurements import SampleColumns, summarise
@@ -44,6 +45,18 @@ def test_the_verdict_says_what_the_run_shows(mode, effect, kind, word):
         "p90",
         "p99",
     ]
+
+
+@pytest.mark.parametrize("shots", [80, 4000])
+def test_what_describes_a_run_follows_from_its_blocks(shots):
+    """The change that a run can find, and the length of a block, also for runs of few blocks."""
+    columns = made_run(shots=shots)
+    found = compared(columns, statistic="mean")
+    (effect,) = (one for one in found.effects["latency"] if one.statistic == "mean")
+    quantiles = stats.t.ppf([0.975, 0.9], found.num_blocks - 1)
+    assert found.detectable == pytest.approx(np.exp(quantiles.sum() * effect.log_error) - 1)
+    assert found.block_s == pytest.approx((shots - 1) / 100 / found.num_blocks, rel=1e-3)
+    assert found.num_blocks == effect.num_blocks
 
 
 def test_a_faster_arm_that_breaks_a_guardrail_is_not_better():
