@@ -8,7 +8,7 @@ from scipy import stats
 
 from recserve.experiments.load.generator import Run
 from recserve.experiments.report.measurements import SampleColumns, summarise
-from recserve.experiments.statistics.comparison import check_ratio, compare_arms
+from recserve.experiments.statistics.comparison import check_ratio, compare_arms, find_notes
 from recserve.experiments.statistics.criteria import Criteria, SampleRatio, decide, percent
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 
@@ -156,6 +156,21 @@ def test_notes_say_what_limits_the_result():
     found = compared(columns, "paired", statistic="p50")
     assert found.order_effect.high < -0.3
     assert any("warms caches" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("tau", [1.0, 20 / 3, 7.0, 100.0, 2000.0])
+@pytest.mark.parametrize("num_blocks", [29, 30, 100])
+def test_a_note_names_blocks_that_are_few_or_short(num_blocks, tau):
+    """Blocks of less than three correlation times are short."""
+    columns = made_run(shots=2000)
+    blocks = columns.shot * num_blocks // 2000
+    notes = " ".join(find_notes(columns, blocks, 1, tau, Criteria(statistic="p50"), None))
+    assert ("time blocks: run longer for at least 30" in notes) == (num_blocks < 30)
+    assert ("Intervals may be too narrow" in notes) == (
+        num_blocks >= 30 and 2000 / num_blocks < 3 * tau
+    )
+    if "too narrow" in notes:
+        assert f"over {tau:.0f} requests, and a time block holds {2000 / num_blocks:.0f}." in notes
 
 
 def test_timeouts_count_as_latencies_and_other_failures_do_not():
