@@ -117,6 +117,18 @@ def test_shared_rows_are_cached_as_one_piece():
     assert found(cache, allocator, np.arange(9), shared=0)[1] == 0
 
 
+@pytest.mark.parametrize("common", [4, 5, 8, 9, 12])
+@pytest.mark.parametrize("shared", [0, 1, 4, 6, 8])
+def test_full_pages_behind_the_shared_rows_are_found(common, shared):
+    """Roots that differ behind `common` rows: all pages before are found, or none is of use."""
+    allocator = PageAllocator(20)
+    cache = PrefixCache(allocator, SIZE)
+    store(cache, allocator, np.arange(13), shared)
+    other = np.concatenate([np.arange(common), 100 + np.arange(3)])
+    full = common // SIZE * SIZE
+    assert found(cache, allocator, other, shared)[1] == (full if full >= shared else 0)
+
+
 def test_eviction_takes_the_least_recent_and_never_a_running_page():
     allocator = PageAllocator(4)
     cache = PrefixCache(allocator, SIZE)
