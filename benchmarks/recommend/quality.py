@@ -124,15 +124,12 @@ def measure(
 
 
 def beam_ways(bundle: Bundle, users: int | None) -> dict[str, Columns]:
-    """Returns metrics of beam search, alone and reranked with the dense head."""
-    weight = float(bundle.manifest.recommender["dense_weight"])
-    ways: dict[str, Columns] = {}
-    for name, used in ((f"beam {WIDTH}", 0.0), (f"beam {WIDTH} + {weight:g} dense", weight)):
-        if used or not ways:
-            options = EvaluationOptions(
-                strategy="beam", k=CUTOFFS, width=WIDTH, dense_weight=used, users=users
-            )
-            ways[name] = evaluate_bundle(bundle, options).columns
+    """Returns metrics of beam search alone, and of what validation chose for `auto`."""
+    alone = EvaluationOptions("test", "beam", CUTOFFS, WIDTH, dense_weight=0.0, users=users)
+    ways = {f"beam {WIDTH}": evaluate_bundle(bundle, alone).columns}
+    if "auto" in bundle.manifest.recommender:
+        auto = EvaluationOptions("test", "auto", CUTOFFS, WIDTH, users=users)
+        ways["auto"] = evaluate_bundle(bundle, auto).columns
     return ways
 
 

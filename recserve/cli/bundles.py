@@ -237,13 +237,7 @@ def calibrate(
     opened, place = Bundle.open(path), TrainOptions(device=device).torch_device()
     if auto_for is not None:
         for column, choice in choose_auto(opened, auto_for, place, users or USERS).items():
-            best, chosen = choice.candidates[0], choice.chosen
-            typer.echo(
-                f"auto, seen items {column}: {chosen.strategy}, dense weight "
-                f"{chosen.dense_weight:g}: NDCG@10 {chosen.ndcg} on {choice.users} validation "
-                f"users, {chosen.ms.value:.1f} ms; best: {best.strategy}, {best.dense_weight:g}, "
-                f"{best.ndcg.value:.4f}, {best.ms.value:.1f} ms"
-            )
+            typer.echo(f"auto, seen items {column}: {choice}")
         return
     found = recalibrate(opened, place)
     for (width, k), plans in found.plans.items():

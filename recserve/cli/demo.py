@@ -67,6 +67,7 @@ RECOMMENDER = replace(
     intermediate_size=256,
     validation_users=500,
     validation_width=10,
+    choice_users=200,
 )
 RANKER = RankerRecipe(hidden_size=48, validation_users=300)
 LANGUAGE = LanguageRecipe(num_layers=2, steps=50, batch=8, window=128)

@@ -25,6 +25,7 @@ from recserve.models.attention import Attend
 from recserve.models.config import RecommenderConfig
 from recserve.models.decoder import AuxHiddenStates, Decoder
 from recserve.models.growable_table import with_rows
+from recserve.models.history_bonus import HistoryBonus, load_history_bonus
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
 from recserve.models.weight_check import check_finite, check_shapes
@@ -59,6 +60,7 @@ class Recommender(nn.Module):
         self.register_buffer("item_vectors", None, False)
         self.register_buffer("placeholders", None, False)
         self.num_bound_items = 0
+        self.history_bonus: HistoryBonus | None = None
         self._trained_rows: Tensor | None = None
         self._dense_table: Tensor | None = None
         self._packed_levels: nn.ModuleList | None = None
@@ -352,4 +354,5 @@ def load_recommender(
     model.to(device)
     if codes is not None:
         model.bind_items(codes, vectors)
+    model.history_bonus = load_history_bonus(directory, config.num_items)
     return model.eval()

@@ -1,6 +1,7 @@
 """Dense candidates: the dense head's own best items, which compete with the finished beams.
 
-score = log-probability of the semantic id + dense_weight * log-probability under the dense head
+score = log-probability of the semantic id + dense_weight * dense score
+dense score = log-probability under the dense head + history bonus (models/history_bonus.py)
 
 Reranking the beams alone could return only items of the beams. The dense candidates are the head's
 best W items. Their semantic ids are scored in the same trees as the beams.
@@ -37,6 +38,10 @@ def add_candidates(search: BeamSearch) -> None:
         return
     removed, replaced = search.trie.removed_rows, search.trie.replaced_rows
     dense = search.model.dense_scores(search.last_hidden, search.trie.num_rows, replaced)
+    if (bonus := search.model.history_bonus) is not None:
+        first_item = search.model.config.num_code_tokens
+        tokens = [r.prefix.keys for r in requests]
+        bonus.add_to(dense, [each[each >= first_item] - first_item for each in tokens])
     open_scores = dense.clone()
     if removed is not None:
         open_scores[:, removed] = DEAD

@@ -4,6 +4,7 @@
 
 Each candidate is a strategy with a weight of the dense head. Requests that keep seen items and
 requests that filter them are chosen for separately. The bundle stores the choice and its evidence.
+The training of a recommender ends with the choice among the weights of beam search.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from rich.console import Console
 from recserve.bundle.bundle import Bundle
 from recserve.search.strategy import strategy_classes
 from recserve.service.auto_strategy import BEAM, StrategyChooser
-from recserve.training.baselines import Figure
 from recserve.training.evaluation.accuracy import ranks_of, user_metrics
 from recserve.training.evaluation.bundle_slates import BundleSlates
 from recserve.training.evaluation.cases import Cases, leave_one_out_cases
 from recserve.training.evaluation.evaluation import COLUMNS, make_slates
 from recserve.training.evaluation.fidelity import measure_times
 from recserve.training.evaluation.intervals import (
+    Figure,
     difference_interval,
     mean_interval,
     quantile_interval,
@@ -47,14 +48,18 @@ class Candidate:
         dense_weight: Weight of the dense head.
         ndcg: NDCG@10.
         behind: How far its NDCG@10 is behind the best candidate's, on the same users.
-        ms: Median time of one request at a time, with its prefix cached.
+        ms: Median time of one request at a time, with its prefix cached; None if none was timed.
     """
 
     strategy: str
     dense_weight: float
     ndcg: Figure
     behind: Figure
-    ms: Figure
+    ms: Figure | None
+
+    def __str__(self) -> str:
+        time = "" if self.ms is None else f", {self.ms.value:.1f} ms"
+        return f"{self.strategy}, dense weight {self.dense_weight:g}: NDCG@{K} {self.ndcg}{time}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,9 @@ class AutoChoice:
     chosen: Candidate
     candidates: tuple[Candidate, ...]
 
+    def __str__(self) -> str:
+        return f"{self.chosen} on {self.users} validation users; best: {self.candidates[0]}"
+
 
 def choose_auto(
     bundle: Bundle,
@@ -82,6 +90,7 @@ def choose_auto(
     users: int = USERS,
     timed_users: int = TIMED_USERS,
     console: Console | None = None,
+    strategies: Sequence[str] | None = None,
 ) -> dict[str, AutoChoice]:
     """Chooses for `kept` and `filtered`, and records choice and evidence in the bundle.
 
@@ -90,17 +99,23 @@ def choose_auto(
         goal: What counts.
         device: Where the model runs.
         users: Maximum number of validation users.
-        timed_users: Maximum number of users whose requests are timed.
+        timed_users: Maximum number of users whose requests are timed. 0 times none, which goal
+            `quality` allows.
         console: Where progress is printed; None means standard error.
+        strategies: Strategies to choose from; None means all that the bundle has.
 
     Raises:
         BundleError: If no recommender was trained.
+        ValueError: If the goal is `latency` and no request is timed.
     """
+    if goal == "latency" and timed_users < 1:
+        raise ValueError(f"timed_users is {timed_users}; goal 'latency' needs at least 1")
     console = console or Console(stderr=True)
     answers = BundleSlates.open(bundle, device)
     cases = leave_one_out_cases(bundle.events(), "valid").sample(users)
     choices = {
-        column: _choose(answers, cases, column, goal, timed_users, console) for column in COLUMNS
+        column: _choose(answers, cases, column, goal, timed_users, console, strategies)
+        for column in COLUMNS
     }
     settings = {
         column: {"strategy": found.chosen.strategy, "dense_weight": found.chosen.dense_weight}
@@ -119,13 +134,14 @@ def _choose(
     goal: Goal,
     timed_users: int,
     console: Console,
+    strategies: Sequence[str] | None,
 ) -> AutoChoice:
     """Measures all candidates of one column and takes one."""
     gains: list[NDArray[np.float64]] = []
     found: list[Candidate] = []
     nothing = Figure(0.0, 0.0, 0.0)
     timed = cases.sample(timed_users)
-    for strategy, weight in _candidates(answers):
+    for strategy, weight in _candidates(answers, strategies):
         options = answers.options(answers.as_served(strategy), WIDTH, column == "filtered", weight)
 
         def slates(which: NDArray[np.int64], filtered: bool) -> NDArray[np.int64]:
@@ -134,21 +150,24 @@ def _choose(
         label = f"{strategy}, dense weight {weight:g}, seen items {column}"
         made = make_slates(cases, slates, column == "filtered", shown=label)
         values = user_metrics(ranks_of(made, cases.held), (K,))[f"ndcg@{K}"]
-        # `auto` serves `beam` by the engine's exact strategy, which may draft.
-        served = StrategyChooser(answers.slates.engine.selectable).exact
-        served = served if strategy == BEAM else strategy
-        _, warm = measure_times(answers, timed, K, replace(options, strategy=served))
         ndcg = Figure(float(values.mean()), *mean_interval(values))
-        ms = Figure(float(np.median(warm)), *quantile_interval(warm, 0.5))
+        ms = None
+        if timed_users:
+            # `auto` serves `beam` by the engine's exact strategy, which may draft.
+            served = StrategyChooser(answers.slates.engine.selectable).exact
+            served = served if strategy == BEAM else strategy
+            _, warm = measure_times(answers, timed, K, replace(options, strategy=served))
+            ms = Figure(float(np.median(warm)), *quantile_interval(warm, 0.5))
         gains.append(values)
         found.append(Candidate(strategy, options.dense_weight, ndcg, nothing, ms))
-        console.print(f"{label}: NDCG@{K} {ndcg}, {ms.value:.1f} ms", soft_wrap=True)
+        console.print(f"seen items {column}: {found[-1]}", soft_wrap=True)
     best = max(range(len(found)), key=lambda one: found[one].ndcg.value)
     for one, candidate in enumerate(found):
         difference = gains[best] - gains[one]
         behind = Figure(float(difference.mean()), *difference_interval(difference))
         found[one] = replace(candidate, behind=behind)
-    chosen = best if goal == "quality" else fastest_near(best, gains, [c.ms.value for c in found])
+    times = [candidate.ms.value for candidate in found if candidate.ms is not None]
+    chosen = best if goal == "quality" else fastest_near(best, gains, times)
     ordered = sorted(found, key=lambda one: -one.ndcg.value)
     return AutoChoice(goal, len(cases), found[chosen], tuple(ordered))
 
@@ -169,10 +188,14 @@ def fastest_near(best: int, gains: Sequence[NDArray[np.float64]], ms: Sequence[f
     return min(near, key=lambda one: ms[one])
 
 
-def _candidates(answers: BundleSlates) -> list[tuple[str, float]]:
-    """Returns the strategies of the bundle, with each weight of the dense head that they can use.
+def _candidates(answers: BundleSlates, strategies: Sequence[str] | None) -> list[tuple[str, float]]:
+    """Returns the strategies to choose from, with each weight of the dense head that they can use.
 
     Strategies that equal `beam` are no candidates of their own.
+
+    Args:
+        answers: The bundle's strategies.
+        strategies: Names of those to choose from; None means all.
     """
     there = answers.slates.engine.selectable
     weights = WEIGHTS if answers.slates.model.config.dense_head else (0.0,)
@@ -180,5 +203,6 @@ def _candidates(answers: BundleSlates) -> list[tuple[str, float]]:
         (name, weight)
         for name, each in strategy_classes().items()
         if name in there and (name == BEAM or not each.exact)
+        if strategies is None or name in strategies
         for weight in (weights if each.dense_weight == "used" else (0.0,))
     ]

@@ -29,29 +29,12 @@ from recserve.training.evaluation.evaluation import (
 from recserve.training.evaluation.intervals import (
     DIFFERENCE_METHOD,
     MEAN_METHOD,
+    Figure,
     difference_interval,
 )
 from recserve.training.evaluation.untrained import UNTRAINED, UnsuitableEvents
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.sasrec import PLAIN, SasRecRecipe, fit_sasrec
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure with its 95 % interval.
-
-    Attributes:
-        value: The figure.
-        low: Lower bound.
-        high: Upper bound.
-    """
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
 def model_lead(

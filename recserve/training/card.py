@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from recserve.bundle.bundle import Bundle
 from recserve.features.catalog.catalog import Catalog
-from recserve.training.baselines import BaselineComparison, Figure, cutoffs_of, model_lead
+from recserve.training.baselines import BaselineComparison, cutoffs_of, model_lead
 from recserve.training.evaluation.accuracy import ranks_of, user_metrics
 from recserve.training.evaluation.evaluation import COLUMNS, Evaluation, EvaluationData
 from recserve.training.evaluation.intervals import (
     COVERAGE_METHOD,
     DIFFERENCE_METHOD,
     MEAN_METHOD,
+    Figure,
     coverage,
     mean_interval,
 )

@@ -6,6 +6,7 @@ another seed of training. No interval draws random numbers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
@@ -20,6 +21,24 @@ COUNT_METHOD = "normal interval of the mean"
 QUANTILE_METHOD = "order statistics of the timed requests"
 
 Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its 95 % interval.
+
+    Attributes:
+        value: The figure.
+        low: Lower bound.
+        high: Upper bound.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
 def mean_interval(values: ArrayLike) -> Range:

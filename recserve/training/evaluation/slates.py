@@ -107,7 +107,7 @@ class Slates:
 
     def _tokens(self, history: Ints) -> Ints:
         config = self.model.config
-        rows = _window(history, config)
+        rows = model_window(history, config)
         return history_tokens(rows, self.codes, config.codebook_sizes, config.input)
 
 
@@ -119,7 +119,7 @@ def rows_of(answers: list[Slate], k: int) -> Ints:
     return slates
 
 
-def _window(history: Ints, config: RecommenderConfig) -> Ints:
+def model_window(history: Ints, config: RecommenderConfig) -> Ints:
     """Returns the part of a history that the model reads, cut as in the server."""
     size = config.max_history_items
     return history[window_start(len(history), size, max(1, size // 4)) :]
@@ -143,7 +143,7 @@ def dense_log_p(
     config, device = model.config, model.item_tokens.device
     roots = [
         torch.from_numpy(history_tokens(rows, codes, config.codebook_sizes, config.input))
-        for rows in (_window(cases.history(case), config) for case in which.tolist())
+        for rows in (model_window(cases.history(case), config) for case in which.tolist())
     ]
     tokens = torch.nn.utils.rnn.pad_sequence(roots, batch_first=True).to(device)
     positions = torch.arange(tokens.shape[1], device=device)

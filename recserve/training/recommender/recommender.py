@@ -16,13 +16,17 @@ from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.events import EventLog
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig, RecommenderConfig
+from recserve.models.history_bonus import FILE as HISTORY_BONUS
 from recserve.models.recommender import Recommender, save_recommender
+from recserve.service.auto_strategy import BEAM
+from recserve.training.auto_choice import choose_auto
 from recserve.training.evaluation.cases import leave_one_out_cases
 from recserve.training.evaluation.evaluation import slate_columns
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.item_graph import save_graph
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.recommender.fit_history_bonus import fit_history_bonus
 from recserve.training.recommender.history_trees import HistoryTrees
 from recserve.training.recommender.objectives import Objective, node_paths, tree_losses
 from recserve.training.schedule import Schedule
@@ -55,6 +59,8 @@ class RecommenderRecipe:
             as the server's default.
         validation_users: Maximum number of users in the validation between epochs.
         validation_width: Beam width of that validation.
+        choice_users: Maximum number of validation users that choose the history bonus and the dense
+            weight of `auto` after the last epoch.
         autoregressive: As in RecommenderConfig.
         level_temperature: As in RecommenderConfig.
         scale_input: True multiplies the decoder's input by the root of the hidden size, as the
@@ -84,6 +90,7 @@ class RecommenderRecipe:
     rerank_weight: float = 2.0
     validation_users: int = 2000
     validation_width: int = 20
+    choice_users: int = 2000
     autoregressive: bool = True
     level_temperature: float = 0.0
     scale_input: bool = False
@@ -235,7 +242,9 @@ def train_recommender(
 ) -> TrainReport:
     """Trains a recommender and records its best epoch in the bundle.
 
-    A model with level heads over a large catalogue also gets an item graph.
+    A model with level heads over a large catalogue also gets an item graph. If the dense head takes
+    part in beam search, validation fits its history bonus and then chooses its weight for `auto`.
+    The time limit does not count that.
 
     Args:
         bundle: The bundle with catalogue and events.
@@ -258,7 +267,29 @@ def train_recommender(
     report = fit(trainee, recipe.scaled_schedule(), options, directory, console)
     save_recommender(trainee.model, directory)
     save_graph(trainee.model, trainee.codes, directory)
-    bundle.commit("recommender", section(recipe, options, report))
+    (directory / HISTORY_BONUS).unlink(missing_ok=True)  # that of an earlier model
+    values = section(recipe, options, report)
+    reranks = trainee.model.config.dense_head and recipe.rerank_weight > 0
+    console = console or Console(stderr=True)
+    if reranks:
+        fitted = fit_history_bonus(trainee.model, trainee.codes, events, recipe.choice_users)
+        if fitted.bonus is not None:
+            fitted.bonus.save(directory)
+        values["history_bonus"] = fitted.evidence()
+        console.print(str(fitted), soft_wrap=True)
+    bundle.commit("recommender", values)
+    if reranks:
+        choices = choose_auto(
+            bundle,
+            "quality",
+            device,
+            recipe.choice_users,
+            timed_users=0,
+            console=Console(quiet=True),
+            strategies=(BEAM,),
+        )
+        for column, choice in choices.items():
+            console.print(f"auto, seen items {column}: {choice}", soft_wrap=True)
     return report
 
 

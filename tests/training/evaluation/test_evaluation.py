@@ -35,6 +35,7 @@ from recserve.training.recommender.recommender import (
 from recserve.training.recommender.sasrec import PLAIN, train_sasrec
 from recserve.training.schedule import Schedule
 from tests.support.grids import chosen
+from tests.support.history_bonuses import bonus_by_hand, bonus_of
 from tests.support.shared_folders import shared_folder
 
 CPU = TrainOptions(device="cpu", precision="float32")
@@ -101,15 +102,24 @@ def brute_force(trainee: RecommenderTrainee, history: np.ndarray, weight: float)
     return scores + weight * dense
 
 
+@pytest.mark.parametrize("repeat", [None, -3.0, 2.0], ids=lambda value: f"bonus-{value}")
 @pytest.mark.parametrize("filtered", [False, True], ids=["kept", "filtered"])
-def test_slates_of_a_wide_beam_equal_brute_force(built: Path, filtered: bool) -> None:
+def test_slates_of_a_wide_beam_equal_brute_force(
+    built: Path, filtered: bool, repeat: float | None
+) -> None:
     """Beam 60 over 60 items misses nothing, so the slate is the order of all scores."""
     trainee = model_of(Bundle.open(built))
     cases = trainee.cases
+    noise = np.random.default_rng(7)
+    links = noise.random((60, 60)) * 20 * (noise.random((60, 60)) < 0.2)
+    if repeat is not None:
+        trainee.model.history_bonus = bonus_of(links, repeat)
     slates = Slates(trainee.model.eval(), trainee.trie, trainee.codes)
     got = slates(cases, np.arange(3), 8, SlateOptions(60, filtered, 0.5))
     for case in range(3):
         scores = brute_force(trainee, cases.history(case), 0.5)
+        if repeat is not None:
+            scores += 0.5 * bonus_by_hand(links, repeat, cases.history(case), 60)
         if filtered:
             scores[cases.history(case)] = -np.inf
         assert got[case].tolist() == np.argsort(-scores)[:8].tolist()
@@ -167,8 +177,42 @@ def test_training_learns_the_ring_and_the_bundle_keeps_it(
     assert evaluation.users == 80
     assert "recall@1" in str(evaluation) and "filtered" in str(evaluation)
     few = evaluate_bundle(opened, EvaluationOptions(strategy="auto", k=(5,), users=20))
-    assert (few.users, few.strategy) == (20, "beam")
+    assert few.users == 20 and few.strategy.startswith("auto (" if input == "items" else "beam")
     assert (path / "recommender" / "training.png").exists()
+
+
+def test_training_chooses_the_weight_of_auto(
+    built: Path, copied: Callable[[Path], Path], pictures: None
+) -> None:
+    """`auto` is no worse on validation than the beam alone, nor than the dense head alone."""
+    bundle = Bundle.open(copied(built))
+    small = replace(ITEMS, **SMALL, schedule=Schedule(2, 1e-2), max_nodes=256)
+    train_recommender(bundle, CPU, small, Console(quiet=True))
+    opened = Bundle.open(bundle.root)
+    opened.verify()
+
+    def figures(strategy: str, weight: float | None = None) -> dict[str, float]:
+        options = EvaluationOptions("valid", strategy, (10,), dense_weight=weight)
+        found = evaluate_bundle(opened, options).columns
+        return {column: metrics["ndcg@10"] for column, metrics in found.items()}
+
+    auto = figures("auto")
+    for part in (figures("beam", 0.0), figures("beam", 2.0), figures("beam", 100.0)):
+        assert all(auto[column] >= part[column] - 1e-9 for column in auto)
+    bonus = opened.manifest.recommender["history_bonus"]
+    assert "recommender/history_bonus.safetensors" in opened.manifest.files
+    assert bonus["filtered"][f"{bonus['factor']:g}"] > bonus["filtered"]["0"]  # the ring is known
+    evidence = opened.manifest.recommender["auto_evidence"]
+    for column, choice in evidence.items():
+        assert choice["chosen"]["ndcg"]["value"] == pytest.approx(auto[column])
+        assert {each["strategy"] for each in choice["candidates"]} == {"beam"}
+        assert all(each["ms"] is None for each in choice["candidates"])
+
+    # A run without a dense head leaves nothing of the earlier one.
+    train_recommender(opened, CPU, replace(small, rerank_weight=0.0), Console(quiet=True))
+    again = Bundle.open(bundle.root).manifest
+    assert "auto" not in again.recommender and "history_bonus" not in again.recommender
+    assert "recommender/history_bonus.safetensors" not in again.files
 
 
 def test_sasrec_learns_the_ring(built: Path, copied: Callable[[Path], Path]) -> None:

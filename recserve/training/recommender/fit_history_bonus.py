@@ -1,0 +1,159 @@
+"""Fits the history bonus of a trained recommender: links from training events, sizes by validation.
+
+The model is not changed. First the factor of the links is chosen with seen items filtered, then
+what items of the history get, with seen items kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recserve.features.tables.events import EventLog
+from recserve.models.history_bonus import HistoryBonus
+from recserve.models.recommender import Recommender
+from recserve.training.evaluation.accuracy import user_metrics
+from recserve.training.evaluation.cases import Cases, leave_one_out_cases
+from recserve.training.evaluation.slates import dense_log_p, model_window
+from recserve.training.evaluation.untrained import MAX_ENTRIES, hide
+
+# How far apart two events may be to link their items. A pair counts 1 / distance.
+DISTANCE = 3
+MAX_LINKS = 100
+FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+# In the order in which the first of several equals is taken.
+REPEATS = (0.0, -1.0, 1.0, -2.0, 2.0, -4.0, 4.0, -8.0)
+K = 10
+USERS = 2000
+
+
+@dataclass(frozen=True)
+class BonusFit:
+    """A fitted bonus with its evidence on validation users.
+
+    Attributes:
+        bonus: The bonus; None if none is better than nothing.
+        factor: Factor of the links.
+        repeat: What items of the history get.
+        users: Number of validation users.
+        filtered: NDCG@10 of the dense head by factor, with seen items filtered.
+        kept: NDCG@10 with that factor by `repeat`, with seen items kept.
+    """
+
+    bonus: HistoryBonus | None
+    factor: float
+    repeat: float
+    users: int
+    filtered: dict[float, float]
+    kept: dict[float, float]
+
+    def evidence(self) -> dict[str, Any]:
+        """Returns the sizes, and the figures that they were chosen by, for the manifest."""
+        return {
+            "factor": self.factor,
+            "repeat": self.repeat,
+            "users": self.users,
+            "filtered": {f"{factor:g}": gain for factor, gain in self.filtered.items()},
+            "kept": {f"{repeat:g}": gain for repeat, gain in self.kept.items()},
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"history bonus: links x {self.factor:g}, seen items {self.repeat:+g}; NDCG@{K} of the "
+            f"dense head on {self.users} validation users: filtered {self.filtered[0.0]:.4f} to "
+            f"{self.filtered[self.factor]:.4f}, kept {self.kept[0.0]:.4f} to "
+            f"{self.kept[self.repeat]:.4f}"
+        )
+
+
+def fit_history_bonus(
+    model: Recommender, codes: NDArray[np.generic], events: EventLog, users: int = USERS
+) -> BonusFit:
+    """Chooses the bonus with the best NDCG@10 of the dense head's slates.
+
+    Args:
+        model: A recommender with a dense head, in eval mode.
+        codes: [I, L] semantic ids of the items.
+        events: All events. Links come from those that leave-one-out trains on.
+        users: Maximum number of validation users.
+    """
+    cases = leave_one_out_cases(events, "valid").sample(users)
+    plain = link_items(events.leave_one_out().train, len(codes))
+    linked = [replace(plain, links=plain.links * np.float32(factor)) for factor in FACTORS]
+    gains = _gains(model, codes, cases, linked, filtered=True)
+    best = int(np.argmax(gains))
+    repeated = [replace(linked[best], repeat=repeat) for repeat in REPEATS]
+    kept = _gains(model, codes, cases, repeated, filtered=False)
+    chosen = int(np.argmax(kept))
+    return BonusFit(
+        bonus=repeated[chosen] if best or chosen else None,
+        factor=FACTORS[best],
+        repeat=REPEATS[chosen],
+        users=len(cases),
+        filtered=dict(zip(FACTORS, gains, strict=True)),
+        kept=dict(zip(REPEATS, kept, strict=True)),
+    )
+
+
+def link_items(train: EventLog, num_items: int) -> HistoryBonus:
+    """Returns the links of training events, without repeats.
+
+    link(a, i) = log(1 + sum over users, and over pairs of a and a later i, of 1 / distance)
+
+    The distance is that of the events in the user's history, at most DISTANCE. An item keeps its
+    MAX_LINKS strongest links.
+
+    Args:
+        train: Training events.
+        num_items: I, the number of items.
+    """
+    users, rows = train.user_indices(), train.item_rows
+    keys, shares = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+    for distance in range(1, DISTANCE + 1):
+        same = users[distance:] == users[:-distance]
+        left, right = rows[:-distance][same].astype(np.int64), rows[distance:][same]
+        keys.append(left * num_items + right)
+        shares.append(np.full(len(left), 1 / distance))
+    pairs, which = np.unique(np.concatenate(keys), return_inverse=True)
+    sums = np.bincount(which.reshape(-1), np.concatenate(shares), len(pairs))
+    item, row = np.divmod(pairs, num_items)
+    order = np.lexsort((row, -sums, item))  # strongest first, and equals by row
+    item, row, value = item[order], row[order], sums[order]
+    strong = np.arange(len(item)) - np.searchsorted(item, item) < MAX_LINKS
+    counts = np.bincount(item[strong], minlength=num_items)
+    return HistoryBonus(
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        row[strong].astype(np.int32),
+        np.log1p(value[strong]).astype(np.float32),
+        0.0,
+    )
+
+
+def _gains(
+    model: Recommender,
+    codes: NDArray[np.generic],
+    cases: Cases,
+    bonuses: Sequence[HistoryBonus],
+    filtered: bool,
+) -> list[float]:
+    """Returns the mean NDCG@10 of the dense head with each bonus."""
+    size = max(1, min(256, MAX_ENTRIES // len(codes)))
+    sums = np.zeros(len(bonuses))
+    for which in cases.batches(size):
+        dense = torch.from_numpy(dense_log_p(model, codes, cases, which))
+        histories = [model_window(cases.history(case), model.config) for case in which.tolist()]
+        held = torch.from_numpy(cases.held[which])[:, None]
+        for number, bonus in enumerate(bonuses):
+            scores = dense.clone()
+            bonus.add_to(scores, histories)
+            if filtered:
+                hide(scores, cases.histories(which))
+            ranks = (scores > scores.gather(1, held)).sum(1)
+            sums[number] += user_metrics(ranks.numpy(), (K,))[f"ndcg@{K}"].sum()
+    means: list[float] = (sums / len(cases)).tolist()
+    return means
