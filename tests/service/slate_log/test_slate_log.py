@@ -214,7 +214,7 @@ while True:
 
 @pytest.mark.parametrize("lines", [pytest.param(1, marks=pytest.mark.slow), 60])
 def test_a_killed_process_loses_the_buffer_only(tmp_path, lines):
-    script = CRASHING.format(prefix=str(ROOT), folder=str(tmp_path / "log"))
+    script = CRASHING.format(root=str(ROOT), folder=str(tmp_path / "log"))
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
     assert child.stdout is not None
     written = [int(child.stdout.readline()) for _ in range(lines)][-1]
