@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from recserve.core.request import PrefixKeys
 from recserve.core.sequence import CachedPrefix, Sequence
+from recserve.engine import kv_cache
+from recserve.engine.item_scheduler import RoundScheduler
 from recserve.engine.kv_cache import KVCache, OutOfPages, PageAllocator, PrefixCache
+from recserve.engine.scheduler import RequestTooLarge
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 
 SIZE = 4
@@ -95,6 +99,18 @@ def test_a_request_has_a_row_with_the_slots_of_its_pages():
     cache.release(one)
     assert cache.place(other, PrefixKeys(np.arange(3)), 1, separate=False) and other.row == row
     assert cache.slots[0].unique().tolist() == [cache.pool.spare_slot]
+
+
+def test_a_request_that_is_longer_than_a_row_is_refused(monkeypatch):
+    """Though the pool has the pages; one that just fits runs."""
+    monkeypatch.setattr(kv_cache, "LONGEST", 4 * SIZE)
+    kv = KVCache(KVPool(KVShape(1, 1, 4), 9, SIZE))
+    scheduler = RoundScheduler(SimpleNamespace(pool=kv.pool), kv)
+    scheduler._check_pages(4, "sixteen tokens")
+    with pytest.raises(RequestTooLarge, match="need 5 pages of 4 tokens, .* gets at most 4; req"):
+        scheduler._check_pages(5, "seventeen tokens")
+    with pytest.raises(RequestTooLarge, match="need 10 pages .* the pool has 9"):
+        scheduler._check_pages(10, "forty tokens")
 
 
 def test_two_users_share_a_beginning():
