@@ -15,7 +15,7 @@ def test_a_prefix_holds_the_newest_events(longest):
     """At most the longest history, and at least three quarters of it; models of one event too."""
     config = RecommenderConfig(DECODER, (4, 4), max_history_items=longest)
     prefixes = RecommenderPrefixBuilder(config, torch.device("cpu"))
-    used = np.array([prefixes.used(count) for count in range(4 * longest + 3)])
+    used = np.array([prefixes.count_used(count) for count in range(4 * longest + 3)])
     assert (used[: longest + 1] == np.arange(longest + 1)).all()
     assert used.max() == longest
     assert used[longest:].min() > longest - max(longest / 4, 1)
