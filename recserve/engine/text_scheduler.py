@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -151,6 +152,14 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._flawed: list[TextSequence] = []  # prompts with states that are not finite
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
+    @cached_property
+    def token_counts(self) -> TokenCounts:
+        """Token counts of all rows. They take memory once a text has penalties, or a graph."""
+        if self.graphs is not None:
+            return self.graphs.token_counts
+        rows, device = self.kv.slots.shape[0], self.kv.slots.device
+        return TokenCounts(rows, self.model.config.vocab_size, device)
+
     @property
     def admitted(self) -> list[TextSequence]:
         """Running texts that have pages or wait for them."""
@@ -191,9 +200,6 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             False if the pages are not free.
         """
         request = sequence.request
-        if request.params.counts_tokens and sequence.token_counts is None:
-            tokens, device = sequence.context.tokens, self.runner.pool.keys.device
-            sequence.token_counts = TokenCounts(tokens, self.model.config.vocab_size, device)
         if self._place(sequence):
             insort(self.running, sequence, key=service_order)
         elif sequence.waits:
@@ -306,7 +312,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def verify(self, trees: TextGroup, batch: TreeBatch, states: StepStates) -> None:
         """Verifies the drafts of a group, and commits what it accepts."""
-        inputs = trees.inputs(batch.tree, batch.slots)
+        counts = None
+        if not trees.table.plain and any(c.params.counts_tokens for c in trees.contexts):
+            counts = self.token_counts
+        inputs = trees.inputs(batch.tree, batch.slots, counts)
         self._commit(trees, text_step(self.model, self.runner.pool, inputs, states))
 
     def draft_health(self) -> dict[str, DraftHealth]:
@@ -402,7 +411,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         verified, states, last_hidden = outputs.paths(), outputs.states, outputs.last_hidden
         logits = outputs.logits
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
-        counted, first, hidden = last_hidden is not None, 0, states.final
+        first, hidden = 0, states.final
         for number, sequence in enumerate(group.sequences):
             path, tokens = verified.paths[number], verified.tokens[number]
             draft, before = group.drafts[number], len(sequence.context.tokens)
@@ -419,7 +428,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                     )
                 top = sequence.request.params.logprobs
                 logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
-                added = sequence.commit(tokens, draft, logprobs, counted)
+                added = sequence.commit(tokens, draft, logprobs)
             except Exception as error:
                 self._end([(sequence, error)])
                 first += 1 + draft.num_nodes
@@ -474,6 +483,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             return False
         sequence.capacity = len(sequence.pages) * self.kv.page_size
         sequence.context.table, sequence.context.row = self.kv.slots, sequence.row
+        if sequence.request.params.counts_tokens:
+            self.token_counts.start(sequence.row, sequence.context)
         sequence.restore(*placed)
         if not sequence.timing.forwards:
             sequence.timing.prefix_cached = sequence.num_computed
@@ -524,8 +535,6 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                 log.error("the model's output for a text is not finite; its prefix is dropped")
                 self.kv.discard(sequence.prefix(sequence.length), sequence.pages)
             self._proposer.forget(sequence)
-            if self.graphs is not None:
-                self.graphs.forget(sequence)
             self.kv.release(sequence)
             sequence.capacity = 0
         gone = set(sequences)

@@ -24,7 +24,7 @@ from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.logits_processor import LogitsProcessor, Past
+from recserve.speculation.logits_processor import LogitsProcessor, Past, TokenCounts
 from recserve.speculation.sampling_table import SamplingTable
 from recserve.speculation.verifier import Accepted, ScoredTrees
 from recserve.speculation.verifiers.registry import verify
@@ -123,7 +123,7 @@ class StepOutputs:
         states: States of all nodes.
         num_heads: K, or 0 without heads.
         last_hidden: [E] state of each text at its last accepted node, which stays until the text
-            steps again. None if only `states` has it. A step that has it has counted the tokens.
+            steps again. None if only `states` has it.
     """
 
     found: Tensor
@@ -184,6 +184,8 @@ class StepInputs:
         table: Sampling parameters.
         past: What the parameters need of the committed tokens. None: temperature and truncation
             need nothing.
+        counts: Where accepted tokens are counted. None: no text has penalties.
+        rows: [B] row of each text in `counts`. Read with `counts` only.
         lengths: [B] committed tokens. None: all texts take the likeliest token, without noise.
         probs: Distributions that the nodes were drawn from. None: all tokens were chosen.
         rules: [B] number of each text's rule. None: `rule` is that of all texts.
@@ -199,6 +201,8 @@ class StepInputs:
     forks: bool
     table: SamplingTable
     past: Past | None
+    counts: TokenCounts | None
+    rows: Tensor | None
     lengths: Tensor | None
     probs: DraftProbs | None
     rules: Tensor | None
@@ -244,6 +248,10 @@ def text_step(
     outputs = StepOutputs(found, depth, logits, states)
     if inputs.forks:
         move_accepted(pool, tree, accepted or outputs.accepted, inputs.slots)
+    if inputs.counts is not None and inputs.rows is not None:
+        path, bonus = outputs.accepted.nodes[:, 1:], outputs.accepted.bonus[:, None]
+        tokens = torch.cat([outputs.tokens[:, 1:], bonus], 1)
+        inputs.counts.add(inputs.rows, tokens, torch.cat([path, bonus], 1) >= 0)
     return outputs
 
 

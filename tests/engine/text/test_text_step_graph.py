@@ -74,11 +74,10 @@ def test_replays_write_the_plain_text(name, kind, recorded, expected):
     if kind == "right":
         assert sum(a.counts.num_accepted_tokens for a in answers[::2]) > 0
     assert_no_leak(engine)
-    rows = engine.schedulers["text"].graphs.rows
-    assert not rows._counted
+    counts = engine.schedulers["text"].graphs.token_counts
     # What fills a batch up is counted nowhere; what was written is.
-    assert not rows.seen[0].any() and not rows.written[0].any()
-    assert name != "everything" or rows.written.any()
+    assert not counts.seen[0].any() and not counts.written[0].any()
+    assert name != "everything" or counts.written.any()
 
 
 def test_paths_that_fork_are_moved(model, expected):
