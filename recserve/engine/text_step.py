@@ -249,9 +249,10 @@ def text_step(
     if inputs.forks:
         move_accepted(pool, tree, accepted or outputs.accepted, inputs.slots)
     if inputs.counts is not None and inputs.rows is not None:
-        path, bonus = outputs.accepted.nodes[:, 1:], outputs.accepted.bonus[:, None]
+        taken = accepted or outputs.accepted
+        bonus = taken.bonus[:, None]
         tokens = torch.cat([outputs.tokens[:, 1:], bonus], 1)
-        inputs.counts.add(inputs.rows, tokens, torch.cat([path, bonus], 1) >= 0)
+        inputs.counts.add(inputs.rows, tokens, torch.cat([taken.nodes[:, 1:], bonus], 1) >= 0)
     return outputs
 
 

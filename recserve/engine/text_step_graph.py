@@ -327,7 +327,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         hidden = self.runner.layers(batch, x, None, taps, gate)
         past = None
         if self.capacity is not None:
-            seen, written = self.counts.seen[columns.rows], self.counts.written[columns.rows]
+            seen, written = self.counts.both[:, columns.rows]
             past = Past(columns.numbers, columns.last_tokens, seen, written)
         values = self.draft_values
         inputs = StepInputs(

@@ -27,34 +27,30 @@ class TokenCounts:
     Only the rows of texts with penalties mean anything. A step adds the tokens that it accepts.
 
     Attributes:
-        seen: [R, V] int32 occurrences in prompt and output. Those of row 0, which no text has,
-            stay 0.
-        written: [R, V] int32 occurrences in the output.
+        both: [2, R, V] int32 occurrences in prompt and output, and in the output alone.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
-        self.seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
-        self.written = torch.zeros_like(self.seen)
+        self.both = torch.zeros(2, rows, vocab_size, dtype=torch.int32, device=device)
 
     def start(self, row: int, context: TextContext) -> None:
         """Counts the tokens that a text has when it gets its row."""
-        tokens = on_device(context.tokens, self.seen.device, torch.int64)
-        size = self.seen.shape[1]
-        self.seen[row] = torch.bincount(tokens, minlength=size)
-        self.written[row] = torch.bincount(tokens[context.num_prompt :], minlength=size)
+        tokens = on_device(context.tokens, self.both.device, torch.int64)
+        size = self.both.shape[2]
+        self.both[0, row] = torch.bincount(tokens, minlength=size)
+        self.both[1, row] = torch.bincount(tokens[context.num_prompt :], minlength=size)
 
     def add(self, rows: Tensor, tokens: Tensor, which: Tensor) -> None:
         """Counts accepted tokens. It only launches kernels.
 
         Args:
-            rows: [B] rows of the texts. Row 0 counts nothing.
+            rows: [B] rows of the texts.
             tokens: [B, m] token ids where `which` is true, anything elsewhere.
             which: [B, m] bool, the tokens to count.
         """
-        place = rows[:, None] * self.seen.shape[1] + torch.where(which, tokens, 0)
-        ones = (which & (rows[:, None] != 0)).to(torch.int32)
-        for counts in (self.seen, self.written):
-            counts.view(-1).index_add_(0, place.flatten(), ones.flatten())
+        place = torch.where(which, tokens, 0) + (rows * self.both.shape[2])[:, None]
+        ones = which.to(torch.int32).view(1, -1).expand(2, -1)
+        self.both.view(2, -1).index_add_(1, place.view(-1), ones)
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def past_of(
     seen = written = None
     if counts is not None:
         rows = on_device([context.row for context in contexts], device)
-        seen, written = counts.seen[rows], counts.written[rows]
+        seen, written = counts.both[:, rows]
     numbers = on_device([c.num_output for c in contexts], device)
     return Past(numbers, tails.view(len(contexts), width), seen, written)
 
