@@ -149,7 +149,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids, self.graphs = count(), graphs
         self._earliest_s = math.inf  # no text has an earlier deadline
-        self._flawed: list[TextSequence] = []  # prompts with states that are not finite
+        self._nonfinite: list[TextSequence] = []  # prompts with states that are not finite
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @cached_property
@@ -215,9 +215,9 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     def settle(self) -> None:
         """Ends texts whose deadline has passed, and those whose prompt is not finite."""
         self._proposer.record_step()
-        if self._flawed:
-            flawed, self._flawed = self._flawed, []
-            self._end([(sequence, NotFinite()) for sequence in flawed if sequence.pages])
+        if self._nonfinite:
+            nonfinite, self._nonfinite = self._nonfinite, []
+            self._end([(sequence, NotFinite()) for sequence in nonfinite if sequence.pages])
         now = time.monotonic()
         if now <= self._earliest_s:
             return
@@ -302,13 +302,13 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             sequence, last_hidden = chunk.sequence, own.final[-1]
             if sequence.drafter.reads_states:
                 sequence.states = own.read_by(sequence.drafter, slice(None))
-            sequence.flawed = not last_hidden.is_cuda and not all_finite(last_hidden)
+            sequence.nonfinite = not last_hidden.is_cuda and not all_finite(last_hidden)
             sequence.computed(sequence.num_computed + chunk.size, last_hidden)
         self._end(self._proposer.read([chunk.sequence for chunk in chunks]))
         for sequence in [chunk.sequence for chunk in chunks if chunk.sequence.pages]:
             self._insert_prefix(sequence)
-            if sequence.flawed:
-                self._flawed.append(sequence)
+            if sequence.nonfinite:
+                self._nonfinite.append(sequence)
 
     def verify(self, trees: TextGroup, batch: TreeBatch, states: StepStates) -> None:
         """Verifies the drafts of a group, and commits what it accepts."""
@@ -418,8 +418,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             sequence.timing.forwards += 1
             sequence.timing.nodes += 1 + draft.num_nodes
             try:
-                sequence.flawed |= number in verified.flawed
-                if sequence.flawed:
+                sequence.nonfinite |= number in verified.nonfinite
+                if sequence.nonfinite:
                     raise NotFinite
                 if not 0 < len(path) <= 1 + draft.depth:
                     raise InvalidPath(
@@ -519,7 +519,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def _insert_prefix(self, sequence: TextSequence) -> None:
         length = sequence.num_computed
-        if sequence.last_hidden is not None and not sequence.flawed:
+        if sequence.last_hidden is not None and not sequence.nonfinite:
             pages = sequence.pages[: self.kv.pages_of(length)]
             self.kv.prefixes.insert(sequence.prefix(length), pages, sequence.to_cache())
 
@@ -531,7 +531,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         if not sequences:
             return
         for sequence in sequences:
-            if sequence.flawed:
+            if sequence.nonfinite:
                 log.error("the model's output for a text is not finite; its prefix is dropped")
                 self.kv.discard(sequence.prefix(sequence.length), sequence.pages)
             self._proposer.forget(sequence)

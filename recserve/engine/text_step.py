@@ -101,14 +101,14 @@ class VerifiedPaths:
         paths: The packed nodes of each path, node 0 first.
         tokens: The tokens of each path, the bonus token last.
         ranked: [B, K, W] tokens that K heads ranked at the end of the step. None without heads.
-        flawed: Numbers of the texts whose logits on the path are not finite. Their tokens mean
+        nonfinite: Numbers of the texts whose logits on the path are not finite. Their tokens mean
             nothing.
     """
 
     paths: list[list[int]]
     tokens: list[list[int]]
     ranked: NDArray[np.int64] | None = None
-    flawed: frozenset[int] = frozenset()
+    nonfinite: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -151,22 +151,22 @@ class StepOutputs:
         step.
         """
         found, ranked, nodes = self.found.cpu(), None, self.depth + 1
-        flawed_at = 2 * nodes + 2
+        flag_at = 2 * nodes + 2
         if self.num_heads:
-            own = found[:, flawed_at + 1 :].numpy().copy()
+            own = found[:, flag_at + 1 :].numpy().copy()
             ranked = own.reshape(len(found), self.num_heads, -1)
-            found = found[:, : flawed_at + 1]
+            found = found[:, : flag_at + 1]
         first_token = nodes + 3  # the token of node 0 was committed before
-        paths, tokens, flawed = [], [], []
+        paths, tokens, nonfinite = [], [], []
         for number, row in enumerate(found.tolist()):
-            if row[flawed_at]:
-                flawed.append(number)
+            if row[flag_at]:
+                nonfinite.append(number)
             length, bonus = row[nodes : nodes + 2]
             paths.append(row[: length + 1])
             written = row[first_token : first_token + length]
             written.append(bonus)
             tokens.append(written)
-        return VerifiedPaths(paths, tokens, ranked, frozenset(flawed))
+        return VerifiedPaths(paths, tokens, ranked, frozenset(nonfinite))
 
 
 @dataclass(frozen=True)
