@@ -53,7 +53,7 @@ class Sequence:
         num_computed: Tokens at its beginning with keys and values.
         last_hidden: [E] state of the last of them. None if it is not known.
         timing: Time and work so far.
-        flawed: Whether a state or a score is not finite. Such a request fails.
+        nonfinite: Whether a state or a score is not finite. Such a request fails.
     """
 
     request: Any
@@ -68,7 +68,7 @@ class Sequence:
     num_computed: int = 0
     last_hidden: Tensor | None = None
     timing: Timing = field(default_factory=Timing)
-    flawed: bool = False
+    nonfinite: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -125,7 +125,7 @@ class SearchSequence(Sequence):
 
     def restart(self) -> None:
         """Forgets what was computed, after a failed step. What earlier searches chose stays."""
-        self.num_computed, self.tree_used, self.flawed = 0, 0, False
+        self.num_computed, self.tree_used, self.nonfinite = 0, 0, False
         self.timing = Timing()
 
     def take_tree_slots(self, count: int) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.finite import flaws_of
+from recserve.core.finite import nonfinite_flags
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence, request_of
 from recserve.engine.capture import (
@@ -71,14 +71,14 @@ class SearchLeaves:
     Attributes:
         paths: [B, W, L] trie nodes of each beam.
         log_probs: [B, W] of the beams, -inf where a beam is dead.
-        flaws: [B] flags of the states that scored live beams, as in core/finite.py.
+        nonfinite: [B] flags of the states that scored live beams, as in core/finite.py.
         dense_candidates: [B, W] log-probabilities of the dense candidates, meaningless where a
             request has fewer. None without dense candidates.
     """
 
     paths: Tensor
     log_probs: Tensor
-    flaws: Tensor
+    nonfinite: Tensor
     dense_candidates: Tensor | None = None
 
     def copy(self, count: int) -> SearchLeaves:
@@ -87,7 +87,7 @@ class SearchLeaves:
         return SearchLeaves(
             self.paths[:count].clone(),
             self.log_probs[:count].clone(),
-            self.flaws[:count].clone(),
+            self.nonfinite[:count].clone(),
             None if scores is None else scores[:count].clone(),
         )
 
@@ -100,7 +100,7 @@ class SearchLeaves:
         return SearchLeaves(
             torch.cat([part.paths for part in parts]),
             torch.cat([part.log_probs for part in parts]),
-            torch.cat([part.flaws for part in parts]),
+            torch.cat([part.nonfinite for part in parts]),
             torch.cat(scores) if scores else None,
         )
 
@@ -141,19 +141,19 @@ class BeamSearchGraph(CapturedGraph[SearchLeaves]):
         trie, requests = self.trie.trie, self.shape.requests
         scores = self.inputs.scores(self._block[:, 1:])
         beams = Beams.root(requests, self._block.device)
-        flaws = torch.zeros(requests, device=self._block.device)
+        nonfinite = torch.zeros(requests, device=self._block.device)
         while beams.level < trie.num_levels:
             deeper = search_step(self._space, beams, scores)
             assert scores.states is not None
-            of_beams = flaws_of(scores.states).view(beams.nodes.shape)
-            flaws = flaws + of_beams.masked_fill(~beams.alive(), 0.0).sum(1)
+            of_beams = nonfinite_flags(scores.states).view(beams.nodes.shape)
+            nonfinite = nonfinite + of_beams.masked_fill(~beams.alive(), 0.0).sum(1)
             beams = deeper
         dense_candidates = None
         if self.shape.weighed:
             paths = self._dense_candidates
             found = scores.of_paths(self._owners, paths.flatten(0, 1))
             dense_candidates = found.view(paths.shape[:2])
-        return SearchLeaves(beams.paths, beams.log_probs, flaws, dense_candidates)
+        return SearchLeaves(beams.paths, beams.log_probs, nonfinite, dense_candidates)
 
     def load(self, search: BeamSearch, part: slice) -> None:
         """Uploads some requests of a search at level 0 to the buffers that the graph reads.
@@ -493,7 +493,7 @@ def set_leaves(search: BeamSearch, found: SearchLeaves) -> None:
     if candidates is not None and found.dense_candidates is not None:
         scores = found.dense_candidates[:count, : candidates.rows.shape[1]]
         candidates.log_probs = torch.where(candidates.valid, scores, DEAD)
-    search.add_flaws(found.flaws[:count].clone())
+    search.add_nonfinite(found.nonfinite[:count].clone())
     search.beams = Beams(search.trie.num_levels, paths[..., -1], log_probs, paths)
 
 

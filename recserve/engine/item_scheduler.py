@@ -194,12 +194,12 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
 
     def finish_prefill(self, chunks: Seq[Chunk[SearchSequence]], states: Seq[Tensor]) -> None:
         """Caches complete prefixes, whose requests may start. Prefixes that are not finite fail."""
-        flawed = list[SearchSequence]()
+        nonfinite = list[SearchSequence]()
         for chunk, own in zip(chunks, states, strict=True):
             sequence, stop = chunk.sequence, chunk.sequence.num_computed + chunk.size
             # On a CUDA device, the check would make the host wait. There the result shows it.
             if not own.is_cuda and not all_finite(own):
-                flawed.append(sequence)
+                nonfinite.append(sequence)
             elif stop < sequence.prefix_length:
                 sequence.num_computed = stop
                 continue
@@ -207,7 +207,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
                 self._store_prefix(sequence, own)
                 self.warm.append(sequence)
             self.cold.remove(sequence)
-        self._end([(sequence, NotFinite()) for sequence in flawed])
+        self._end([(sequence, NotFinite()) for sequence in nonfinite])
 
     def verify(self, trees: SearchBatch, batch: TreeBatch, states: Tensor) -> None:
         """Hands the states of a round to the strategy, once all of its nodes are computed."""
@@ -248,7 +248,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
     def _remove(self, sequences: Seq[SearchSequence]) -> None:
         """Releases the pages. A request that is not finite leaves no prefix in the prefix cache."""
         for sequence in sequences:
-            if sequence.flawed:
+            if sequence.nonfinite:
                 log.error("the model's output for a request is not finite; its prefix is dropped")
                 self.kv.discard(_keys(sequence.request), sequence.pages)
             self.kv.release(sequence)
@@ -372,7 +372,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
                 f"for {len(batch.sequences)} requests"
             )
         return [
-            NotFinite() if sequence.flawed else checked(result)
+            NotFinite() if sequence.nonfinite else checked(result)
             for sequence, result in zip(batch.sequences, results, strict=True)
         ]
 

@@ -327,7 +327,7 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
     def _end(self, results: Seq[tuple[SequenceT, Any]]) -> None:
         """Ends requests: notes their results or errors for delivery, and removes them."""
         for sequence, result in results:
-            sequence.flawed |= isinstance(result, NotFinite)
+            sequence.nonfinite |= isinstance(result, NotFinite)
         self._results += results
         self._remove([sequence for sequence, _ in results])
 

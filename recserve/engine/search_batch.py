@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
+from recserve.core.finite import NotFinite, all_finite, nonfinite_flags, without_nonfinite
 from recserve.core.request import Continuation, PromptScores, Result, Scores, Slate
 from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Strategy
@@ -101,7 +101,7 @@ class SearchBatch:
 def zero_nonfinite(
     sequences: Seq[SearchSequence], batch: TreeBatch, states: Tensor, pool: KVPool
 ) -> Tensor:
-    """Replaces states that are not finite by zeros, and marks their sequences as flawed.
+    """Replaces states that are not finite by zeros, and marks their sequences as nonfinite.
 
     The search goes on with the zeros because it compares sums of states, and NaN compares as false
     with everything.
@@ -110,21 +110,21 @@ def zero_nonfinite(
         sequences: The sequences of the batch's trees, in order.
         batch: The trees whose nodes were computed.
         states: [Tq, E] hidden states of these nodes.
-        pool: The pool that holds their keys and values. Those of flawed nodes become zero.
+        pool: The pool that holds their keys and values. Those of nonfinite nodes become zero.
 
     Returns:
         [Tq, E] finite states. On a CUDA device, the input itself.
     """
     if states.is_cuda or all_finite(states):
         return states
-    flaws, owners, slots = flaws_of(states), batch.tree.tree_ids(), batch.slots
+    nonfinite, owners, slots = nonfinite_flags(states), batch.tree.tree_ids(), batch.slots
     if batch.queries is not None:
         owners, slots = owners[batch.queries], slots[batch.queries]
-    flawed = torch.isnan(flaws)
-    for owner in owners[flawed].tolist():
-        sequences[owner].flawed = True
-    pool.clear_slots(slots[flawed])
-    return without_flaws(states, flaws)
+    found = torch.isnan(nonfinite)
+    for owner in owners[found].tolist():
+        sequences[owner].nonfinite = True
+    pool.clear_slots(slots[found])
+    return without_nonfinite(states, nonfinite)
 
 
 def checked(result: Result | Continuation | NotFinite) -> Result | Continuation | NotFinite:

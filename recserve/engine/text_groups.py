@@ -16,7 +16,7 @@ from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.logits_processor import past_of
+from recserve.speculation.logits_processor import TokenCounts, past_of
 from recserve.speculation.sampling_table import SamplingTable, sampling_table
 from recserve.speculation.verifiers.registry import (
     GREEDY,
@@ -73,14 +73,21 @@ class TextGroup:
         places = np.repeat(first - (sizes.cumsum() - sizes), sizes) + np.arange(sizes.sum())
         return table.view(-1)[on_device(places, table.device)]
 
-    def inputs(self, tree: TokenTree, slots: Tensor) -> StepInputs:
-        """Returns what the step of these trees reads besides the states of the nodes."""
+    def inputs(self, tree: TokenTree, slots: Tensor, counts: TokenCounts | None) -> StepInputs:
+        """Returns what the step of these trees reads besides the states of the nodes.
+
+        Args:
+            tree: The packed trees.
+            slots: [T] pool slot of each node.
+            counts: Token counts of all rows. None if no text of the group has penalties.
+        """
         device, table, contexts = slots.device, self.table, self.contexts
-        past = lengths = rules = None
+        past = lengths = rules = rows = None
         plain = table.plain
         if not plain:
-            counts = [sequence.token_counts for sequence in self.sequences]
             past = past_of(table, contexts, counts)
+        if counts is not None:
+            rows = on_device([context.row for context in contexts], device)
         if not (plain and table.greedy):
             lengths = on_device([len(context.tokens) for context in contexts], device)
         if self.rule == MIXED:
@@ -93,6 +100,8 @@ class TextGroup:
             forks=self.forks,
             table=table,
             past=past,
+            counts=counts,
+            rows=rows,
             lengths=lengths,
             probs=None if table.greedy else draft_probs(self.drafts, device),
             rules=rules,

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -148,8 +149,16 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids, self.graphs = count(), graphs
         self._earliest_s = math.inf  # no text has an earlier deadline
-        self._flawed: list[TextSequence] = []  # prompts with states that are not finite
+        self._nonfinite: list[TextSequence] = []  # prompts with states that are not finite
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
+
+    @cached_property
+    def token_counts(self) -> TokenCounts:
+        """Token counts of all rows. They take memory once a text has penalties, or a graph."""
+        if self.graphs is not None:
+            return self.graphs.token_counts
+        rows, device = self.kv.slots.shape[0], self.kv.slots.device
+        return TokenCounts(rows, self.model.config.vocab_size, device)
 
     @property
     def admitted(self) -> list[TextSequence]:
@@ -191,9 +200,6 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             False if the pages are not free.
         """
         request = sequence.request
-        if request.params.counts_tokens and sequence.token_counts is None:
-            tokens, device = sequence.context.tokens, self.runner.pool.keys.device
-            sequence.token_counts = TokenCounts(tokens, self.model.config.vocab_size, device)
         if self._place(sequence):
             insort(self.running, sequence, key=service_order)
         elif sequence.waits:
@@ -209,9 +215,9 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     def settle(self) -> None:
         """Ends texts whose deadline has passed, and those whose prompt is not finite."""
         self._proposer.record_step()
-        if self._flawed:
-            flawed, self._flawed = self._flawed, []
-            self._end([(sequence, NotFinite()) for sequence in flawed if sequence.pages])
+        if self._nonfinite:
+            nonfinite, self._nonfinite = self._nonfinite, []
+            self._end([(sequence, NotFinite()) for sequence in nonfinite if sequence.pages])
         now = time.monotonic()
         if now <= self._earliest_s:
             return
@@ -296,17 +302,20 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             sequence, last_hidden = chunk.sequence, own.final[-1]
             if sequence.drafter.reads_states:
                 sequence.states = own.read_by(sequence.drafter, slice(None))
-            sequence.flawed = not last_hidden.is_cuda and not all_finite(last_hidden)
+            sequence.nonfinite = not last_hidden.is_cuda and not all_finite(last_hidden)
             sequence.computed(sequence.num_computed + chunk.size, last_hidden)
         self._end(self._proposer.read([chunk.sequence for chunk in chunks]))
         for sequence in [chunk.sequence for chunk in chunks if chunk.sequence.pages]:
             self._insert_prefix(sequence)
-            if sequence.flawed:
-                self._flawed.append(sequence)
+            if sequence.nonfinite:
+                self._nonfinite.append(sequence)
 
     def verify(self, trees: TextGroup, batch: TreeBatch, states: StepStates) -> None:
         """Verifies the drafts of a group, and commits what it accepts."""
-        inputs = trees.inputs(batch.tree, batch.slots)
+        counts = None
+        if not trees.table.plain and any(c.params.counts_tokens for c in trees.contexts):
+            counts = self.token_counts
+        inputs = trees.inputs(batch.tree, batch.slots, counts)
         self._commit(trees, text_step(self.model, self.runner.pool, inputs, states))
 
     def draft_health(self) -> dict[str, DraftHealth]:
@@ -402,15 +411,15 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         verified, states, last_hidden = outputs.paths(), outputs.states, outputs.last_hidden
         logits = outputs.logits
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
-        counted, first, hidden = last_hidden is not None, 0, states.final
+        first, hidden = 0, states.final
         for number, sequence in enumerate(group.sequences):
             path, tokens = verified.paths[number], verified.tokens[number]
             draft, before = group.drafts[number], len(sequence.context.tokens)
             sequence.timing.forwards += 1
             sequence.timing.nodes += 1 + draft.num_nodes
             try:
-                sequence.flawed |= number in verified.flawed
-                if sequence.flawed:
+                sequence.nonfinite |= number in verified.nonfinite
+                if sequence.nonfinite:
                     raise NotFinite
                 if not 0 < len(path) <= 1 + draft.depth:
                     raise InvalidPath(
@@ -419,7 +428,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                     )
                 top = sequence.request.params.logprobs
                 logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
-                added = sequence.commit(tokens, draft, logprobs, counted)
+                added = sequence.commit(tokens, draft, logprobs)
             except Exception as error:
                 self._end([(sequence, error)])
                 first += 1 + draft.num_nodes
@@ -474,6 +483,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             return False
         sequence.capacity = len(sequence.pages) * self.kv.page_size
         sequence.context.table, sequence.context.row = self.kv.slots, sequence.row
+        if sequence.request.params.counts_tokens:
+            self.token_counts.start(sequence.row, sequence.context)
         sequence.restore(*placed)
         if not sequence.timing.forwards:
             sequence.timing.prefix_cached = sequence.num_computed
@@ -508,7 +519,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def _insert_prefix(self, sequence: TextSequence) -> None:
         length = sequence.num_computed
-        if sequence.last_hidden is not None and not sequence.flawed:
+        if sequence.last_hidden is not None and not sequence.nonfinite:
             pages = sequence.pages[: self.kv.pages_of(length)]
             self.kv.prefixes.insert(sequence.prefix(length), pages, sequence.to_cache())
 
@@ -520,12 +531,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         if not sequences:
             return
         for sequence in sequences:
-            if sequence.flawed:
+            if sequence.nonfinite:
                 log.error("the model's output for a text is not finite; its prefix is dropped")
                 self.kv.discard(sequence.prefix(sequence.length), sequence.pages)
             self._proposer.forget(sequence)
-            if self.graphs is not None:
-                self.graphs.forget(sequence)
             self.kv.release(sequence)
             sequence.capacity = 0
         gone = set(sequences)

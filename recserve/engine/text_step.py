@@ -24,7 +24,7 @@ from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.logits_processor import LogitsProcessor, Past
+from recserve.speculation.logits_processor import LogitsProcessor, Past, TokenCounts
 from recserve.speculation.sampling_table import SamplingTable
 from recserve.speculation.verifier import Accepted, ScoredTrees
 from recserve.speculation.verifiers.registry import verify
@@ -101,14 +101,14 @@ class VerifiedPaths:
         paths: The packed nodes of each path, node 0 first.
         tokens: The tokens of each path, the bonus token last.
         ranked: [B, K, W] tokens that K heads ranked at the end of the step. None without heads.
-        flawed: Numbers of the texts whose logits on the path are not finite. Their tokens mean
+        nonfinite: Numbers of the texts whose logits on the path are not finite. Their tokens mean
             nothing.
     """
 
     paths: list[list[int]]
     tokens: list[list[int]]
     ranked: NDArray[np.int64] | None = None
-    flawed: frozenset[int] = frozenset()
+    nonfinite: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class StepOutputs:
         states: States of all nodes.
         num_heads: K, or 0 without heads.
         last_hidden: [E] state of each text at its last accepted node, which stays until the text
-            steps again. None if only `states` has it. A step that has it has counted the tokens.
+            steps again. None if only `states` has it.
     """
 
     found: Tensor
@@ -151,22 +151,22 @@ class StepOutputs:
         step.
         """
         found, ranked, nodes = self.found.cpu(), None, self.depth + 1
-        flawed_at = 2 * nodes + 2
+        flag_at = 2 * nodes + 2
         if self.num_heads:
-            own = found[:, flawed_at + 1 :].numpy().copy()
+            own = found[:, flag_at + 1 :].numpy().copy()
             ranked = own.reshape(len(found), self.num_heads, -1)
-            found = found[:, : flawed_at + 1]
+            found = found[:, : flag_at + 1]
         first_token = nodes + 3  # the token of node 0 was committed before
-        paths, tokens, flawed = [], [], []
+        paths, tokens, nonfinite = [], [], []
         for number, row in enumerate(found.tolist()):
-            if row[flawed_at]:
-                flawed.append(number)
+            if row[flag_at]:
+                nonfinite.append(number)
             length, bonus = row[nodes : nodes + 2]
             paths.append(row[: length + 1])
             written = row[first_token : first_token + length]
             written.append(bonus)
             tokens.append(written)
-        return VerifiedPaths(paths, tokens, ranked, frozenset(flawed))
+        return VerifiedPaths(paths, tokens, ranked, frozenset(nonfinite))
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,8 @@ class StepInputs:
         table: Sampling parameters.
         past: What the parameters need of the committed tokens. None: temperature and truncation
             need nothing.
+        counts: Where accepted tokens are counted. None: no text has penalties.
+        rows: [B] row of each text in `counts`. Read with `counts` only.
         lengths: [B] committed tokens. None: all texts take the likeliest token, without noise.
         probs: Distributions that the nodes were drawn from. None: all tokens were chosen.
         rules: [B] number of each text's rule. None: `rule` is that of all texts.
@@ -199,6 +201,8 @@ class StepInputs:
     forks: bool
     table: SamplingTable
     past: Past | None
+    counts: TokenCounts | None
+    rows: Tensor | None
     lengths: Tensor | None
     probs: DraftProbs | None
     rules: Tensor | None
@@ -244,6 +248,11 @@ def text_step(
     outputs = StepOutputs(found, depth, logits, states)
     if inputs.forks:
         move_accepted(pool, tree, accepted or outputs.accepted, inputs.slots)
+    if inputs.counts is not None and inputs.rows is not None:
+        taken = accepted or outputs.accepted
+        bonus = taken.bonus[:, None]
+        tokens = torch.cat([outputs.tokens[:, 1:], bonus], 1)
+        inputs.counts.add(inputs.rows, tokens, torch.cat([taken.nodes[:, 1:], bonus], 1) >= 0)
     return outputs
 
 

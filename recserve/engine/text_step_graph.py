@@ -69,7 +69,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter, RankedHeads
-from recserve.speculation.logits_processor import Past, last_committed
+from recserve.speculation.logits_processor import Past, TokenCounts, last_committed
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable, sampling_table
 from recserve.speculation.verifiers.registry import (
@@ -193,61 +193,6 @@ class StepBucket:
         return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
 
 
-class TextRows:
-    """What captured steps keep of each text beside its slots, by the text's row of the slot table.
-
-    Row 0 belongs to no text, and its counts stay 0.
-
-    Attributes:
-        seen, written: [R, V] int32 counts as in TokenCounts, of texts with penalties.
-        last_hidden: [R, E] final hidden state at the last accepted token of the latest replay.
-    """
-
-    def __init__(self, rows: int, vocab_size: int, states: Tensor) -> None:
-        """Allocates the rows.
-
-        Args:
-            rows: R, number of rows.
-            vocab_size: V.
-            states: [*, E] tensor with the type, size and device of hidden states.
-        """
-        self.seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=states.device)
-        self.written = torch.zeros_like(self.seen)
-        self.last_hidden = states.new_zeros(rows, states.shape[1])
-        self._last = self.last_hidden.unbind()  # a view of each row, made once
-        self._counted: dict[TextSequence, int] = {}
-
-    def take_counts(self, texts: Seq[TextSequence]) -> None:
-        """Moves the counts of texts that have penalties to their rows, where a step finds them."""
-        for text in texts:
-            if text.token_counts is not None and text not in self._counted:
-                text.token_counts.move(self.seen[text.row], self.written[text.row])
-                self._counted[text] = text.row
-
-    def last_of(self, texts: Seq[TextSequence]) -> list[Tensor]:
-        """Returns the [E] row of each text in `last_hidden`."""
-        return [self._last[text.row] for text in texts]
-
-    def count(self, rows: Tensor, tokens: Tensor, which: Tensor) -> None:
-        """Adds written tokens to the counts. It only launches kernels.
-
-        Args:
-            rows: [n] rows of the tokens. Row 0 counts nothing.
-            tokens: [n, m] token ids.
-            which: [n, m] bool, the tokens to count.
-        """
-        place = rows[:, None] * self.seen.shape[1] + tokens
-        ones = (which & (rows[:, None] != 0)).to(torch.int32)
-        for counts in (self.seen, self.written):
-            counts.view(-1).index_add_(0, place.flatten(), ones.flatten())
-
-    def forget(self, text: TextSequence) -> None:
-        """Gives a text its counts back, before its row is free."""
-        counts = text.token_counts
-        if self._counted.pop(text, None) is not None and counts is not None:
-            counts.move(torch.empty_like(counts.seen), torch.empty_like(counts.written))
-
-
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 
@@ -284,7 +229,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         runner: Runner,
         kv: KVCache,
         model: LanguageModel,
-        rows: TextRows,
+        counts: TokenCounts,
+        last_hidden: Tensor,
         bucket: StepBucket,
         *,
         capacity: SamplingCapacity | None,
@@ -299,7 +245,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             runner: The runner of the model.
             kv: The cache, whose slot table the step reads.
             model: The language model.
-            rows: What captured steps keep of all texts.
+            counts: Token counts of all rows.
+            last_hidden: [R, E] receives the state at the last accepted token of each row's text.
             bucket: Most nodes, texts and levels, and the acceptance rule.
             capacity: Capacity for sampling parameters besides the temperature. None for texts whose
                 only parameter is the temperature, which the fused kernel draws.
@@ -309,7 +256,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             readers: Drafters that read states of the target.
             masks: Mask tokens that the trees may have. None if they have none.
         """
-        self.runner, self.kv, self.model, self.rows = runner, kv, model, rows
+        self.runner, self.kv, self.model = runner, kv, model
+        self.counts, self.last_hidden = counts, last_hidden
         self.bucket, self.shape, self.rule = bucket, bucket.shape, bucket.kind.rule
         self.capacity, self.heads, self.draft_values = capacity, heads, draft_values
         self.readers, self.masks = readers, masks
@@ -329,7 +277,6 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
 
     def load(self, group: TextGroup) -> None:
         """Writes a group that fits to the step's buffers."""
-        self.rows.take_counts(group.sequences)
         contexts, columns = group.contexts, self._host_columns
         count = len(contexts)
         if self._loaded is not group.sequences:
@@ -353,7 +300,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
     def __call__(self) -> StepOutputs:
         """Runs the step on the loaded group.
 
-        Besides `text_step` it keeps up the rows of the texts, and runs the heads.
+        Besides `text_step` it stores the last state of each text, and runs the heads.
         """
         columns, table = self._columns, self._table
         trees = columns.trees
@@ -380,7 +327,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         hidden = self.runner.layers(batch, x, None, taps, gate)
         past = None
         if self.capacity is not None:
-            seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]
+            seen, written = self.counts.both[:, columns.rows]
             past = Past(columns.numbers, columns.last_tokens, seen, written)
         values = self.draft_values
         inputs = StepInputs(
@@ -391,6 +338,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             forks=self.shape.depth > 0,
             table=table,
             past=past,
+            counts=None if past is None else self.counts,
+            rows=columns.rows,
             lengths=columns.lengths,
             probs=None if values is None else DraftProbs(values, columns.drawn),
             rules=columns.rules,
@@ -400,11 +349,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         outputs = text_step(self.model, self.runner.pool, inputs, states)
         accepted, texts = outputs.accepted, self.shape.sequences
         ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
-        self.rows.last_hidden.index_copy_(0, columns.rows, ends)
-        if past is not None:
-            tokens = torch.cat([outputs.tokens[:, 1:], accepted.bonus[:, None]], 1)
-            written = torch.cat([accepted.nodes[:, 1:], accepted.bonus[:, None]], 1) >= 0
-            self.rows.count(columns.rows, tokens, written)
+        self.last_hidden.index_copy_(0, columns.rows, ends)
         outputs = replace(outputs, found=outputs.found[:texts])
         if self.heads is None:
             return outputs
@@ -487,7 +432,10 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         self.capacity, drafters = limits.capacity, drafters or {}
         largest, vocabulary = max(s.nodes for s in limits.shapes), model.config.vocab_size
         assert kv.width >= largest, f"{largest} nodes of a step, {kv.width} slots of a row"
-        self.rows = TextRows(kv.slots.shape[0], vocabulary, model.tokens.weight[:0])
+        rows, weight = kv.slots.shape[0], model.tokens.weight
+        self.token_counts = TokenCounts(rows, vocabulary, weight.device)
+        self._last_hidden = weight.new_zeros(rows, weight.shape[1])
+        self._last = self._last_hidden.unbind()  # a view of each row, made once
         found = {name: drafter.ranked_heads for name, drafter in drafters.items()}
         self._heads = {name: heads for name, heads in found.items() if heads is not None}
         self._names = {id(drafters[name]): name for name in self._heads}
@@ -535,7 +483,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             self.runner,
             self.kv,
             self.model,
-            self.rows,
+            self.token_counts,
+            self._last_hidden,
             bucket,
             capacity=self.capacity if kind.everything else None,
             heads=None if kind.drafter is None else self._heads[kind.drafter],
@@ -549,8 +498,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         a time.
         """
         if self._draft_values is None:
-            size = self._most_drafted, self.rows.seen.shape[1]
-            self._draft_values = torch.empty(size, device=self.rows.seen.device)
+            size = self._most_drafted, self.model.config.vocab_size
+            self._draft_values = torch.empty(size, device=self.kv.slots.device)
         return self._draft_values[: shape.drafted]
 
     def step(self, groups: Seq[TextGroup], with_prompts: bool) -> StepOutputs | None:
@@ -571,7 +520,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         if isinstance(found, TextStepGraph):
             found.load(groups[0])
             self.counts["replayed"] += 1
-            return replace(found.replay(), last_hidden=self.rows.last_of(groups[0].sequences))
+            last = [self._last[text.row] for text in groups[0].sequences]
+            return replace(found.replay(), last_hidden=last)
         self.counts[found] += 1
         return None
 
@@ -625,10 +575,6 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             if name is not None:
                 kinds.insert(0, StepKind(everything, name))
         return kinds
-
-    def forget(self, text: TextSequence) -> None:
-        """Gives its counts back to a text that has ended or was preempted."""
-        self.rows.forget(text)
 
 
 def cuda_steps(

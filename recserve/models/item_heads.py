@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from recserve.files import UnreadableFile, read_json_object, regular_file
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.linear.panels import Panels
-from recserve.kernels.trie.native import Cell, LevelCodes, NativeDescent
+from recserve.kernels.trie.native import LevelCodes, NativeDescent, RecurrentCell
 from recserve.models.recommender import Recommender
 from recserve.models.weight_check import check_finite
 
@@ -159,7 +159,7 @@ class SelfDraftHead(nn.Module):
             return
         levels = range(len(self.config.codebook_sizes))
         cells = [
-            Cell(Panels.of(self._cell(level).weight_hh, None), self._level_inputs(level))
+            RecurrentCell(Panels.of(self._cell(level).weight_hh, None), self._level_inputs(level))
             for level in levels[:-1]
         ]
         codes = [LevelCodes.of(self.codes_of_level(level)) for level in levels]

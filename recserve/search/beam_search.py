@@ -58,7 +58,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from recserve.core.finite import flaws_of, without_flaws
+from recserve.core.finite import nonfinite_flags, without_nonfinite
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence, stacked_last_hidden
 from recserve.kernels.backend import Backend, backend_of
@@ -181,7 +181,7 @@ class BeamSearch:
         threshold_ranks: Rank, from 0, of the score that sets the threshold of a level. None: no
             request has one.
         dense_candidates: Items that compete with the finished beams. None: there are none.
-        flaws: [B] flaws of the states behind the beams (core/finite.py). None: all states are
+        nonfinite: [B] flags of the states behind the beams (core/finite.py). None: all states are
             finite.
         unscored: [n] keys of prefixes that the draft lacked and that could change the slate, each
             with all prefixes above it. None: propose whatever the beams lack.
@@ -199,7 +199,7 @@ class BeamSearch:
     widths: list[int]
     threshold_ranks: list[int] | None = None
     dense_candidates: DenseCandidates | None = None
-    flaws: Tensor | None = None
+    nonfinite: Tensor | None = None
     unscored: Tensor | None = None
     extra_rounds: int = 0
 
@@ -217,10 +217,10 @@ class BeamSearch:
             filtered: Whether the requests' filters apply.
         """
         requests = [s.request for s in sequences if isinstance(s.request, SlateQuery)]
-        trie, last_hidden, flaws = requests[0].trie, stacked_last_hidden(sequences), None
+        trie, last_hidden, nonfinite = requests[0].trie, stacked_last_hidden(sequences), None
         if last_hidden.is_cuda:  # on a CPU the scheduler has checked already
-            flaws = _prefix_flaws(sequences, last_hidden)
-            last_hidden = without_flaws(last_hidden, flaws)
+            nonfinite = _prefix_flags(sequences, last_hidden)
+            last_hidden = without_nonfinite(last_hidden, nonfinite)
         filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
         return BeamSearch(
             model=model,
@@ -233,7 +233,7 @@ class BeamSearch:
             beams=Beams.root(len(sequences), last_hidden.device),
             widths=[request.width for request in requests],
             threshold_ranks=threshold_ranks(requests) if thresholds else None,
-            flaws=flaws,
+            nonfinite=nonfinite,
         )
 
     @property
@@ -296,14 +296,16 @@ class BeamSearch:
         """
         keys, slots = draft.computed(slots)
         if hidden.is_cuda:  # on a CPU the scheduler has checked already
-            flaws = flaws_of(hidden)
-            hidden, owners = without_flaws(hidden, flaws), keys // self.trie.num_nodes
-            self.add_flaws(flaws.new_zeros(len(self.sequences)).index_add(0, owners, flaws))
+            nonfinite = nonfinite_flags(hidden)
+            hidden, owners = without_nonfinite(hidden, nonfinite), keys // self.trie.num_nodes
+            self.add_nonfinite(
+                nonfinite.new_zeros(len(self.sequences)).index_add(0, owners, nonfinite)
+            )
         self.scored = self.scored.add(keys, slots, hidden)
 
-    def add_flaws(self, flaws: Tensor) -> None:
-        """Adds flaws [B] of states that the beams depend on."""
-        self.flaws = flaws if self.flaws is None else self.flaws + flaws
+    def add_nonfinite(self, nonfinite: Tensor) -> None:
+        """Adds flags [B] of states that the beams depend on."""
+        self.nonfinite = nonfinite if self.nonfinite is None else self.nonfinite + nonfinite
 
     def advance(self, until: int | None = None) -> None:
         """Moves to the deepest level above which all states are known, at most to level `until`."""
@@ -348,15 +350,19 @@ class BeamSearch:
         )
 
 
-def _prefix_flaws(sequences: Seq[SearchSequence], last_hidden: Tensor) -> Tensor:
-    """Returns [B] flaws of the prefixes' last states [B, E] and of the placeholders' states."""
+def _prefix_flags(sequences: Seq[SearchSequence], last_hidden: Tensor) -> Tensor:
+    """Returns [B] flags of the prefixes' last states [B, E] and of the placeholders' states."""
     placeholder_states = [
         s.placeholder_states
         for s in sequences
         if s.placeholders is not None and s.placeholder_states is not None
     ]
-    flaws = flaws_of(last_hidden)
-    return flaws + flaws_of(torch.stack(placeholder_states)) if placeholder_states else flaws
+    nonfinite = nonfinite_flags(last_hidden)
+    return (
+        nonfinite + nonfinite_flags(torch.stack(placeholder_states))
+        if placeholder_states
+        else nonfinite
+    )
 
 
 def descend(

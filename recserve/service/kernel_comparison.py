@@ -21,7 +21,12 @@ from recserve.kernels.attention.reference import HeadLayout
 from recserve.kernels.linear import int8
 from recserve.kernels.linear.int8 import Int8Weight
 from recserve.kernels.linear.panels import Panels
-from recserve.kernels.linear.products import DecodedProduct, OneDnnProduct, onednn_multiplies
+from recserve.kernels.linear.products import (
+    DecodedProduct,
+    LinearFn,
+    OneDnnProduct,
+    onednn_multiplies,
+)
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain, root_branch
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
@@ -32,8 +37,6 @@ ROWS = (1, 128)  # a decoding step, and a prompt
 PROMPT = 256  # tokens of the measured attention
 ROUNDS = 5
 BUDGET_S = 0.3  # for one pair of calls; at least two rounds are timed
-
-Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ def _best_ms(one: Callable[[], object], other: Callable[[], object]) -> tuple[fl
     return best[0], best[1]
 
 
-def _products(dtype: torch.dtype, pair: Callable[[Tensor], tuple[Product, Product]]) -> Comparison:
+def _products(
+    dtype: torch.dtype, pair: Callable[[Tensor], tuple[LinearFn, LinearFn]]
+) -> Comparison:
     """Compares one product with each of SHAPES after the other."""
     products = [pair(torch.ones(shape).to(dtype)) for shape in SHAPES]
 
@@ -108,13 +113,13 @@ def _products(dtype: torch.dtype, pair: Callable[[Tensor], tuple[Product, Produc
     return compare([run(0, rows) for rows in ROWS], [run(1, rows) for rows in ROWS])
 
 
-def _plain_pair(weight: Tensor) -> tuple[Product, Product]:
+def _plain_pair(weight: Tensor) -> tuple[LinearFn, LinearFn]:
     if onednn_multiplies(weight.dtype):
         return Panels.of(weight, None), OneDnnProduct(weight, None)
     return Panels.of(weight, None), functools.partial(F.linear, weight=weight)
 
 
-def _int8_pair(weight: Tensor) -> tuple[Product, Product]:
+def _int8_pair(weight: Tensor) -> tuple[LinearFn, LinearFn]:
     rounded = Int8Weight.of(weight)
     decoded = DecodedProduct(rounded, None, Int8Weight.dequantize)
     return int8.panels(rounded, None, weight.dtype), decoded

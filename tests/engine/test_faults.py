@@ -64,7 +64,7 @@ def test_one_result_that_fails_holds_back_no_other_of_its_step(how, monkeypatch)
     first = batch.sequences[:2]
     if how == "not finite":
         for sequence in first:
-            sequence.flawed = True
+            sequence.nonfinite = True
     else:
         late = [sequence.request for sequence in first]
         monkeypatch.setattr(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
+from recserve.core.finite import NotFinite, all_finite, nonfinite_flags, without_nonfinite
 from recserve.core.request import PrefixKeys
 from recserve.engine.beam_search_graph import (
     BeamSearchGraphs,
@@ -499,16 +499,16 @@ def test_a_recorded_step_tells(parameters):
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
 def test_one_number_in_a_state_is_enough(dtype, value):
     states = torch.full((3, 781), 60.0, dtype=dtype)  # a sum of these is infinite in float16
-    assert all_finite(states) and flaws_of(states).tolist() == [0, 0, 0]
+    assert all_finite(states) and nonfinite_flags(states).tolist() == [0, 0, 0]
     states[1, 780] = value
     assert not all_finite(states)
-    flaws = flaws_of(states)
-    assert flaws[0] == flaws[2] == 0 and torch.isnan(flaws[1])
-    kept = without_flaws(states, flaws)
+    nonfinite = nonfinite_flags(states)
+    assert nonfinite[0] == nonfinite[2] == 0 and torch.isnan(nonfinite[1])
+    kept = without_nonfinite(states, nonfinite)
     assert kept.dtype == dtype and torch.equal(kept[[0, 2]], states[[0, 2]])
     assert not kept[1].any()
 
 
 def test_infinities_of_both_signs_do_not_make_up_for_each_other():
     states = torch.tensor([[float("inf"), -float("inf")], [1.0, -1.0]])
-    assert not all_finite(states) and torch.isnan(flaws_of(states)).tolist() == [True, False]
+    assert not all_finite(states) and torch.isnan(nonfinite_flags(states)).tolist() == [True, False]

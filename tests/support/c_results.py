@@ -30,9 +30,9 @@ from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.native import (
     BeamKind,
-    Cell,
     LevelCodes,
     NativeDescent,
+    RecurrentCell,
     StateKind,
     lay_out,
     leaf_bits,
@@ -189,7 +189,7 @@ def _searches(dtype: torch.dtype) -> dict[str, Tensor]:
     books = [draw(codes, size, dtype=dtype) for codes in sizes]
     inputs = [draw(codes, size, dtype=dtype) for codes in sizes[:-1]]
     weights = [draw(size, size, dtype=dtype, scale=0.3) for _ in sizes[:-1]]
-    cells = [Cell(Panels.of(w, None), x) for w, x in zip(weights, inputs, strict=True)]
+    cells = [RecurrentCell(Panels.of(w, None), x) for w, x in zip(weights, inputs, strict=True)]
     last, contexts = draw(2, size, dtype=dtype), draw(2, 3, size, dtype=dtype)
     keys = torch.arange(1, trie.num_nodes)
     keys = torch.cat([keys, keys + trie.num_nodes])

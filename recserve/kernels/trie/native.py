@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.linear.panels import Panels, Product
+from recserve.kernels.linear.panels import LinearStruct, Panels
 from recserve.kernels.native.native import FLOAT, TYPES, N, P, compiled
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie.trie import LeafBits, LeafFilter, Trie
@@ -75,7 +75,7 @@ class LevelCodes:
 
 
 @dataclass(frozen=True)
-class Cell:
+class RecurrentCell:
     """One step of a recurrent head: tanh(inputs[code] + states U).
 
     Attributes:
@@ -352,7 +352,7 @@ def passed_prefixes(
 class NativeDescent:
     """Beam search by the logits of one model's states, or by a draft head."""
 
-    def __init__(self, levels: Sequence[LevelCodes], cells: Sequence[Cell] = ()) -> None:
+    def __init__(self, levels: Sequence[LevelCodes], cells: Sequence[RecurrentCell] = ()) -> None:
         """Collects the addresses of the weights.
 
         Args:
@@ -361,9 +361,9 @@ class NativeDescent:
         """
         # C reads these by address, so they must live as long as this object
         self._read = tuple(levels), tuple(cells)
-        self._heads = (Product * len(levels))(*(level.panels.product for level in levels))
+        self._heads = (LinearStruct * len(levels))(*(level.panels.product for level in levels))
         self._codes = (P * len(levels))(*(level.rows.data_ptr() for level in levels))
-        self._cells = (Product * len(cells))(*(cell.weight.product for cell in cells))
+        self._cells = (LinearStruct * len(cells))(*(cell.weight.product for cell in cells))
         self._inputs = (P * len(cells))(*(cell.inputs.data_ptr() for cell in cells))
 
     def __call__(

@@ -355,7 +355,7 @@ def slates(search: BeamSearch, verified: VerifiedItems) -> list[Slate | Continua
     every = verified.at(verified.accepted).followed_by(found.likeliest_first())
     answers: list[Slate | Continuation | NotFinite] = []
     counts = alive.sum(1).float()
-    num_alive = (counts if search.flaws is None else counts + search.flaws).tolist()
+    num_alive = (counts if search.nonfinite is None else counts + search.nonfinite).tolist()
     for b, sequence in enumerate(search.sequences):
         if math.isnan(num_alive[b]):
             answers.append(NotFinite())
